@@ -1,0 +1,42 @@
+# Every target sets up what it needs; `make` alone lists them.
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint clean
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+SOURCES := mimo bridge data encoders tests
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create .venv and install the project with its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@python=; for candidate in python3 python3.12 python3.13 python3.14 python3.15; do \
+	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+	    python=$$candidate; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "make: no Python 3.12 or newer found; install one (on Debian or Ubuntu:" \
+	    "apt install python3.12 python3.12-venv) and run make again" >&2; exit 1; \
+	fi; \
+	test -x $(VENV)/bin/python || $$python -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: setup  ## prepare the quickstart's data, train it, and answer unseen examples
+	$(VENV)/bin/mimo quickstart
+
+test: setup  ## run the tests
+	$(VENV)/bin/python -m pytest
+
+lint: setup  ## check style, types and who imports whom
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports
+
+clean:  ## remove what the commands wrote, but not .venv
+	rm -rf runs datasets build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,32 @@
+"""Samples from webdataset shards to token ids and image patches. Imports nothing else of ours."""
+
+from data.chat import ChatTokenizer, EncodedSample, MessagesError, PlaceholderError
+from data.digits import prepare_digits
+from data.images import ImageProcessor, image_size, open_image
+from data.index import Index, SkippedSample, build_index, check_lengths
+from data.index_store import load_index, load_or_build_index, save_index
+from data.order import SampleOrder
+from data.positions import mrope_position_ids
+from data.reader import SampleReader, UnreadableSample
+
+__all__ = [
+    "ChatTokenizer",
+    "EncodedSample",
+    "ImageProcessor",
+    "Index",
+    "MessagesError",
+    "PlaceholderError",
+    "SampleOrder",
+    "SampleReader",
+    "SkippedSample",
+    "UnreadableSample",
+    "build_index",
+    "check_lengths",
+    "image_size",
+    "load_index",
+    "load_or_build_index",
+    "mrope_position_ids",
+    "open_image",
+    "prepare_digits",
+    "save_index",
+]

@@ -1,0 +1,145 @@
+"""The words of the digits quickstart: its questions and answers, and the tokenizer for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Spaces around punctuation, so that decoding, which joins words by spaces, gives the text back.
+_ASK_ONE = (
+    "what digit is this ?",
+    "which digit do you see ?",
+    "read the digit .",
+    "what number is in the image ?",
+)
+_ASK_MANY = (
+    "what digits are these ?",
+    "which digits do you see ?",
+    "read the digits in order .",
+    "what numbers are in the images ?",
+)
+_ASK_COUNTED = (
+    "there are {count} images . read the digits .",
+    "read all {count} digits in order .",
+    "what are the {count} numbers ?",
+)
+_ASK_NEXT = ("what comes after {a} ?", "which digit follows {a} ?")
+_ASK_PREVIOUS = ("what comes before {a} ?",)
+_ASK_COPY = ("write {list} .", "repeat {list} in order .")
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+_UNKNOWN = "<|unknown|>"
+
+# The form of Qwen2-VL's template, without its default system message.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{% if message['content'] is string -%}
+{{ message['content'] }}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part['type'] == 'video' -%}
+<|vision_start|><|video_pad|><|vision_end|>
+{%- elif part['type'] == 'text' -%}
+{{ part['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A question with its answer, as chat messages."""
+
+    messages: list[dict[str, Any]]
+    answer: str
+    num_images: int
+
+
+def image_conversation(digits: Sequence[int], rng: random.Random) -> Conversation:
+    """Images of these digits, then a question; the answer names them in order."""
+    plain = _ASK_ONE if len(digits) == 1 else _ASK_MANY
+    counted = len(digits) > 1 and rng.random() < 0.4
+    question = rng.choice(_ASK_COUNTED if counted else plain).format(count=len(digits))
+    return _conversation(len(digits), question, digits)
+
+
+def text_conversation(rng: random.Random) -> Conversation:
+    """A question without any image, about counting or copying digits."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        digit = rng.randrange(9)
+        return _conversation(0, rng.choice(_ASK_NEXT).format(a=digit), [digit + 1])
+    if kind == 1:
+        digit = rng.randrange(1, 10)
+        return _conversation(0, rng.choice(_ASK_PREVIOUS).format(a=digit), [digit - 1])
+    digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
+    listed = " then ".join(str(digit) for digit in digits)
+    return _conversation(0, rng.choice(_ASK_COPY).format(list=listed), digits)
+
+
+def _conversation(num_images: int, question: str, digits: Sequence[int]) -> Conversation:
+    answer = " ".join(str(digit) for digit in digits)
+    content: list[dict[str, str]] = [{"type": "image"} for _ in range(num_images)]
+    content.append({"type": "text", "text": question})
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
+    return Conversation(messages, answer, num_images)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a word-level tokenizer for these texts in Hugging Face format, with the chat template.
+
+    Its words are those of the questions, the roles and the ten digits; each digit is a token.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Digits, Punctuation, Sequence, WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    questions = (*_ASK_ONE, *_ASK_MANY, *_ASK_COUNTED, *_ASK_NEXT, *_ASK_PREVIOUS, *_ASK_COPY)
+    words = {word for text in (*questions, "system user assistant then") for word in text.split()}
+    words = {word for word in words if not word.startswith("{")}
+    # In a fixed order: specials, digits, words. A new word never renumbers the digits.
+    vocabulary = [*SPECIAL_TOKENS, _UNKNOWN, *(str(digit) for digit in range(10)), *sorted(words)]
+    tokenizer = Tokenizer(
+        WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token=_UNKNOWN)
+    )
+    # Punctuation apart, so that a person may type "what digit is this?".
+    tokenizer.pre_tokenizer = Sequence(
+        [WhitespaceSplit(), Punctuation(), Digits(individual_digits=True)]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token=_UNKNOWN,
+        extra_special_tokens=[
+            t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")
+        ],
+        clean_up_tokenization_spaces=False,
+        model_max_length=1 << 20,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(str(directory))

@@ -1,0 +1,139 @@
+"""Webdataset tar shards: which files a pattern names, and the samples in one file by byte offset.
+
+A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
+images `<key>.0.png`, `<key>.1.jpg`, ... Members are stored uncompressed, so that any of them can be
+read later by one seek.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+_IMAGE_SUFFIX = re.compile(r"(\d+)\.(?:png|jpg|jpeg|webp|gif|bmp)", re.IGNORECASE)
+_TAR_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file inside a shard: `size` bytes from byte `offset` of the tar file."""
+
+    offset: int
+    size: int
+
+
+class MemberFile:
+    """One member as a file of its own, so that Pillow reads no more than the header."""
+
+    def __init__(self, file: IO[bytes], member: Member) -> None:
+        self._file, self._member, self._position = file, member, 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes, all that are left if it is negative; none at the end."""
+        left = max(self._member.size - self._position, 0)
+        self._file.seek(self._member.offset + self._position)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of any file, but inside the member."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._member.size}[whence]
+        self._position = max(base + offset, 0)
+        return self._position
+
+    def tell(self) -> int:
+        """Position inside the member."""
+        return self._position
+
+
+@dataclass
+class RawSample:
+    """The members of one sample, not read yet. `problem`: why it cannot be used, or empty."""
+
+    key: str
+    json: Member | None = None
+    images: dict[int, Member] = field(default_factory=dict)
+    problem: str = ""
+
+
+def match_shards(pattern: str) -> tuple[str, ...]:
+    """Paths of the shards that a glob pattern names, sorted.
+
+    Raises ValueError when there are none.
+    """
+    shards = tuple(
+        sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    )
+    if not shards:
+        hint = " Braces are not understood: use * or ?." if "{" in pattern else ""
+        raise ValueError(
+            f"no shard matches {pattern!r}: prepare the data first, or correct the path in the "
+            f"recipe.{hint}"
+        )
+    return shards
+
+
+def pattern_root(pattern: str) -> Path:
+    """The folder of a pattern: its longest leading part without a wildcard."""
+    parent = Path(pattern).parent
+    while glob.has_magic(str(parent)):
+        parent = parent.parent
+    return parent
+
+
+def scan_shard(path: str) -> Iterator[RawSample]:
+    """The samples of a shard in the order of their first members; only headers are read.
+
+    Raises ValueError when the file is compressed, damaged or truncated.
+    """
+    samples: dict[str, RawSample] = {}
+    try:
+        # "r:" refuses compressed files, inside which a byte offset would mean nothing.
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if member.isfile() and not member.issparse():
+                    _add_member(samples, member)
+                # tarfile keeps every header; a large shard would hold millions.
+                tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
+            end = tar.offset
+    except tarfile.ReadError as error:
+        raise _damaged(path, str(error)) from error
+    # tarfile stops quietly at a damaged header; a whole file has a block of zeros there.
+    with open(path, "rb") as file:
+        file.seek(end)
+        if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
+            raise _damaged(path, f"no end mark at byte {end}")
+    yield from samples.values()
+
+
+def _add_member(samples: dict[str, RawSample], member: tarfile.TarInfo) -> None:
+    folder, slash, name = member.name.rpartition("/")
+    stem, dot, suffix = name.partition(".")
+    if not dot or not stem:  # not a sample's member: a README, or a hidden file of some archiver
+        return
+    key = folder + slash + stem
+    sample = samples.setdefault(key, RawSample(key))
+    place = Member(member.offset_data, member.size)
+    image = _IMAGE_SUFFIX.fullmatch(suffix)
+    if suffix == "json":
+        if sample.json is not None:
+            sample.problem = "two .json members: keys need to be unique inside a shard"
+        sample.json = place
+    elif image:
+        if int(image[1]) in sample.images:
+            sample.problem = f"two images number {image[1]}: keys need to be unique inside a shard"
+        sample.images[int(image[1])] = place
+
+
+def _damaged(path: str, reason: str) -> ValueError:
+    return ValueError(
+        f"shard {path} is not a whole uncompressed tar file ({reason}): it is truncated, damaged "
+        "or compressed; copy it again or prepare it again"
+    )

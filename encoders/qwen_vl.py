@@ -1,0 +1,155 @@
+"""Vision tower of the Qwen-VL kind with its patch merger.
+
+The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions), every layer
+with full attention inside an image. All images of a microbatch run as one packed sequence, each
+a segment of its own size: nothing is padded to the largest.
+
+Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
+M = merge² patches per row, N = P/M rows, H language hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from data.images import ImageProcessor
+from mimo import megatron as engine
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Settings(BaseModel):
+    """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    ffn_hidden_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    patch_size: int = Field(default=14, ge=1)
+    merge_size: int = Field(default=2, ge=1)
+    temporal_patch_size: int = Field(default=2, ge=1)
+    min_pixels: int = Field(default=56 * 56, ge=1)
+    max_pixels: int = Field(default=28 * 28 * 1280, ge=1)
+    rotary_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    init_std: float = Field(default=0.02, gt=0)
+
+    def processor(self) -> ImageProcessor:
+        """How an image becomes patches, and how many rows it encodes to."""
+        return ImageProcessor(
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            temporal_patch_size=self.temporal_patch_size,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+        )
+
+
+def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
+    """Problems of a tp × pp grid with these sizes, each one sentence."""
+    return [
+        f"tp={tp} must divide {key}, which is {size}"
+        for key, size in (
+            ("num_attention_heads", settings.num_attention_heads),
+            ("ffn_hidden_size", settings.ffn_hidden_size),
+        )
+        if size % tp
+    ]
+
+
+class QwenVLTower(nn.Module):
+    """Patches of many images -> rows of the language model's size."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: TransformerConfig,
+        ctx: engine.ModuleContext,
+        output_size: int,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.config = config
+        merged = settings.hidden_size * settings.merge_size**2
+        in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
+        # A convolution whose stride is its kernel is a linear map of each patch.
+        self.patch_embed = nn.Linear(in_size, settings.hidden_size, bias=False, dtype=ctx.dtype)
+        # The merger normalises single patches: that is the final norm of the stack.
+        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        self.merger = engine.ParallelMLP(
+            config, ctx.groups, merged, merged, output_size, nn.functional.gelu
+        )
+        head_size = settings.hidden_size // settings.num_attention_heads
+        exponent = torch.arange(0, head_size // 2, 2, dtype=torch.float32) / (head_size // 2)
+        self.register_buffer("inv_freq", settings.rotary_base**-exponent, persistent=False)
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Called by the schedule with what the previous stage sent; one stage has none."""
+        assert input_tensor[0] is None, "the tower runs on one pipeline stage"
+
+    def rotary_frequencies(self, grids: Tensor) -> Tensor:
+        """grids (I, 3) int64 as (t, h, w) in patches -> (P, 1, 1, head size) fp32.
+
+        Half of the channels turns with the row of a patch, half with its column. Patches come in
+        blocks of merge × merge neighbours, as the processor emits them.
+        """
+        merge = self.settings.merge_size
+        positions = []
+        for t, h, w in grids.tolist():
+            block = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
+            block = block.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
+            positions.append(block.reshape(-1, 2).repeat(t, 1))
+        place = torch.cat(positions).to(self.inv_freq.device, torch.float32)  # (P, 2)
+        freqs = (place[:, :, None] * self.inv_freq).flatten(1)  # (P, head size / 2)
+        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+
+    def forward(self, patches: Tensor, grids: Tensor) -> Tensor:
+        """patches (P, C) in the tower's dtype, grids (I, 3) int64 -> rows (N, H).
+
+        With no images the result is (0, H) and still part of the graph, so that every parameter
+        gets its (zero) gradient and data-parallel hooks fire.
+        """
+        if grids.shape[0] == 0:
+            # The engine cannot run on no tokens at all: one blank row is encoded and dropped.
+            merge = self.settings.merge_size
+            blank = patches.new_zeros(merge * merge, patches.shape[1])
+            return self.forward(blank, torch.tensor([[1, merge, merge]]))[:0]
+        per_frame = (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0])
+        segments = engine.PackedSegments.from_lengths(per_frame.tolist(), patches.device)
+        hidden = self.patch_embed(patches)[:, None, :]  # (P, 1, D)
+        hidden = self.blocks(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary_frequencies(grids),
+            packed_seq_params=segments,
+        )
+        merged = hidden.reshape(-1, self.settings.hidden_size * self.settings.merge_size**2)
+        return self.merger(merged)
+
+
+def build(
+    settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
+) -> QwenVLTower:
+    """The tower with freshly drawn weights, the same in every layout."""
+    shape = engine.StackShape(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        ffn_hidden_size=settings.ffn_hidden_size,
+        num_heads=settings.num_attention_heads,
+        num_kv_heads=settings.num_attention_heads,
+        head_size=settings.hidden_size // settings.num_attention_heads,
+        norm_eps=settings.norm_eps,
+        linear_bias=True,
+        qkv_bias=True,
+    )
+    config = engine.transformer_config(shape, ctx)
+    tower = QwenVLTower(settings, config, ctx, output_size)
+    engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
+    return tower

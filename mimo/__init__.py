@@ -1,0 +1,1 @@
+"""Training of multimodal models in which every module has its own parallelism."""

@@ -1,0 +1,125 @@
+"""Checkpoints of a run: complete or absent, and independent of the layout they were written in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mimo.megatron.checkpoint import (
+    State,
+    load_sharded,
+    optimizer_state,
+    restore,
+    save_sharded,
+    weights_state,
+)
+from mimo.model import MimoModel
+
+_LATEST = "latest"
+_PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. Schedule and data position follow from the step alone."""
+
+    step: int
+    samples: int
+    skipped_samples: int = 0
+
+
+def _model_state(model: MimoModel, with_optimizer: bool) -> State:
+    state: State = {}
+    for name, module in model.modules.items():
+        weights = weights_state(module.raw[0], name, module.groups)
+        state.update(weights)
+        if with_optimizer and module.optimizer is not None:
+            state.update(optimizer_state(module.optimizer, module.raw[0], name, weights))
+    return state
+
+
+def save_checkpoint(
+    model: MimoModel, progress: Progress, checkpoints: Path, recipe_yaml: str, keep: int
+) -> Path:
+    """Write ``checkpoints/step_<n>`` and point ``latest`` at it; every rank of the world calls it.
+
+    It is written under another name and renamed when all ranks are done, so a run that is ended
+    meanwhile leaves the previous checkpoint as the latest. Older ones beyond ``keep`` go.
+    """
+    rank = dist.get_rank()
+    final = checkpoints / f"step_{progress.step}"
+    partial = checkpoints / f".step_{progress.step}.partial"
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    save_sharded(_model_state(model, with_optimizer=True), partial)
+    torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        (partial / _PROGRESS).write_text(json.dumps(asdict(progress)))
+        (partial / "recipe.yaml").write_text(recipe_yaml)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        pointer = checkpoints / f".{_LATEST}"
+        pointer.write_text(final.name)
+        os.replace(pointer, checkpoints / _LATEST)
+        _drop_old(checkpoints, keep)
+    dist.barrier()
+    return final
+
+
+def _drop_old(checkpoints: Path, keep: int) -> None:
+    steps = sorted(
+        (path for path in checkpoints.glob("step_*") if path.is_dir()),
+        key=lambda path: int(path.name.removeprefix("step_")),
+    )
+    for path in steps[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
+
+    Raises ValueError when there is none.
+    """
+    for folder in (path, path / "checkpoints"):
+        if (folder / _PROGRESS).is_file():
+            return folder
+        if (folder / _LATEST).is_file():
+            latest = folder / (folder / _LATEST).read_text().strip()
+            if (latest / _PROGRESS).is_file():
+                return latest
+    raise ValueError(
+        f"{path}: no checkpoint there; give a run folder or a checkpoint folder such as "
+        f"runs/<name>/checkpoints/step_<n>"
+    )
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Where the run stood when ``checkpoint`` was written."""
+    return Progress(**json.loads((checkpoint / _PROGRESS).read_text()))
+
+
+def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = True) -> Progress:
+    """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
+
+    The random state is restored where the world has the size it had when saving.
+    Raises ValueError when the checkpoint does not fit the model.
+    """
+    progress = read_progress(checkpoint)
+    loaded = load_sharded(_model_state(model, with_optimizer), checkpoint)
+    for name, module in model.modules.items():
+        optimizer = module.optimizer if with_optimizer else None
+        restore(module.raw[0], optimizer, name, loaded, progress.step)
+    states = sorted(checkpoint.glob("rng_rank_*.pt"))
+    if with_optimizer and len(states) == dist.get_world_size():
+        own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"
+        torch.set_rng_state(torch.load(own, weights_only=True)["cpu"])
+    return progress

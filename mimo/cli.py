@@ -1,0 +1,143 @@
+"""The command line. Commands import what they need when they run, so that `--help` is instant.
+
+Exit code 2 and a message for bad input, before any process group exists; 1 for a run that failed.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mimo.recipe_errors import RecipeError
+
+if TYPE_CHECKING:
+    from mimo.layout import Layout
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train multimodal models in which every module has its own parallelism.",
+)
+
+RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, for example recipes/x.yaml.")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(help="Keys to override, for example train.steps=20 language.grid.tp=2."),
+]
+NumRanksOption = Annotated[
+    int | None,
+    typer.Option("--num-ranks", min=1, help="Ranks of the job; default: what the grids need."),
+]
+
+
+def main() -> None:
+    """Entry point for `python -m mimo.cli`."""
+    app()
+
+
+def _readable_errors[**P](command: Callable[P, int | None]) -> Callable[P, None]:
+    """Turn a RecipeError into a message on stderr, and a command's result into the exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except RecipeError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        raise typer.Exit(code or 0)
+
+    return run
+
+
+@app.command()
+@_readable_errors
+def check(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    num_ranks: NumRanksOption = None,
+) -> None:
+    """Validate a recipe and print which rank does what."""
+    from mimo.layout import build_layout, num_microbatches
+    from mimo.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    layout = build_layout(loaded, num_ranks)
+    print_layout(layout, num_microbatches(loaded, layout))
+
+
+def print_layout(layout: "Layout", microbatches: int) -> None:
+    """Print a table with one row per module: its ranks, its grid and its lanes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{layout.world_size} ranks · {microbatches} microbatches per step")
+    for column in ("module", "ranks", "grid", "lanes"):
+        table.add_column(column)
+    for name, grid in layout.grids.items():
+        last = f"-{grid.ranks[-1]}" if grid.size > 1 else ""
+        sequence = " · sp" if grid.sp else ""
+        virtual = f" · vpp {grid.vpp}" if grid.vpp > 1 else ""
+        axes = f"tp {grid.tp}{sequence} · cp {grid.cp} · pp {grid.pp}{virtual} · dp {grid.dp}"
+        table.add_row(name, f"{grid.ranks[0]}{last}", axes, str(grid.dp))
+    Console().print(table)
+
+
+@app.command()
+@_readable_errors
+def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> int | None:
+    """Write the example data and the index that a recipe needs."""
+    from mimo.prepare import main as run
+
+    return run(recipe, overrides or [])
+
+
+@app.command()
+@_readable_errors
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    num_ranks: NumRanksOption = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the run's latest checkpoint.")
+    ] = False,
+    resume_from: Annotated[
+        Path | None, typer.Option("--resume-from", help="Continue from this checkpoint.")
+    ] = None,
+) -> int | None:
+    """Train a recipe on this machine, or as one rank of a torchrun or srun job."""
+    from mimo.job import main as run
+
+    return run(recipe, overrides or [], num_ranks, resume=resume, resume_from=resume_from)
+
+
+@app.command()
+@_readable_errors
+def generate(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Default: the run's latest.")
+    ] = None,
+) -> int | None:
+    """Answer a recipe's test samples with a trained checkpoint."""
+    from mimo.generate import main as run
+
+    return run(recipe, overrides or [], checkpoint=checkpoint)
+
+
+@app.command()
+@_readable_errors
+def quickstart(overrides: OverridesArgument = None) -> int | None:
+    """Prepare, train and evaluate the small example that runs without a GPU."""
+    from mimo.quickstart import main as run
+
+    return run(overrides or [])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The machine: which device tensors live on and which backend moves them.
+
+The only file (beside the CPU adapter of the engine) that names a device or a backend.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def has_gpu() -> bool:
+    """Whether this process trains on a GPU."""
+    return torch.cuda.is_available()
+
+
+def local_device(local_rank: int | None = None) -> torch.device:
+    """The device of this process; with ``local_rank`` on a GPU machine, makes it current."""
+    if not has_gpu():
+        return torch.device("cpu")
+    if local_rank is not None:
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def backend() -> str:
+    """The collective backend for tensors on `local_device`."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def initialize_distributed(
+    rank: int, world_size: int, init_method: str, timeout_seconds: float, local_rank: int = 0
+) -> None:
+    """Join the world. Called once by every rank.
+
+    ``timeout_seconds`` bounds every collective and every bridge transfer: a peer that is gone
+    becomes an error of this rank, not a hang.
+    """
+    local_device(local_rank)
+    os.environ.setdefault("WORLD_SIZE", str(world_size))
+    dist.init_process_group(
+        backend=backend(),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+
+
+def synchronize() -> None:
+    """Wait until the device has finished its queued work (for timing)."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
+def set_threads(num_threads: int | None, ranks_on_this_machine: int) -> int:
+    """Set CPU threads of this rank; by default share the cores evenly, at least one each.
+
+    Several one-thread ranks move more samples per second than one many-thread rank.
+    """
+    if num_threads is None:
+        cores = len(os.sched_getaffinity(0))
+        num_threads = max(1, cores // max(1, ranks_on_this_machine))
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 FLOP/s of this device, for model FLOP utilisation; None when unknown (CPU).
+
+    Source: NVIDIA data sheets, figures without sparsity.
+    """
+    if not has_gpu():
+        return None
+    name = torch.cuda.get_device_name()
+    for key, flops in (("H200", 989e12), ("H100", 989e12), ("A100", 312e12), ("B200", 2250e12)):
+        if key in name:
+            return flops
+    return None

@@ -1,0 +1,83 @@
+"""Finds a model family by its name in the recipe and checks the family's own settings.
+
+`mimo` never imports `encoders`: an encoder is reached by name only, so adding one is one file.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from mimo.recipe import Recipe
+from mimo.recipe_errors import RecipeError, suggestion
+from mimo.yaml_source import Location
+
+
+def _load(package: str, name: str, location: Location, recipe: Recipe) -> ModuleType:
+    home = importlib.import_module(package)
+    choices = sorted(m.name for m in pkgutil.iter_modules(home.__path__))
+    if name not in choices:
+        raise RecipeError(
+            recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")
+        )
+    return importlib.import_module(f"{package}.{name}")
+
+
+def language_family(recipe: Recipe) -> ModuleType:
+    """The module `mimo.languages.<family>`. Raises RecipeError when there is none."""
+    return _load("mimo.languages", recipe.language.family, ("language", "family"), recipe)
+
+
+def encoder_family(recipe: Recipe, encoder: str) -> ModuleType:
+    """The module `encoders.<family>`. Raises RecipeError when there is none."""
+    name = recipe.encoders[encoder].family
+    return _load("encoders", name, ("encoders", encoder, "family"), recipe)
+
+
+def _settings(family: ModuleType, values: dict[str, Any], location: Location, recipe: Recipe):
+    try:
+        return family.Settings(**values)
+    except ValidationError as error:
+        problems = []
+        for details in error.errors():
+            where = (*location, *details["loc"])
+            if details["type"] == "extra_forbidden":
+                message = "unknown key; " + suggestion(
+                    str(details["loc"][-1]), family.Settings.model_fields
+                )
+            elif details["type"] == "missing":
+                message = "this key is required"
+            else:
+                message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            problems.append(recipe.problem(where, message))
+        raise RecipeError(*problems) from error
+
+
+def language_settings(recipe: Recipe):
+    """The checked settings under ``language.model``. Raises RecipeError with file and line."""
+    return _settings(
+        language_family(recipe), recipe.language.model, ("language", "model"), recipe
+    )
+
+
+def encoder_settings(recipe: Recipe, encoder: str):
+    """The checked settings under ``encoders.<name>.model``. Raises RecipeError."""
+    return _settings(
+        encoder_family(recipe, encoder),
+        recipe.encoders[encoder].model,
+        ("encoders", encoder, "model"),
+        recipe,
+    )
+
+
+__all__ = [
+    "encoder_family",
+    "encoder_settings",
+    "language_family",
+    "language_settings",
+]

@@ -1,0 +1,287 @@
+"""Which rank does what: every module's grid as pure integers, before any process group exists.
+
+A grid is a block of consecutive ranks seen as `arange(size).view(pp, dp, cp, tp) + rank_offset`:
+tp varies fastest, then cp, then dp, then pp. Disjoint encoders come first, then the language
+model, unless a recipe gives `rank_offset`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import NamedTuple
+
+from mimo.not_yet import refusals
+from mimo.recipe import Encoder, Grid, Language, Recipe
+from mimo.recipe_errors import RecipeError
+
+LANGUAGE = "language"
+
+
+class Coords(NamedTuple):
+    """A rank's place on each axis of its grid; `dp` is its lane."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class GridSpec:
+    """The axis sizes of one module, and the first of its consecutive ranks."""
+
+    module: str
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    rank_offset: int = 0
+
+    @property
+    def lane_size(self) -> int:
+        """Ranks of one DP replica."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def size(self) -> int:
+        """Ranks of the module."""
+        return self.lane_size * self.dp
+
+    @property
+    def ranks(self) -> range:
+        """The module's ranks, as global ids."""
+        return range(self.rank_offset, self.rank_offset + self.size)
+
+    def rank(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The global id of the rank at these coordinates. Raises IndexError outside the grid."""
+        for axis, index in (("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp)):
+            if not 0 <= index < getattr(self, axis):
+                raise IndexError(f"{self.module}: {axis} {index} is not in {self}")
+        return self.rank_offset + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def coords(self, rank: int) -> Coords:
+        """The coordinates of a global rank. Raises IndexError for a rank of another module."""
+        if rank not in self.ranks:
+            raise IndexError(f"{self.module}: rank {rank} is not in {self}")
+        rest, tp = divmod(rank - self.rank_offset, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coords(dp=dp, pp=pp, cp=cp, tp=tp)
+
+    def __str__(self) -> str:
+        """For example `tp 2 · cp 1 · pp 2 · dp 1 = 4 ranks`."""
+        plural = "" if self.size == 1 else "s"
+        return (
+            f"tp {self.tp} · cp {self.cp} · pp {self.pp} · dp {self.dp} = {self.size} rank{plural}"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every module's grid; together they use each of the `world_size` ranks exactly once."""
+
+    language: GridSpec
+    encoders: dict[str, GridSpec]
+    world_size: int
+
+    @property
+    def grids(self) -> dict[str, GridSpec]:
+        """All modules by name: the encoders in the recipe's order, then the language model."""
+        return {**self.encoders, LANGUAGE: self.language}
+
+    def modules_of(self, rank: int) -> tuple[str, ...]:
+        """The modules that `rank` holds a part of."""
+        return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
+
+
+def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
+    """Place every module of `recipe` on its ranks.
+
+    With a `world_size` one module may leave `dp` out: it gets the ranks that remain. Without one,
+    a missing `dp` is 1 and the world is as large as the grids need.
+
+    Raises RecipeError with one line per finding: grids that overlap, leave ranks unused or need
+    another number of ranks, batch and sequence sizes that do not divide, a run-ahead that would
+    deadlock, and what this version does not support yet.
+    """
+    problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
+    if world_size is not None and world_size < 1:
+        raise RecipeError(f"world size: got {world_size}, needs at least 1 rank", *problems)
+    names = (*recipe.encoders, LANGUAGE)
+    num_problems = len(problems)
+    grids = {name: _grid(name, _module(recipe, name).grid) for name in names}
+    grids = _derive_lanes(recipe, grids, world_size, problems)
+    if len(problems) > num_problems:
+        raise RecipeError(*problems)
+    grids = _place(recipe, grids)
+    layout = Layout(
+        language=grids[LANGUAGE],
+        encoders={name: grids[name] for name in recipe.encoders},
+        world_size=world_size or sum(grid.size for grid in grids.values()),
+    )
+    problems += _tiling_problems(recipe, layout)
+    problems += _size_problems(recipe, layout)
+    if problems:
+        raise RecipeError(*problems)
+    return layout
+
+
+def num_microbatches(recipe: Recipe, layout: Layout) -> int:
+    """Microbatches per step, equal on every lane of the language model."""
+    return recipe.train.global_batch_size // (recipe.train.micro_batch_size * layout.language.dp)
+
+
+def minimum_run_ahead(language: GridSpec) -> int:
+    """Microbatches an encoder must have sent before it waits for the first gradient.
+
+    Under 1F1B the first backward starts after `pp` forwards, so with fewer than `pp - 1` sent
+    ahead of the current one, both sides wait for each other.
+    """
+    return language.pp - 1
+
+
+def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
+    """The run-ahead of `encoder`; 'auto' is one more than needed, so that both sides overlap."""
+    value = recipe.encoders[encoder].run_ahead
+    return minimum_run_ahead(layout.language) + 1 if value == "auto" else value
+
+
+def _key(module: str) -> tuple[str, ...]:
+    return (LANGUAGE,) if module == LANGUAGE else ("encoders", module)
+
+
+def _module(recipe: Recipe, name: str) -> Language | Encoder:
+    return recipe.language if name == LANGUAGE else recipe.encoders[name]
+
+
+def _grid(module: str, grid: Grid) -> GridSpec:
+    """The axes of `module`, with one lane where `dp` is left out, not placed yet."""
+    return GridSpec(
+        module, tp=grid.tp, sp=grid.sp, cp=grid.cp, pp=grid.pp, vpp=grid.vpp, dp=grid.dp or 1
+    )
+
+
+def _derive_lanes(
+    recipe: Recipe, grids: dict[str, GridSpec], world_size: int | None, problems: list[str]
+) -> dict[str, GridSpec]:
+    """`grids` with every `dp` filled in; a reason why one cannot be is added to `problems`."""
+    missing = [name for name in grids if _module(recipe, name).grid.dp is None]
+    if world_size is None or not missing:
+        return grids
+    if len(missing) > 1:
+        keys = " and ".join(".".join((*_key(name), "grid", "dp")) for name in missing)
+        problems.append(
+            recipe.problem(
+                (*_key(missing[-1]), "grid", "dp"),
+                f"only one module may leave dp out; missing are {keys}; give all but one",
+            )
+        )
+        return grids
+    grid = grids[missing[0]]
+    taken = {name: other.size for name, other in grids.items() if name != grid.module}
+    remaining = world_size - sum(taken.values())
+    if remaining < grid.lane_size or remaining % grid.lane_size:
+        beside = " beside " + ", ".join(f"{name} {size}" for name, size in taken.items())
+        fitting = sum(taken.values()) + max(1, round(remaining / grid.lane_size)) * grid.lane_size
+        problems.append(
+            recipe.problem(
+                (*_key(grid.module), "grid", "dp"),
+                f"cannot be derived: {max(0, remaining)} of {world_size} ranks remain"
+                f"{beside if taken else ''}, and one lane of {grid.module} needs "
+                f"{grid.lane_size} (tp {grid.tp} · cp {grid.cp} · pp {grid.pp}); "
+                f"start {fitting} ranks, or change the grids",
+            )
+        )
+        return grids
+    return {**grids, grid.module: replace(grid, dp=remaining // grid.lane_size)}
+
+
+def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
+    """Grids with offsets: given ones stand, each other module takes the lowest free block."""
+    placed: dict[str, GridSpec] = {}
+    for name, grid in grids.items():
+        if (offset := _module(recipe, name).grid.rank_offset) is not None:
+            placed[name] = replace(grid, rank_offset=offset)
+    for name, grid in grids.items():
+        if name not in placed:
+            starts = sorted({0, *(other.ranks.stop for other in placed.values())})
+            blocks = (replace(grid, rank_offset=start) for start in starts)
+            placed[name] = next(
+                block
+                for block in blocks
+                if not any(_overlap(block, other) for other in placed.values())
+            )
+    return placed
+
+
+def _overlap(one: GridSpec, other: GridSpec) -> range:
+    """The ranks that both grids use."""
+    start = max(one.ranks.start, other.ranks.start)
+    return range(start, max(start, min(one.ranks.stop, other.ranks.stop)))
+
+
+def _text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
+def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Grids that overlap, or do not use every rank of the world exactly once."""
+    grids = layout.grids
+    places = ", ".join(f"{name} {_text(grid.ranks)}" for name, grid in grids.items())
+    moved = [name for name in grids if _module(recipe, name).grid.rank_offset]
+    culprit = moved[-1] if moved else LANGUAGE
+    overlaps = [_overlap(one, other) for one, other in combinations(grids.values(), 2)]
+    needed = sum(grid.size for grid in grids.values())
+    if layout.world_size != needed:
+        sizes = ", ".join(f"{name}: {grid}" for name, grid in grids.items())
+        yield recipe.problem(
+            (LANGUAGE, "grid"),
+            f"got {layout.world_size} ranks, but the grids need {needed} ({sizes}); "
+            f"start {needed}, or change dp",
+        )
+    for shared in filter(None, overlaps):
+        yield recipe.problem(
+            (*_key(culprit), "grid", "rank_offset"),
+            f"{_text(shared)} would be used twice ({places}), but disjoint grids share none; "
+            f"remove rank_offset",
+        )
+    if layout.world_size == needed and not any(overlaps):
+        unused = [rank for rank in range(needed) if not layout.modules_of(rank)]
+        if unused:
+            yield recipe.problem(
+                (*_key(culprit), "grid", "rank_offset"),
+                f"{_text(unused)} of {needed} would be used by no module ({places}); "
+                f"remove rank_offset",
+            )
+
+
+def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Batch, sequence and run-ahead sizes that the layout cannot work with."""
+    train, language = recipe.train, layout.language
+    step = train.micro_batch_size * language.dp
+    if train.global_batch_size % step:
+        nearby = max(1, round(train.global_batch_size / step)) * step
+        yield recipe.problem(
+            ("train", "global_batch_size"),
+            f"got {train.global_batch_size}, needs a multiple of {step} (train.micro_batch_size "
+            f"{train.micro_batch_size} · language.grid.dp {language.dp}), such as {nearby}",
+        )
+    divisor = (2 * language.cp if language.cp > 1 else 1) * (language.tp if language.sp else 1)
+    if recipe.data.sequence_length % divisor:
+        nearby = (recipe.data.sequence_length // divisor + 1) * divisor
+        yield recipe.problem(
+            ("data", "sequence_length"),
+            f"got {recipe.data.sequence_length}, needs a multiple of {divisor} "
+            f"(language.grid tp {language.tp}, sp {str(language.sp).lower()}, cp {language.cp}), "
+            f"such as {nearby}",
+        )
+    needed = minimum_run_ahead(language)
+    for name, encoder in recipe.encoders.items():
+        if encoder.run_ahead != "auto" and encoder.run_ahead < needed:
+            yield recipe.problem(
+                ("encoders", name, "run_ahead"),
+                f"got {encoder.run_ahead}, which would deadlock: language.grid.pp {language.pp} "
+                f"needs at least {needed}; use auto",
+            )

@@ -1,0 +1,225 @@
+"""Reads what this rank owns of each step, in a background thread, one or more steps ahead.
+
+An encoder rank decodes the items of its lane and no others; a language rank tokenizes the
+samples of its lane and decodes no image.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data.batch import PackedLane, pack_lane
+from data.chat import EncodedSample
+from data.reader import SampleReader, UnreadableSample
+from mimo.layout import LANGUAGE, Layout
+from mimo.step_plan import PlannedMicrobatch, StepPlan, StepPlanner
+
+
+@dataclass(frozen=True)
+class EncoderItems:
+    """One encoder lane's items of one global microbatch.
+
+    patches: (P, C) float32 of all items. grids: (I, 3) int64. split_sizes: rows per sample.
+    """
+
+    patches: np.ndarray
+    grids: np.ndarray
+    split_sizes: tuple[int, ...]
+
+
+@dataclass
+class LoadedStep:
+    """What this rank has read for a step, before it is known which samples are unusable.
+
+    encoded: per microbatch, samples by their number in it.
+    patches: per microbatch, items by data source and number in its index.
+    unusable: sample numbers in the step that this rank could not read, with the reason.
+    """
+
+    step: int
+    microbatches: list[PlannedMicrobatch]
+    encoded: list[dict[int, EncodedSample]] = field(default_factory=list)
+    patches: list[dict[tuple[int, int], np.ndarray]] = field(default_factory=list)
+    unusable: dict[int, UnreadableSample] = field(default_factory=dict)
+
+
+class StepLoader:
+    """Loads steps in order from ``first_step`` on. Close it when done."""
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        readers: Sequence[SampleReader],
+        layout: Layout,
+        rank: int,
+        first_step: int,
+        last_step: int,
+        ahead: int,
+    ) -> None:
+        self.planner = planner
+        self.readers = readers
+        self.layout = layout
+        self.rank = rank
+        self._next = first_step
+        self._last = last_step
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._pending: deque[Future[LoadedStep]] = deque()
+        for _ in range(ahead + 1):
+            self._submit()
+
+    def _submit(self) -> None:
+        if self._next < self._last:
+            self._pending.append(self._pool.submit(self._load, self._next))
+            self._next += 1
+
+    def next(self) -> LoadedStep:
+        """The next step; waits for it if need be. Raises what its reading raised."""
+        assert self._pending, "no steps are left to load"
+        loaded = self._pending.popleft().result()
+        self._submit()
+        return loaded
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, step: int) -> LoadedStep:
+        loaded = LoadedStep(step, self.planner.microbatches(step))
+        for m, planned in enumerate(loaded.microbatches):
+            first = m * self.planner.samples_per_microbatch
+            loaded.encoded.append(self._encode_samples(planned, first, loaded.unusable))
+            loaded.patches.append(self._decode_items(planned, first, loaded.unusable))
+        return loaded
+
+    def _encode_samples(
+        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, UnreadableSample]
+    ) -> dict[int, EncodedSample]:
+        if self.rank not in self.layout.language.ranks:
+            return {}
+        samples = planned.samples
+        encoded = {}
+        for i in samples.samples_of_lane(self.layout.language.coords(self.rank).dp).tolist():
+            try:
+                encoded[i] = self.readers[samples.source[i]].sample(int(samples.sample[i]))
+            except UnreadableSample as error:
+                unusable[first + i] = error
+                encoded[i] = _stand_in(int(samples.length[i]))
+        return encoded
+
+    def _decode_items(
+        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, UnreadableSample]
+    ) -> dict[tuple[int, int], np.ndarray]:
+        decoded = {}
+        for grid in self.layout.encoders.values():
+            if self.rank not in grid.ranks:
+                continue
+            samples = planned.samples
+            for k in planned.items_of_lane(grid.coords(self.rank).dp).tolist():
+                owner = int(samples.item_sample[k])
+                source, item = int(samples.source[owner]), int(samples.item[k])
+                try:
+                    decoded[source, item] = self.readers[source].patches(item)
+                except UnreadableSample as error:
+                    unusable[first + owner] = error
+        return decoded
+
+
+def _stand_in(length: int) -> EncodedSample:
+    """Tokens in place of a sample that could not be read; it is blanked before anyone uses it."""
+    return EncodedSample(
+        input_ids=np.zeros(length, np.int64),
+        labels=np.zeros(length, np.int64),
+        loss_mask=np.zeros(length, np.float32),
+        image_offsets=np.zeros(0, np.int64),
+    )
+
+
+def pack_language(
+    loaded: LoadedStep,
+    plan: StepPlan,
+    readers: Sequence[SampleReader],
+    lane: int,
+    pad_token_id: int,
+) -> list[PackedLane]:
+    """The packed microbatches of one language lane.
+
+    Raises ValueError naming sample, placeholders and rows when a usable sample's placeholders
+    are not as many as the rows that will arrive for it.
+    """
+    packed = []
+    for m, planned in enumerate(plan.microbatches):
+        samples = planned.samples
+        mine = samples.samples_of_lane(lane).tolist()
+        encoded = [loaded.encoded[m][i] for i in mine]
+        grids = []
+        for i, sample in zip(mine, encoded, strict=True):
+            reader = readers[samples.source[i]]
+            own = np.flatnonzero(samples.item_sample == i)
+            rows = int(samples.item_rows[own].sum())
+            placeholders = int((sample.input_ids == reader.chat.image_token_id).sum())
+            if samples.loss_tokens[i] > 0 and rows != placeholders:
+                key = reader.index.keys[samples.sample[i]]
+                raise ValueError(
+                    f"sample {key!r}: {placeholders} placeholder tokens, but its images encode to "
+                    f"{rows} rows; the index does not fit the data"
+                )
+            # A blanked sample keeps its placeholders but has no images: plain text positions.
+            grids.append([reader.grid(int(item)) for item in samples.item[own]])
+            if not own.size and placeholders:
+                encoded[len(grids) - 1] = _without_images(sample)
+        packed.append(
+            pack_lane(
+                encoded,
+                grids,
+                readers[0].processor.merge_size,
+                samples.loss_tokens[mine].tolist(),
+                int(samples.lane_tokens[lane]),
+                pad_token_id,
+            )
+        )
+    return packed
+
+
+def _without_images(sample: EncodedSample) -> EncodedSample:
+    return EncodedSample(
+        input_ids=sample.input_ids,
+        labels=sample.labels,
+        loss_mask=sample.loss_mask,
+        image_offsets=np.zeros(0, np.int64),
+    )
+
+
+def gather_items(
+    loaded: LoadedStep, plan: StepPlan, readers: Sequence[SampleReader], lane: int
+) -> list[EncoderItems]:
+    """The items of one encoder lane, microbatch by microbatch, in plan order."""
+    gathered = []
+    for m, planned in enumerate(plan.microbatches):
+        samples = planned.samples
+        mine = planned.items_of_lane(lane)
+        sources = samples.source[samples.item_sample[mine]].tolist()
+        items = list(zip(sources, samples.item[mine].tolist(), strict=True))
+        patches = [loaded.patches[m][item] for item in items]
+        grids = [readers[source].grid(item) for source, item in items]
+        assert planned.bridge is not None
+        gathered.append(
+            EncoderItems(
+                patches=(
+                    np.concatenate(patches)
+                    if patches
+                    else np.zeros((0, readers[0].processor.patch_dim), np.float32)
+                ),
+                grids=np.array(grids, np.int64).reshape(-1, 3),
+                split_sizes=planned.bridge.split_sizes[lane],
+            )
+        )
+    return gathered
+
+
+def skip_message(error: UnreadableSample) -> str:
+    """One line for the log about a sample that was left out."""
+    return f"skipped {error}"

@@ -1,0 +1,32 @@
+"""The loss that Megatron's schedules call on the last pipeline stage."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class LossFunction(Protocol):
+    def __call__(self, output: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def _masked_sum(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    total = (output.float().view(-1) * loss_mask.view(-1)).sum()
+    # Megatron may scale what it differentiates in place, so the log is a copy.
+    return total, loss_mask.sum().to(torch.int), total.detach().clone()
+
+
+def masked_sum(loss_mask: Tensor) -> LossFunction:
+    """Sum of per-token losses (1, T) under ``loss_mask`` (1, T): (sum, tokens, logged sum).
+
+    A sum, not a mean: the division by the global token count happens once, after the step.
+    """
+    return partial(_masked_sum, loss_mask)
+
+
+def pass_token(token: Tensor) -> tuple[Tensor, Tensor, None]:
+    """An encoder's loss function: its scalar token goes to the backward as it is."""
+    return token, torch.zeros((), dtype=torch.int), None

@@ -1,0 +1,50 @@
+"""The engine adapter: the only part of the project that imports Megatron-core.
+
+Names load on first use, because importing the engine costs about ten seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mimo.megatron.attention import PackedSegments
+    from mimo.megatron.config import ModuleContext, StackShape, transformer_config
+    from mimo.megatron.initialize import initialize_parameters
+    from mimo.megatron.language import build_gpt
+    from mimo.megatron.layers import ParallelMLP, build_stack
+    from mimo.megatron.norms import RMSNorm
+    from mimo.megatron.rope import InterleavedMRope
+
+_HOME = {
+    "InterleavedMRope": "rope",
+    "ModuleContext": "config",
+    "PackedSegments": "attention",
+    "ParallelMLP": "layers",
+    "RMSNorm": "norms",
+    "StackShape": "config",
+    "build_gpt": "language",
+    "build_stack": "layers",
+    "initialize_parameters": "initialize",
+    "transformer_config": "config",
+}
+
+__all__ = [
+    "InterleavedMRope",
+    "ModuleContext",
+    "PackedSegments",
+    "ParallelMLP",
+    "RMSNorm",
+    "StackShape",
+    "build_gpt",
+    "build_stack",
+    "initialize_parameters",
+    "transformer_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

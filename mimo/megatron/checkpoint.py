@@ -1,0 +1,122 @@
+"""Sharded checkpoints with Megatron's `dist_checkpointing`: written in one layout, read in any."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+State = dict[str, Any]
+
+
+def _module_state(module: nn.Module, prefix: str, metadata: dict, tp_group) -> State:
+    """Sharded tensors of a module, also where it is not one of Megatron's own classes."""
+    if hasattr(module, "sharded_state_dict"):
+        return cast("Any", module).sharded_state_dict(
+            prefix=prefix, sharded_offsets=(), metadata=metadata
+        )
+    own = dict(module.named_parameters(recurse=False))
+    state = make_sharded_tensors_for_checkpoint(
+        own, prefix, tp_group=tp_group, dp_cp_group=metadata["dp_cp_group"]
+    )
+    for name, child in module.named_children():
+        state.update(_module_state(child, f"{prefix}{name}.", metadata, tp_group))
+    return state
+
+
+def weights_state(module: nn.Module, name: str, groups: ProcessGroupCollection) -> State:
+    """Sharded weights of this rank's chunk of module ``name``; keys are ``<name>.<parameter>``."""
+    metadata = {"dp_cp_group": groups.dp_cp, "non_homogeneous_layers": True}
+    state = _module_state(module, f"{name}.", metadata, groups.tp)
+    # Extra state belongs to fp8 layers, which we do not use.
+    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+
+
+def _optimizer_tensors(
+    optimizer: MegatronOptimizer, module: nn.Module, name: str
+) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, parameter key, tensor) of all per-parameter state, created first if need be.
+
+    Kinds: Adam's moments, and the fp32 master weight of a 16-bit parameter.
+    """
+    base = optimizer.optimizer
+    assert base is not None, "a module that trains has parameters"
+    optimizer.init_state_fn(base, optimizer.config)
+    masters: dict[int, Tensor] = {}
+    if hasattr(optimizer, "float16_groups"):
+        mixed = cast("Any", optimizer)
+        for low, high in zip(
+            mixed.float16_groups, mixed.fp32_from_float16_groups, strict=True
+        ):
+            masters |= {id(p): main for p, main in zip(low, high, strict=True)}
+    for local, param in module.named_parameters():
+        if not param.requires_grad:
+            continue
+        main = masters.get(id(param), param)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if kind in base.state[main]:
+                yield kind, f"{name}.{local}", base.state[main][kind]
+        if id(param) in masters:
+            yield "fp32_param", f"{name}.{local}", main
+
+
+def optimizer_state(
+    optimizer: MegatronOptimizer, module: nn.Module, name: str, weights: State
+) -> State:
+    """Sharded optimizer tensors, cut like the ``weights`` (`weights_state`) they belong to."""
+    return {
+        f"{kind}.{key}": make_sharded_optimizer_tensor(
+            weights[key], tensor.detach(), f"optimizer.{kind}"
+        )
+        for kind, key, tensor in _optimizer_tensors(optimizer, module, name)
+    }
+
+
+@torch.no_grad()
+def restore(
+    module: nn.Module, optimizer: MegatronOptimizer | None, name: str, loaded: State, step: int
+) -> None:
+    """Copy loaded tensors into a module and, if given, its optimizer after ``step`` updates.
+
+    Raises KeyError for a parameter that was not loaded.
+    """
+    for local, param in module.named_parameters():
+        param.copy_(loaded[f"{name}.{local}"])
+    if optimizer is None:
+        return
+    for kind, key, tensor in _optimizer_tensors(optimizer, module, name):
+        tensor.copy_(loaded[f"{kind}.{key}"])
+    base = optimizer.optimizer
+    assert base is not None
+    for state in base.state.values():
+        # One tensor each: a shared one would be advanced once per parameter.
+        if "step" in state:
+            state["step"] = torch.tensor(float(step))
+
+
+def save_sharded(state: State, directory: Path) -> None:
+    """Write a sharded state; every rank of the world calls it with its own part."""
+    # Synchronous saves need no manager process, whose start would import everything again.
+    cast("Any", filesystem_async)._results_queue = queue.Queue()
+    dist_checkpointing.save(state, str(directory))
+
+
+def load_sharded(state: State, directory: Path) -> State:
+    """Read the parts that ``state`` describes; every rank of the world calls it.
+
+    Raises ValueError when the checkpoint lacks something.
+    """
+    try:
+        return dist_checkpointing.load(state, str(directory))
+    except Exception as error:
+        raise ValueError(f"checkpoint {directory} cannot be loaded: {error}") from error

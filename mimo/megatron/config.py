@@ -1,0 +1,120 @@
+"""Megatron's `TransformerConfig` from the few things that our models and recipes decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mimo.megatron.cpu import adapt_to_machine
+
+
+@dataclass(frozen=True)
+class ModuleContext:
+    """What a family needs to build its part of a module on this rank.
+
+    groups: the module's own process groups, made by the topology.
+    vp_stage: virtual pipeline stage of the chunk to build; None without interleaving.
+    recompute: "none", "selective" (core attention) or "full" (whole layers).
+    """
+
+    groups: ProcessGroupCollection
+    dtype: torch.dtype
+    sequence_parallel: bool = False
+    virtual_stages: int = 1
+    vp_stage: int | None = None
+    recompute: str = "none"
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.groups.pp.rank() == 0 and self.vp_stage in (None, 0)
+
+    @property
+    def is_last_stage(self) -> bool:
+        last = self.groups.pp.rank() == self.groups.pp.size() - 1
+        return last and self.vp_stage in (None, self.virtual_stages - 1)
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """Sizes of a stack of transformer layers. `head_size` defaults to hidden over heads."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float = 1e-6
+    activation: Callable[[Tensor], Tensor] = torch.nn.functional.silu
+    gated: bool = True
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConfig:
+    """The engine's configuration for one module on this rank.
+
+    `calculate_per_token_loss` is set on every module: then DDP sums gradients and never divides;
+    the one division, by the global token count, is ours.
+    """
+    adapt_to_machine()
+    recompute = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    }[ctx.recompute]
+    pipeline = ctx.groups.pp.size()
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_size,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        activation_func=shape.activation,
+        gated_linear_unit=shape.gated,
+        add_bias_linear=shape.linear_bias,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=ctx.groups.tp.size(),
+        context_parallel_size=ctx.groups.cp.size(),
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=(
+            ctx.virtual_stages if ctx.virtual_stages > 1 else None
+        ),
+        sequence_parallel=ctx.sequence_parallel and ctx.groups.tp.size() > 1,
+        params_dtype=ctx.dtype,
+        pipeline_dtype=ctx.dtype,
+        bf16=ctx.dtype == torch.bfloat16,
+        fp16=ctx.dtype == torch.float16,
+        # Packed microbatches differ in length; the dispatcher is named because Megatron checks
+        # it for every model with variable lengths, dense ones too.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        # Weights are drawn by `initialize_parameters`, the same in every layout.
+        perform_initialization=False,
+        use_cpu_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        deallocate_pipeline_outputs=pipeline > 1,
+        **recompute,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,88 @@
+"""Lets Megatron-core run on a machine without a GPU.
+
+Megatron names the GPU in many places (``device="cuda"``, ``torch.cuda.current_device()``,
+``Tensor.cuda()``). Without one, a process-wide torch function mode maps these to the CPU, and
+the few ``torch.cuda`` functions that Megatron calls get CPU equivalents. With a GPU, nothing
+happens here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float64: "torch.cuda.DoubleTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.startswith("cuda")
+
+
+class CudaToCpu(TorchFunctionMode):
+    """Maps every request for a CUDA device to the CPU.
+
+    Kept thin: it sees every torch call of the process.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if kwargs:
+            if "device" in kwargs and _is_cuda(kwargs["device"]):
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            # get_pos_emb_on_this_cp_rank asks for pinned memory, which needs a GPU.
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        else:
+            kwargs = {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        # Megatron's optimizers sort parameters by their CUDA type names.
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _TYPE_NAMES.get(args[0].dtype, func(*args))
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def adapt_to_machine() -> None:
+    """Install the mapping once per process when there is no GPU; call before building models."""
+    if torch.cuda.is_available():
+        return
+    CudaToCpu().__enter__()
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def cpu_device(*args: Any) -> torch.device:
+        return torch.device("cpu")
+
+    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    cuda: Any = torch.cuda
+    cuda.current_device = cpu_device
+    cuda.synchronize = nothing
+    cuda.empty_cache = nothing
+    cuda.current_stream = nothing
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = get_state
+    cuda.set_rng_state = set_state
+
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    patched: Any = megatron_random
+    patched._get_cuda_rng_state = get_state
+    patched._set_cuda_rng_state = set_state

@@ -1,0 +1,54 @@
+"""A Megatron `GPTModel` of ours: packed sequences, our layers, a rotary class of the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from mimo.megatron.config import ModuleContext
+from mimo.megatron.layers import stack_spec
+
+
+@dataclass(frozen=True)
+class LanguageShape:
+    """What `GPTModel` needs beside the layer stack."""
+
+    vocab_size: int
+    max_sequence_length: int
+    tie_word_embeddings: bool
+
+
+def build_gpt(
+    config: TransformerConfig,
+    ctx: ModuleContext,
+    shape: LanguageShape,
+    rotary: Callable[[], nn.Module],
+) -> GPTModel:
+    """This rank's part of a causal language model.
+
+    The embedding scatters its output itself under sequence parallelism (a reduce-scatter inside
+    the vocabulary-parallel lookup), so a forward from `input_ids` alone keeps its length.
+    """
+    # Megatron's mrope branch hands 3-D positions through; the class itself is replaced below.
+    section = getattr(config, "mrope_section", None)
+    if section is None:
+        config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[union-attr]
+    model = GPTModel(
+        config,
+        stack_spec(config, causal=True, groups=ctx.groups, vp_stage=ctx.vp_stage),  # type: ignore[arg-type]
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_sequence_length,
+        pre_process=ctx.is_first_stage,
+        post_process=ctx.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="mrope",
+        pg_collection=ctx.groups,
+        vp_stage=ctx.vp_stage,
+    )
+    model.rotary_pos_emb = rotary()
+    return model

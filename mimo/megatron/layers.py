@@ -1,0 +1,126 @@
+"""Transformer layers, stacks and projections built from Megatron's parallel linears."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from mimo.megatron.attention import CoreAttention, choose_kernel
+from mimo.megatron.norms import RMSNorm
+
+
+def _core_attention(config: TransformerConfig) -> type:
+    """Transformer Engine's attention where it is installed, else ours."""
+    if choose_kernel(config.params_dtype) == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return TEDotProductAttention
+    return CoreAttention
+
+
+def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
+    """One pre-norm transformer layer: norm, attention, norm, MLP."""
+    mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    qk_norm = RMSNorm if config.qk_layernorm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
+        core_attention=_core_attention(config),  # type: ignore[arg-type]
+        linear_proj=RowParallelLinear,  # type: ignore[arg-type]
+        q_layernorm=qk_norm,  # type: ignore[arg-type]
+        k_layernorm=qk_norm,  # type: ignore[arg-type]
+    )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)  # type: ignore[arg-type]
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,  # type: ignore[arg-type]
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": mask}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+            pre_mlp_layernorm=RMSNorm,  # type: ignore[arg-type]
+            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),  # type: ignore[arg-type]
+            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+        ),
+    )
+
+
+def stack_spec(
+    config: TransformerConfig, causal: bool, groups: ProcessGroupCollection, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """This stage's layers plus the final norm, which is ours and so allows sequence parallel."""
+    layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_spec(config, causal)] * layers,
+        layer_norm=RMSNorm,  # type: ignore[arg-type]
+    )
+
+
+def build_stack(
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    causal: bool,
+    final_norm: bool = True,
+    vp_stage: int | None = None,
+) -> TransformerBlock:
+    """A stack of layers of one module's stage: (S, B, H) -> (S, B, H)."""
+    return TransformerBlock(
+        config,
+        stack_spec(config, causal, groups, vp_stage),
+        post_layer_norm=final_norm,
+        pre_process=groups.pp.rank() == 0,
+        post_process=groups.pp.rank() == groups.pp.size() - 1,
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
+
+
+class ParallelMLP(nn.Module):
+    """Two linears with an activation, split over tensor parallelism: (n, I) -> (n, O).
+
+    Input and output are replicated over the tensor-parallel group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        input_size: int,
+        hidden_size: int,
+        output_size: int,
+        activation,
+    ) -> None:
+        super().__init__()
+        options = {"config": config, "init_method": lambda weight: None, "bias": True}
+        self.activation = activation
+        self.linear_fc1 = ColumnParallelLinear(
+            input_size, hidden_size, gather_output=False, tp_group=groups.tp, **options
+        )
+        self.linear_fc2 = RowParallelLinear(
+            hidden_size,
+            output_size,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=groups.tp,
+            **options,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.linear_fc1(x)
+        output, _ = self.linear_fc2(self.activation(hidden))
+        return output

@@ -1,0 +1,48 @@
+"""Rotary position frequencies of language models.
+
+Letters: T packed tokens, D head size, K = D/2 rotary channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class InterleavedMRope(nn.Module):
+    """Multimodal rotary embedding with interleaved channels, as in Qwen3-VL.
+
+    Channel ``c`` of the K rotary channels turns with the height position when ``c % 3 == 1``
+    and ``c < 3·section[1]``, with the width position when ``c % 3 == 2`` and
+    ``c < 3·section[2]``, else with the temporal one. Source: transformers
+    `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`. Megatron's own class gives each axis a
+    contiguous block of channels (Qwen2-VL), which is another function.
+
+    Takes the place of `GPTModel.rotary_pos_emb`. All T frequencies are returned: Megatron's
+    packed rope picks those of each segment (and of each context-parallel chunk) itself.
+    """
+
+    def __init__(self, head_size: int, section: Sequence[int], base: float) -> None:
+        super().__init__()
+        channels = head_size // 2
+        if len(section) != 3 or sum(section) != channels:
+            raise ValueError(
+                f"mrope_section {list(section)} must be three numbers that sum to half the head "
+                f"size, {channels}"
+            )
+        exponent = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        self.register_buffer("inv_freq", base**-exponent, persistent=False)
+        axis = torch.zeros(channels, dtype=torch.int64)
+        for which in (1, 2):
+            axis[which : 3 * section[which] : 3] = which
+        self.register_buffer("axis", axis, persistent=False)
+
+    def forward(
+        self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None
+    ) -> Tensor:
+        """position_ids (3, 1, T) int64 -> frequencies (T, 1, 1, D) fp32."""
+        positions = position_ids[:, 0, :].to(self.inv_freq.dtype)  # (3, T)
+        freqs = positions.t()[:, self.axis] * self.inv_freq  # (T, K)
+        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]

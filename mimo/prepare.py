@@ -1,0 +1,77 @@
+"""`mimo prepare`: writes a recipe's example data, if it names any, and all indexes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TimeRemainingColumn
+
+from data.digits import prepare_digits
+from mimo.dataset import image_processor, open_dataset, open_tokenizer
+from mimo.recipe import Recipe, load_recipe
+from mimo.recipe_errors import RecipeError, suggestion
+
+GENERATORS: dict[str, Callable[..., object]] = {"digits": prepare_digits}
+
+
+@contextmanager
+def _bar(title: str):
+    """A progress callback (done, total) shown as a bar, on terminals only."""
+    console = Console()
+    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def prepare(recipe: Recipe) -> None:
+    """Write what is missing; a second call finds everything in place and does nothing.
+
+    Raises RecipeError for an unknown generator or settings that it does not take.
+    """
+    if recipe.data.prepare is not None:
+        _generate(recipe, recipe.data.prepare)
+    chat, processor = open_tokenizer(recipe), image_processor(recipe)
+    for split in ("sources", "validation", "test"):
+        with _bar(f"indexing {split}") as progress:
+            open_dataset(recipe, split, chat, processor, progress)
+
+
+def _generate(recipe: Recipe, name: str) -> None:
+    generator = GENERATORS.get(name)
+    if generator is None:
+        raise RecipeError(
+            recipe.problem(
+                ("data", "prepare"), f"unknown generator {name!r}; {suggestion(name, GENERATORS)}"
+            )
+        )
+    if recipe.data.directory is None:
+        raise RecipeError(
+            recipe.problem(("data", "directory"), "data.prepare needs a folder to write to")
+        )
+    known = set(inspect.signature(generator).parameters) - {"directory", "progress"}
+    problems = [
+        recipe.problem(
+            ("data", "prepare_settings", key), f"unknown key; {suggestion(key, sorted(known))}"
+        )
+        for key in recipe.data.prepare_settings
+        if key not in known
+    ]
+    if problems:
+        raise RecipeError(*problems)
+    with _bar(f"writing {name}") as progress:
+        generator(
+            Path(recipe.data.directory), progress=progress, **recipe.data.prepare_settings
+        )
+
+
+def main(path: Path, overrides: Sequence[str]) -> int:
+    """`mimo prepare RECIPE`."""
+    recipe = load_recipe(path, overrides)
+    prepare(recipe)
+    print(f"data is ready: {', '.join(source.path for source in recipe.data.sources)}")
+    return 0

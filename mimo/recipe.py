@@ -1,0 +1,273 @@
+"""The recipe: the keys that people type, their types, defaults and limits.
+
+`load_recipe` reads a YAML file and overrides (`train.steps=20`) into frozen models. Unknown keys,
+wrong types and values out of range are collected and raised once, each with its file and line.
+What only makes sense once the ranks are known is checked in `mimo.layout`.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+
+from mimo.not_yet import refusals
+from mimo.recipe_errors import RecipeError, nearest, suggestion
+from mimo.yaml_source import Location, YamlSource, dotted, read_yaml
+
+__all__ = ["Recipe", "RecipeError", "load_recipe", "nearest"]
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Recompute = Literal["none", "selective", "full"]
+
+
+class Section(BaseModel):
+    """A part of a recipe: nothing unknown, nothing coerced, nothing changed afterwards."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Grid(Section):
+    """Sizes of a module's axes, as numbers of ranks. The module has `tp · cp · pp · dp` ranks."""
+
+    tp: Positive = 1
+    sp: bool = False
+    cp: Positive = 1
+    pp: Positive = 1
+    vpp: Positive = 1
+    dp: Positive | None = None
+    rank_offset: NotNegative | None = None
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor_parallel_ranks(self) -> "Grid":
+        if self.sp and self.tp == 1:
+            raise ValueError(
+                "sp: true shards the sequence over the tp ranks, but tp is 1; "
+                "set tp to 2 or more, or remove sp"
+            )
+        return self
+
+
+class Language(Section):
+    """The language model; `model` holds the family's own settings, which the family checks."""
+
+    family: str = "qwen3"
+    grid: Grid = Grid()
+    freeze: bool = False
+    learning_rate: PositiveFloat | None = None
+    recompute: Recompute = "none"
+    model: dict[str, Any] = {}
+
+
+def _run_ahead(value: Any) -> int | Literal["auto"]:
+    if value == "auto" or (type(value) is int and value >= 0):
+        return value
+    raise ValueError("needs 'auto' or a number of microbatches, 0 or more")
+
+
+class Encoder(Section):
+    """An encoder with its projector. `run_ahead`: microbatches sent before the first gradient."""
+
+    family: str
+    placement: Literal["disjoint", "colocated"] = "disjoint"
+    grid: Grid = Grid()
+    freeze: bool = False
+    learning_rate: PositiveFloat | None = None
+    recompute: Recompute = "none"
+    run_ahead: Annotated[int | Literal["auto"], PlainValidator(_run_ahead)] = "auto"
+    model: dict[str, Any] = {}
+
+
+class Bridge(Section):
+    """How rows travel from the encoders to the language model."""
+
+    delivery: Literal["sharded", "replicated"] = "sharded"
+    wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
+    check: Literal["first_steps", "always", "never"] = "first_steps"
+    timeout_seconds: PositiveFloat = 600.0
+
+
+class Source(Section):
+    """Shards of samples: a path or a glob, and how often its samples are drawn."""
+
+    path: str
+    weight: PositiveFloat = 1.0
+
+
+# YAML has lists, a frozen model wants tuples: only the container is converted, not its entries.
+Sources = Annotated[tuple[Source, ...], Field(strict=False)]
+
+
+def _at_least_one(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    # Not `min_length`: that also counts entries dropped for errors of their own.
+    if not sources:
+        raise ValueError("needs at least one entry with a path")
+    return sources
+
+
+class Data(Section):
+    """Samples, tokenizer and packing. Paths are relative to the current folder.
+
+    `prepare` names a generator of example data, with its `prepare_settings`; `directory` is where
+    it writes. `sequence_length` is the longest sample, in tokens.
+    """
+
+    prepare: str | None = None
+    prepare_settings: dict[str, Any] = {}
+    directory: str | None = None
+    sources: Annotated[Sources, AfterValidator(_at_least_one)]
+    validation: Sources = ()
+    test: Sources = ()
+    tokenizer: str
+    sequence_length: Positive
+    shuffle_block: Positive = 1
+    packing: bool = True
+    max_skipped_samples: NotNegative = 100
+    prefetch_steps: NotNegative = 2
+
+
+class Train(Section):
+    """The optimisation, and what is written when. `*_every` are numbers of steps; null is never."""
+
+    steps: Positive
+    global_batch_size: Positive
+    micro_batch_size: Positive = 1
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: NotNegative = 1
+    learning_rate: PositiveFloat = 1e-3
+    warmup_steps: NotNegative = 0
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    optimizer: Literal["adam", "sgd"] = "adam"
+    weight_decay: NotNegativeFloat = 0.0
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.95
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad_norm: PositiveFloat | None = 1.0
+    overlap_grad_reduce: bool = False
+    log_every: Positive = 10
+    validate_every: Positive | None = None
+    validation_batches: Positive = 4
+    save_every: Positive | None = None
+    keep_checkpoints: Positive = 2
+    run_dir: str = "runs"
+    threads_per_rank: Positive | None = None
+
+
+class Cluster(Section):
+    """The machines that a job asks for."""
+
+    gpus_per_node: Positive = 8
+    partition: str | None = None
+    time_limit: str = "12:00:00"
+
+
+class Recipe(Section):
+    """A whole training job. `init_from` is a folder of weights to start from."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    init_from: str | None = None
+    language: Language = Language()
+    encoders: dict[str, Encoder] = {}
+    bridge: Bridge = Bridge()
+    data: Data
+    train: Train
+    cluster: Cluster = Cluster()
+
+    _source: YamlSource | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _module_names_are_distinct(self) -> "Recipe":
+        if "language" in self.encoders:
+            raise ValueError("encoders.language: the name 'language' is the language model's own")
+        return self
+
+    def problem(self, location: Location, message: str) -> str:
+        """A line for a RecipeError about the value at `location`, with file and line if known."""
+        if self._source is not None:
+            return self._source.problem(location, message)
+        return f"{dotted(location)}: {message}"
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, defaults included, as YAML that `load_recipe` reads back."""
+        stream = io.StringIO()
+        yaml = YAML()
+        yaml.default_flow_style = False
+        yaml.dump(self.model_dump(mode="json"), stream)
+        return stream.getvalue()
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe at `path` with `overrides` such as `language.grid.tp=2` applied in order.
+
+    Raises RecipeError with one line per error: a file that is missing or not YAML, an override
+    that cannot be applied, an unknown key, a wrong type, a value out of range, and what this
+    version does not support yet.
+    """
+    source = read_yaml(Path(path), overrides)
+    problems = list(source.problems)
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(source.data)
+    except ValidationError as error:
+        problems += [_describe(source, details) for details in error.errors()]
+    problems += [source.problem(location, message) for location, message in refusals(source.data)]
+    if recipe is None or problems:
+        raise RecipeError(*problems)
+    recipe._source = source
+    return recipe
+
+
+def _describe(source: YamlSource, details: ErrorDetails) -> str:
+    """One line for one finding of pydantic, in the words of a recipe."""
+    location: Location = tuple(details["loc"])
+    if details["type"] == "extra_forbidden":
+        section = _section_at(location[:-1])
+        choices = section.model_fields if section is not None else ()
+        return source.problem(location, f"unknown key; {suggestion(str(location[-1]), choices)}")
+    if details["type"] == "missing":
+        return source.problem(location, "this key is required")
+    if location and location[-1] == "[key]":
+        return source.problem(location[:-1], f"a key is a string; got {details['input']!r}")
+    message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if isinstance(details["input"], dict) and details["type"] == "value_error":
+        return source.problem(location, message)
+    return source.problem(location, f"{message}; got {details['input']!r}")
+
+
+def _section_at(location: Location) -> type[Section] | None:
+    """The model that describes the mapping at `location`, found by walking the annotations."""
+    section: type[Section] | None = Recipe
+    in_container = False
+    for part in location:
+        if in_container:
+            in_container = False
+            continue
+        if section is None or part not in section.model_fields:
+            return None
+        annotation = section.model_fields[str(part)].annotation
+        in_container = not isinstance(annotation, type) or not issubclass(annotation, Section)
+        section = _first_section(annotation)
+    return section
+
+
+def _first_section(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    found = (_first_section(argument) for argument in get_args(annotation))
+    return next((section for section in found if section is not None), None)

@@ -1,0 +1,47 @@
+"""The one error that a wrong recipe leads to, and the search for what was meant."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class RecipeError(ValueError):
+    """Everything that is wrong with a recipe, found before any process group exists.
+
+    `problems` holds one line per error, each naming the place (file and line, or the override),
+    the key, what was given and what is needed. Programs that meet it end with `exit_code`.
+    """
+
+    exit_code = 2
+
+    def __init__(self, *problems: str) -> None:
+        # The problems are the exception's args, so that pickling it between processes keeps them.
+        super().__init__(*problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The lines, in the order in which they were found."""
+        return self.args
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that `name` is most likely a misspelling of, or None when nothing is close."""
+
+    def likeness(choice: str) -> tuple[float, bool]:
+        # People rarely get the beginning wrong: `dpp` means `dp`, though `pp` is as close.
+        ratio = difflib.SequenceMatcher(None, name, choice).ratio()
+        return ratio, choice[:1] == name[:1]
+
+    best = max(choices, key=likeness, default=None)
+    return best if best is not None and likeness(best)[0] >= 0.6 else None
+
+
+def suggestion(name: str, choices: Iterable[str]) -> str:
+    """The end of a sentence about an unknown `name`: the nearest choice, else all of them."""
+    choices = list(choices)
+    match = nearest(name, choices)
+    if match is not None:
+        return f"did you mean '{match}'?"
+    return f"choose from {', '.join(choices)}" if choices else "nothing is known here"

@@ -1,0 +1,164 @@
+"""Process groups of every module and of every bridge, made here and nowhere else.
+
+Each module is a Megatron job of its own on its own grid of ranks, so each gets its own
+`ProcessGroupCollection`; no global `parallel_state` is initialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from mimo.device import local_device
+from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.megatron.groups import HyperCommGrid, ProcessGroupCollection
+
+# Megatron's names for groups, and the axes of our grid that each spans. Without experts, the
+# expert groups are those of the dense model with one expert rank.
+_GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("cp", "dp"),
+    "intra_dp_cp": ("cp", "dp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
+    "mp": ("tp", "pp"),
+    "ep": (),
+    "expt_tp": ("tp",),
+    "expt_dp": ("cp", "dp"),
+    "intra_expt_dp": ("cp", "dp"),
+    "tp_ep": ("tp",),
+    "tp_ep_pp": ("tp", "pp"),
+    # The whole module, so that the distributed optimizer never reduces over the world.
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+}
+
+
+@dataclass(frozen=True)
+class BridgeGroups:
+    """Groups of one encoder's bridge: the encoder's last and the language model's first stage.
+
+    Two groups, because in-order transfers of gradients must not wait behind those of rows.
+    """
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's view: its modules' groups and the bridges that it takes part in.
+
+    modules: groups of the modules that this rank owns a part of, by module name.
+    bridges: by encoder name; only bridges with this rank at one end.
+    """
+
+    layout: Layout
+    rank: int
+    modules: dict[str, ProcessGroupCollection] = field(default_factory=dict)
+    bridges: dict[str, BridgeGroups] = field(default_factory=dict)
+
+    def owns(self, module: str) -> bool:
+        return module in self.modules
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for the run: first rank of the language model's last stage."""
+        language = self.layout.language
+        return self.rank == language.rank(pp=language.pp - 1)
+
+    @property
+    def is_last_language_stage(self) -> bool:
+        language = self.layout.language
+        return self.owns(LANGUAGE) and language.coords(self.rank).pp == language.pp - 1
+
+
+class _GroupFactory:
+    """Creates groups by their ranks, each set once. Every rank makes the same calls."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def mine(self, enumeration: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+        """The group of ``enumeration`` with this rank in it; None when there is none."""
+        found = None
+        for ranks in enumeration:
+            key = tuple(ranks)
+            if key not in self.made:
+                group = dist.new_group(list(key), group_desc=name)
+                self.made[key] = group if self.rank in key else None
+            if self.rank in key:
+                found = self.made[key]
+        return found
+
+    def fresh(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
+        """A group of its own even when another with the same ranks exists."""
+        group = dist.new_group(list(ranks), group_desc=name)
+        return group if self.rank in ranks else None
+
+
+def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
+    """All groups that Megatron 0.19 asks of one module; None where this rank has no part of it."""
+    grid = HyperCommGrid(
+        [spec.tp, spec.cp, spec.dp, spec.pp], ["tp", "cp", "dp", "pp"], spec.rank_offset
+    )
+    made = {
+        name: factory.mine(
+            grid.get_rank_enum(list(axes)) if axes else [[r] for r in spec.ranks],
+            f"{spec.module}.{name}",
+        )
+        for name, axes in _GROUP_AXES.items()
+    }
+    # Tied embeddings need a real [first stage, last stage] group: without one Megatron skips
+    # their synchronisation without a word.
+    stages = grid.get_rank_enum(["pp"])
+    ends = [[s[0], s[-1]] if len(s) > 1 else [s[0]] for s in stages]
+    middle = [[r] for s in stages for r in s[1:-1]]
+    made["embd"] = factory.mine(ends + middle, f"{spec.module}.embd")
+    made["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
+    if factory.rank not in spec.ranks:
+        return None
+    groups = ProcessGroupCollection(**made)
+    if spec.pp > 2 and 0 < groups.pp.rank() < spec.pp - 1:
+        groups.embd = None  # a middle stage holds no embedding
+    return groups
+
+
+def build_topology(layout: Layout) -> Topology:
+    """Create every group. Every rank of the world calls it, once, after joining the world."""
+    rank = dist.get_rank()
+    assert dist.get_world_size() == layout.world_size, "the layout was made for another world"
+    factory = _GroupFactory(rank)
+    topology = Topology(layout, rank)
+    for name, spec in layout.grids.items():
+        groups = _module_groups(spec, factory)
+        if groups is not None:
+            topology.modules[name] = groups
+    language = layout.language
+    receivers = [
+        language.rank(dp=d, cp=c, tp=t)
+        for d in range(language.dp)
+        for c in range(language.cp)
+        for t in range(language.tp)
+    ]
+    for name, spec in layout.encoders.items():
+        senders = [
+            spec.rank(dp=d, pp=spec.pp - 1, tp=t) for d in range(spec.dp) for t in range(spec.tp)
+        ]
+        ends = sorted({*senders, *receivers})
+        pair = [factory.fresh(ends, f"bridge.{name}.{way}") for way in ("forward", "backward")]
+        if rank in ends:
+            assert pair[0] is not None and pair[1] is not None
+            bridge = BridgeGroups(pair[0], pair[1])
+            for group in (bridge.forward, bridge.backward):
+                # NCCL wants the first call of a group from all of its ranks; later messages go
+                # only between peers that have rows to exchange.
+                dist.all_reduce(torch.zeros(1, device=local_device()), group=group)
+            topology.bridges[name] = bridge
+    return topology

@@ -1,0 +1,339 @@
+"""Training, as one rank sees it: read it from top to bottom.
+
+Every rank runs `run_rank`. It plans each step from the data index, reads what it owns, runs its
+modules, completes their gradients, and updates its weights with one norm over all modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mimo.build import build_model
+from mimo.checkpoint import Progress, load_checkpoint, save_checkpoint
+from mimo.dataset import Dataset, image_processor, open_dataset, open_tokenizer
+from mimo.device import initialize_distributed, local_device, peak_flops, set_threads, synchronize
+from mimo.exchange import sum_over_world
+from mimo.families import language_settings
+from mimo.launch import RankEnv, rank_environment
+from mimo.layout import LANGUAGE, build_layout, num_microbatches
+from mimo.learning_rate import learning_rate
+from mimo.loader import LoadedStep, StepLoader, gather_items, pack_language
+from mimo.megatron.parallel import squared_gradient_norm, step_optimizer
+from mimo.metrics import MetricsWriter
+from mimo.model import MimoModel
+from mimo.recipe import Recipe
+from mimo.step_plan import StepPlan, StepPlanner
+from mimo.topology import Topology, build_topology
+
+logger = logging.getLogger(__name__)
+
+# Steps in which plan digests are compared over the bridge under `bridge.check: first_steps`.
+_CHECKED_STEPS = 3
+
+
+class Trainer:
+    """One rank's training run. Build it, then call `train`."""
+
+    def __init__(self, recipe: Recipe, topology: Topology, run_dir: Path) -> None:
+        self.recipe = recipe
+        self.topology = topology
+        self.run_dir = run_dir
+        self.chat = open_tokenizer(recipe)
+        self.processor = image_processor(recipe)
+        self.model: MimoModel = build_model(recipe, topology, self.chat.vocab_size)
+        self.progress = Progress(step=0, samples=0)
+
+    # ------------------------------------------------------------------ data
+
+    def _planner(self, dataset: Dataset) -> StepPlanner:
+        return StepPlanner(
+            self.topology.layout,
+            dataset.indexes,
+            dataset.order,
+            self.recipe.train.micro_batch_size,
+            num_microbatches(self.recipe, self.topology.layout),
+        )
+
+    def _loader(self, dataset: Dataset, first: int, last: int, ahead: int) -> StepLoader:
+        return StepLoader(
+            self._planner(dataset),
+            dataset.readers,
+            self.topology.layout,
+            self.topology.rank,
+            first,
+            last,
+            ahead,
+        )
+
+    def _flags(self, loaded: LoadedStep | None, planner: StepPlanner) -> list[float]:
+        """Which samples of a step this rank could not read; 1 counts once per module."""
+        flags = [0.0] * planner.samples_per_step
+        for sample, error in (loaded.unusable if loaded else {}).items():
+            flags[sample] = 1.0
+            logger.warning("skipped %s", error)
+        return flags
+
+    def _finish_plan(
+        self, loaded: LoadedStep, flags: list[float], planner: StepPlanner
+    ) -> StepPlan:
+        unusable = [sample for sample, flag in enumerate(flags) if flag > 0]
+        return planner.finish(loaded.microbatches, unusable)
+
+    # ------------------------------------------------------------- one step
+
+    def _run(
+        self,
+        loaded: LoadedStep,
+        plan: StepPlan,
+        dataset: Dataset,
+        forward_only: bool = False,
+        check: bool = False,
+    ) -> float:
+        """Forward (and backward) of this rank's modules; returns its part of the summed loss."""
+        layout, rank = self.topology.layout, self.topology.rank
+        packed, items = [], []
+        if self.topology.owns(LANGUAGE):
+            lane = layout.language.coords(rank).dp
+            packed = pack_language(
+                loaded, plan, dataset.readers, lane, self.chat.pad_token_id
+            )
+        for name, grid in layout.encoders.items():
+            if self.topology.owns(name):
+                items = gather_items(loaded, plan, dataset.readers, grid.coords(rank).dp)
+        return self.model.run(plan, packed, items, forward_only, check)
+
+    def _update(self, step: int, squared_norm: float) -> float:
+        """Clip by the norm over all modules and step every optimizer; returns the norm."""
+        train = self.recipe.train
+        norm = math.sqrt(squared_norm)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"step {step}: the gradient norm is {norm}; lower train.learning_rate or look at "
+                f"the samples of this step"
+            )
+        clip = train.clip_grad_norm
+        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        for module in self.model.modules.values():
+            if module.optimizer is not None:
+                rate = self._learning_rate(step, module.learning_rate)
+                step_optimizer(module.optimizer, rate, factor)
+        return norm
+
+    def _learning_rate(self, step: int, peak: float) -> float:
+        train = self.recipe.train
+        return learning_rate(
+            step, train.steps, peak, train.warmup_steps, train.min_learning_rate_ratio
+        )
+
+    def _squared_norm(self) -> float:
+        return math.fsum(
+            squared_gradient_norm(module.optimizer, module.groups)
+            for module in self.model.modules.values()
+            if module.optimizer is not None
+        )
+
+    # ------------------------------------------------------------ the loop
+
+    def train(self, dataset: Dataset, validation: Dataset | None) -> Iterator[dict]:
+        """Train from ``self.progress`` to the last step, yielding each step's metrics."""
+        train = self.recipe.train
+        first = self.progress.step
+        planner = self._planner(dataset)
+        loader = self._loader(dataset, first, train.steps, self.recipe.data.prefetch_steps)
+        skipped = self.progress.skipped_samples
+        try:
+            loaded = loader.next() if first < train.steps else None
+            flags = sum_over_world(self._flags(loaded, planner)) if loaded else []
+            for step in range(first, train.steps):
+                assert loaded is not None
+                synchronize()
+                started = time.perf_counter()
+                plan = self._finish_plan(loaded, flags, planner)
+                skipped += sum(flag > 0 for flag in flags)
+                self._check_skipped(skipped)
+                loss = self._run(loaded, plan, dataset, check=self._checks(step - first))
+                self.model.finish_gradients(plan.num_loss_tokens)
+                loaded = loader.next() if step + 1 < train.steps else None
+                idle = sum(s.take_waited_seconds() for s in self.model.senders.values())
+                squared_norm, loss, idle, *flags = sum_over_world(
+                    [self._squared_norm(), loss, idle, *self._flags(loaded, planner)]
+                )
+                norm = self._update(step, squared_norm)
+                self.progress = Progress(step + 1, (step + 1) * planner.samples_per_step, skipped)
+                synchronize()
+                seconds = time.perf_counter() - started
+                yield self._metrics(step, plan, loss, norm, idle, seconds, skipped)
+                if validation and train.validate_every and (step + 1) % train.validate_every == 0:
+                    yield {"step": step + 1, "validation_loss": self.validate(validation)}
+                done = step + 1
+                if done == train.steps or (train.save_every and done % train.save_every == 0):
+                    self.save()
+        finally:
+            loader.close()
+
+    def _checks(self, steps_done: int) -> bool:
+        check = self.recipe.bridge.check
+        return check == "always" or (check == "first_steps" and steps_done < _CHECKED_STEPS)
+
+    def _check_skipped(self, skipped: int) -> None:
+        limit = self.recipe.data.max_skipped_samples
+        if skipped > limit:
+            raise RuntimeError(
+                f"{skipped} samples could not be read, more than data.max_skipped_samples "
+                f"{limit}; the log_rank_<r>.txt files name each by shard and key"
+            )
+
+    def _metrics(
+        self,
+        step: int,
+        plan: StepPlan,
+        loss: float,
+        norm: float,
+        idle: float,
+        seconds: float,
+        skipped: int,
+    ) -> dict:
+        rates = {
+            f"lr_{name}": self._learning_rate(step, part.learning_rate or peak)
+            for peak in [self.recipe.train.learning_rate]
+            for name, part in {LANGUAGE: self.recipe.language, **self.recipe.encoders}.items()
+            if not part.freeze
+        }
+        encoder_ranks = sum(grid.size for grid in self.topology.layout.encoders.values())
+        return {
+            "step": step,
+            "loss": loss / max(plan.num_loss_tokens, 1),
+            "grad_norm": norm,
+            "lr": max(rates.values()),
+            **rates,
+            "tokens": plan.num_tokens,
+            "loss_tokens": plan.num_loss_tokens,
+            "tokens_per_second": plan.num_tokens / seconds,
+            "mfu": self._utilisation(plan, seconds),
+            "encoder_idle_fraction": idle / (encoder_ranks * seconds) if encoder_ranks else None,
+            "encoder_imbalance": plan.encoder_imbalance,
+            "skipped_samples": skipped,
+            "step_seconds": seconds,
+        }
+
+    def _utilisation(self, plan: StepPlan, seconds: float) -> float | None:
+        """Model FLOP utilisation of the language model's ranks; None where peak is unknown."""
+        peak = peak_flops()
+        if peak is None:
+            return None
+        settings = language_settings(self.recipe)
+        flops = settings.flops_per_token(settings.padded_vocab_size(self.chat.vocab_size))
+        ranks = self.topology.layout.language.size
+        return flops * plan.num_tokens / (seconds * peak * ranks)
+
+    def validate(self, dataset: Dataset) -> float:
+        """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
+        planner = self._planner(dataset)
+        batches = self.recipe.train.validation_batches
+        loader = self._loader(dataset, 0, batches, ahead=0)
+        total = tokens = 0.0
+        try:
+            for _ in range(batches):
+                loaded = loader.next()
+                flags = sum_over_world(self._flags(loaded, planner))
+                plan = self._finish_plan(loaded, flags, planner)
+                (loss,) = sum_over_world([self._run(loaded, plan, dataset, forward_only=True)])
+                total += loss
+                tokens += plan.num_loss_tokens
+        finally:
+            loader.close()
+        for sender in self.model.senders.values():
+            sender.take_waited_seconds()
+        return total / max(tokens, 1.0)
+
+    def save(self) -> Path:
+        """Write a checkpoint; every rank calls it."""
+        return save_checkpoint(
+            self.model,
+            self.progress,
+            self.run_dir / "checkpoints",
+            self.recipe.to_yaml(),
+            self.recipe.train.keep_checkpoints,
+        )
+
+
+# ---------------------------------------------------------------------- one rank
+
+
+def run_rank(recipe: Recipe, run_dir: Path, resume_from: Path | None) -> None:
+    """One rank of a job that was launched on this machine.
+
+    resume_from: a checkpoint folder.
+    """
+    join_world(recipe)
+    train_in_world(recipe, run_dir, resume_from)
+
+
+def join_world(recipe: Recipe) -> RankEnv:
+    """Set threads and join torch.distributed with the rank that the environment names."""
+    environment = rank_environment()
+    assert environment is not None, "ranks run inside a launched job"
+    set_threads(recipe.train.threads_per_rank, environment.world_size)
+    initialize_distributed(
+        environment.rank,
+        environment.world_size,
+        environment.rendezvous,
+        recipe.bridge.timeout_seconds,
+        environment.local_rank,
+    )
+    return environment
+
+
+def train_in_world(recipe: Recipe, run_dir: Path, resume_from: Path | None) -> None:
+    """From building the model to the last checkpoint; every rank of the world calls it."""
+    layout = build_layout(recipe, dist.get_world_size())
+    _log_to(run_dir / f"log_rank_{dist.get_rank()}.txt")
+    topology = build_topology(layout)
+    trainer = Trainer(recipe, topology, run_dir)
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processor)
+    validation = open_dataset(recipe, "validation", trainer.chat, trainer.processor)
+    assert dataset is not None, "the recipe schema asks for at least one source"
+    if resume_from is not None:
+        trainer.progress = load_checkpoint(trainer.model, resume_from)
+    logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
+    with ExitStack() as stack:
+        writer = None
+        if topology.reports:
+            train = recipe.train
+            writer = stack.enter_context(
+                MetricsWriter(run_dir, train.steps, trainer.progress.step, train.log_every)
+            )
+            _say_skipped(writer, dataset)
+        for metrics in trainer.train(dataset, validation):
+            if writer is None:
+                continue
+            if "validation_loss" in metrics:
+                writer.validation(metrics["step"], metrics["validation_loss"])
+            else:
+                writer.step(metrics)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
+    skipped = [sample for index in dataset.indexes for sample in index.skipped]
+    if skipped:
+        writer.say(f"{len(skipped)} samples of the index are unusable and left out:")
+        for sample in skipped[:10]:
+            writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    logging.captureWarnings(True)

@@ -1,0 +1,177 @@
+"""YAML text and command-line overrides, merged into plain data that remembers where it came from.
+
+Every value keeps its origin: a line of the file, or the override that set it. An error found much
+later (a wrong type, a grid that does not tile the world) can so point at the place to mend.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.scalarbool import ScalarBoolean
+
+from mimo.recipe_errors import RecipeError, nearest
+
+Location = tuple[str | int, ...]
+"""The way to a value: keys of mappings and indices of lists, outermost first."""
+
+
+def dotted(location: Location) -> str:
+    """`("data", "sources", 0)` as people type it: `data.sources.0`."""
+    return ".".join(str(part) for part in location)
+
+
+@dataclass
+class YamlSource:
+    """Plain data (`dict`, `list`, `str`, `int`, `float`, `bool`, `None`) with an origin per value.
+
+    `origins` maps the location of a value to `recipes/x.yaml:12` or `override 'a.b=1'`; `problems`
+    collects what went wrong while reading, so that it is reported together with later findings.
+    """
+
+    path: Path
+    data: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Location, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def problem(self, location: Location, message: str) -> str:
+        """One line for an error at `location`: its origin, the dotted key and the message."""
+        return f"{self.origin(location)}: {dotted(location) or 'recipe'}: {message}"
+
+    def origin(self, location: Location) -> str:
+        """Where the value was written; for one that is missing, where its parent was."""
+        for length in range(len(location), 0, -1):
+            if location[:length] in self.origins:
+                return self.origins[location[:length]]
+        return str(self.path)
+
+    def override(self, text: str) -> None:
+        """Apply `dotted.key=value`; the value is YAML. What cannot be applied becomes a problem."""
+        origin = f"override '{text}'"
+        key, equals, value_text = text.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            self.problems.append(f"{origin}: needs the form dotted.key=value")
+            return
+        try:
+            value = _plain(YAML().load(value_text), ())
+        except (YAMLError, ValueError) as error:
+            self.problems.append(f"{origin}: the value is not YAML: {_reason(error)}")
+            return
+        location: Location = ()
+        container: Any = self.data
+        for depth, part in enumerate(parts):
+            step = _step(container, part)
+            if isinstance(step, _Refusal):
+                name = dotted(location) or "recipe"
+                self.problems.append(f"{origin}: {name}: {step.reason}")
+                return
+            location = (*location, step)
+            if depth == len(parts) - 1:
+                container[step] = value
+            else:
+                if isinstance(container, dict) and container.get(step) is None:
+                    container[step] = {}
+                container = container[step]
+        for known in [known for known in self.origins if known[: len(location)] == location]:
+            del self.origins[known]
+        self.origins[location] = origin
+
+
+def read_yaml(path: Path, overrides: Sequence[str] = ()) -> YamlSource:
+    """Read `path` and apply `overrides` in order.
+
+    Raises RecipeError when the file is missing, is not YAML, or holds no mapping. Overrides that
+    cannot be applied are left in `problems` of the result.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        match = nearest(path.name, (other.name for other in path.parent.glob("*.yaml")))
+        hint = f"; did you mean '{path.parent / match}'?" if match else ""
+        raise RecipeError(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from None
+    try:
+        loaded = YAML().load(text)
+        if loaded is not None and not isinstance(loaded, CommentedMap):
+            raise RecipeError(f"{path}:1: a recipe is a mapping of keys to values")
+        origins: dict[Location, str] = {}
+        data = _plain(loaded, ()) if loaded is not None else {}
+        _note_lines(loaded, (), path, origins)
+    except YAMLError as error:
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise RecipeError(f"{path}{line}: not valid YAML: {_reason(error)}") from None
+    except _NotPlain as error:
+        raise RecipeError(f"{path}: {error}") from None
+    source = YamlSource(path, data, origins)
+    for override in overrides:
+        source.override(override)
+    return source
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    reason: str
+
+
+class _NotPlain(ValueError):
+    """The YAML holds something other than mappings, lists and plain scalars."""
+
+
+def _step(container: Any, part: str) -> str | int | _Refusal:
+    """The key or index that `part` stands for in `container`."""
+    if isinstance(container, dict):
+        return part
+    if isinstance(container, list):
+        if part.isdigit() and int(part) < len(container):
+            return int(part)
+        return _Refusal(f"has {len(container)} entries, so '{part}' is not the index of one")
+    return _Refusal(f"is the value {container!r}, so '{part}' cannot be set inside it")
+
+
+def _reason(error: Exception) -> str:
+    """The first line that says what a YAML error is about."""
+    problem = getattr(error, "problem", None)
+    return (problem or str(error)).splitlines()[0]
+
+
+def _plain(value: Any, parents: tuple[int, ...]) -> Any:
+    """`value` without the types that remember formatting and comments."""
+    if id(value) in parents:
+        raise _NotPlain("an alias contains itself")
+    inside = (*parents, id(value))
+    if isinstance(value, CommentedMap):
+        return {key: _plain(item, inside) for key, item in value.items()}
+    if isinstance(value, CommentedSeq):
+        return [_plain(item, inside) for item in value]
+    if isinstance(value, TaggedScalar):
+        raise _NotPlain(f"the tag {value.tag.value} is not allowed; write a plain value")
+    if isinstance(value, bool | ScalarBoolean):
+        return bool(value)
+    for plain_type in (int, float, str):
+        if isinstance(value, plain_type):
+            return plain_type(value)
+    return value
+
+
+def _note_lines(value: Any, location: Location, path: Path, origins: dict[Location, str]) -> None:
+    """Fill `origins` with the line of every key and list entry below `value`."""
+    if isinstance(value, CommentedMap):
+        # A key that came in by a merge (`<<`) has no line of its own: its parent's serves.
+        lines = {key: mark[0] for key, mark in (value.lc.data or {}).items()}
+        children = list(value.items())
+    elif isinstance(value, CommentedSeq):
+        lines = {index: mark[0] for index, mark in (value.lc.data or {}).items()}
+        children = list(enumerate(value))
+    else:
+        return
+    for key, child in children:
+        if key in lines:
+            origins[(*location, key)] = f"{path}:{lines[key] + 1}"
+        _note_lines(child, (*location, key), path, origins)

@@ -1,0 +1,80 @@
+"""Small digits data and a writer of hand-made shards, for all tests of data/."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import ChatTokenizer, ImageProcessor, prepare_digits
+
+WriteShard = Callable[[Path, Mapping[str, bytes]], Path]
+Ask = Callable[..., bytes]
+MakeImage = Callable[..., bytes]
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_digits(
+        tmp_path_factory.mktemp("data") / "digits", num_train=96, num_validation=70, num_test=12
+    )
+
+
+@pytest.fixture(scope="session")
+def chat(digits: Path) -> ChatTokenizer:
+    return ChatTokenizer(digits / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def processor() -> ImageProcessor:
+    return ImageProcessor(min_pixels=28 * 28)
+
+
+@pytest.fixture
+def write_shard() -> WriteShard:
+    """Writes members, by name, into an uncompressed tar file."""
+
+    def write(path: Path, members: Mapping[str, bytes]) -> Path:
+        with tarfile.open(path, "w") as tar:
+            for name, data in members.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def ask() -> Ask:
+    """The JSON of a sample with so many image placeholders."""
+
+    def make(num_placeholders: int = 0, answer: str = "3 7") -> bytes:
+        content: list[dict[str, Any]] = [{"type": "image"}] * num_placeholders
+        messages = [
+            {"role": "user", "content": [*content, {"type": "text", "text": "read the digits ."}]},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+        return json.dumps({"messages": messages}).encode()
+
+    return make
+
+
+@pytest.fixture
+def make_image() -> MakeImage:
+    """The bytes of an image of noise."""
+
+    def make(width: int = 28, height: int = 28, file_format: str = "PNG", **options: Any) -> bytes:
+        noise = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3))
+        buffer = io.BytesIO()
+        Image.fromarray(noise.astype(np.uint8)).save(buffer, file_format, **options)
+        return buffer.getvalue()
+
+    return make

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from data import ImageProcessor, image_size, open_image
+
+SIZES = [(28, 28), (31, 57), (300, 7), (640, 481), (1, 1), (13, 200), (1000, 999), (56, 84)]
+
+
+def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    values = np.random.default_rng(width).integers(0, 256, (height, width, len(mode)))
+    return Image.fromarray(values.astype(np.uint8), mode)
+
+
+def encoded(image: Image.Image, file_format: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def reference(image: Image.Image, processor: ImageProcessor) -> tuple[np.ndarray, tuple[int, ...]]:
+    ours = Qwen2VLImageProcessorPil(
+        min_pixels=processor.min_pixels,
+        max_pixels=processor.max_pixels,
+        patch_size=processor.patch_size,
+        merge_size=processor.merge_size,
+        temporal_patch_size=processor.temporal_patch_size,
+    )
+    out = ours(images=[image], return_tensors="np")
+    return out["pixel_values"], tuple(int(x) for x in out["image_grid_thw"][0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "processor",
+    [
+        ImageProcessor(),
+        ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 20),
+        ImageProcessor(patch_size=16, merge_size=3, temporal_patch_size=1, max_pixels=200_000),
+    ],
+    ids=["default", "small", "other-patches"],
+)
+def test_patches_and_grid_equal_transformers(size: tuple[int, int], processor: ImageProcessor):
+    image = noise(*size)
+    expected, grid = reference(image, processor)
+    patches = processor.patches(image)
+    assert processor.grid(*size) == grid
+    assert patches.dtype == np.float32
+    assert patches.shape == (np.prod(grid), processor.patch_dim)
+    np.testing.assert_array_equal(patches, expected)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "LA", "P", "1", "CMYK"])
+def test_every_colour_mode_becomes_what_transformers_makes_of_it(mode: str):
+    image = noise(60, 45, "RGBA").convert(mode)
+    processor = ImageProcessor()
+    np.testing.assert_array_equal(processor.patches(image), reference(image, processor)[0])
+
+
+def test_rows_are_patches_over_the_square_of_the_merge_size():
+    processor = ImageProcessor(min_pixels=28 * 28)
+    assert processor.resized(40, 44) == (28, 56)
+    assert processor.grid(40, 44) == (1, 4, 2)
+    assert processor.num_tokens(40, 44) == 2
+    assert [processor.num_tokens(*size) for size in [(28, 28), (56, 28), (56, 56)]] == [1, 2, 4]
+
+
+def test_cost_grows_faster_than_the_number_of_patches():
+    processor = ImageProcessor()
+    small, large = (processor.cost(side, side) for side in (280, 560))
+    assert small == 400 * (400 + 7680)
+    assert 4 * small < large < 16 * small
+
+
+def test_an_aspect_ratio_above_200_is_refused():
+    assert ImageProcessor().resized(10, 2000) == (28, 812)
+    with pytest.raises(ValueError, match=r"10 x 2001 .* aspect ratio .* at most 200"):
+        ImageProcessor().resized(10, 2001)
+
+
+def test_impossible_settings_are_refused_all_at_once():
+    with pytest.raises(ValueError, match=r"merge_size is 0.*max_pixels is 5.*std above 0"):
+        ImageProcessor(merge_size=0, max_pixels=5, std=(1.0, 0.0, 1.0))
+
+
+def test_the_fingerprint_depends_on_every_setting_and_not_on_list_or_tuple():
+    default = ImageProcessor()
+    same = ImageProcessor(mean=list(default.mean))  # pyright: ignore[reportArgumentType]
+    assert default.fingerprint() == same.fingerprint()
+    others = [
+        ImageProcessor(patch_size=16),
+        ImageProcessor(min_pixels=1),
+        ImageProcessor(mean=(0, 0, 0)),
+    ]
+    assert len({p.fingerprint() for p in [default, *others]}) == 4
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_the_size_from_the_header_is_the_size_after_decoding(file_format: str):
+    data = encoded(noise(33, 20), file_format)
+    assert image_size(data) == open_image(data).size == (33, 20)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_the_exif_orientation_is_applied_to_pixels_and_header_alike(
+    orientation: int, file_format: str
+):
+    exif = Image.Exif()
+    exif[274] = orientation
+    data = encoded(noise(33, 20), file_format, exif=exif)
+    expected = (20, 33) if orientation >= 5 else (33, 20)
+    assert image_size(data) == open_image(data).size == expected
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_a_truncated_file_is_refused(file_format: str):
+    data = encoded(noise(64, 64), file_format)
+    with pytest.raises(ValueError, match=r"corrupt or truncated|header cannot be read"):
+        open_image(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("data", [b"", b"not an image", b"%!PS-Adobe-3.0 EPSF-3.0\n"])
+def test_bytes_that_are_no_image_are_refused(data: bytes):
+    with pytest.raises(ValueError, match="header cannot be read"):
+        open_image(data)
+
+
+def test_a_decompression_bomb_is_refused_from_its_header():
+    data = encoded(Image.new("L", (3000, 3000)))
+    assert len(data) < 20_000
+    with pytest.raises(ValueError, match=r"3000 x 3000 pixels, between 1 and 1000000"):
+        open_image(data, max_pixels_decoded=1_000_000)
+    huge = bytearray(data)
+    huge[16:24] = (60_000).to_bytes(4, "big") * 2  # beyond Pillow's own limit
+    with pytest.raises(ValueError, match=r"header cannot be read|60000 x 60000"):
+        open_image(bytes(huge))

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import (
+    ChatTokenizer,
+    ImageProcessor,
+    Index,
+    build_index,
+    check_lengths,
+    load_index,
+    load_or_build_index,
+    save_index,
+)
+from data.index_store import index_directory
+
+
+def assert_equal(one: Index, other: Index):
+    for field in dataclasses.fields(Index):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype.kind == theirs.dtype.kind
+            np.testing.assert_array_equal(mine, theirs, err_msg=field.name)
+        else:
+            assert mine == theirs, field.name
+
+
+def test_offsets_point_at_the_members_of_the_tar(
+    digits: Path, chat: ChatTokenizer, processor: ImageProcessor
+):
+    index = build_index(str(digits / "train-*.tar"), chat, processor)
+    assert len(index) == 96
+    assert index.skipped == ()
+    with tarfile.open(index.shards[0]) as tar:
+        members = {m.name: (m.offset_data, m.size) for m in tar}
+    for i, key in enumerate(index.keys):
+        assert members[f"{key}.json"] == (index.json_offset[i], index.json_size[i])
+        items = range(index.item_start[i], index.item_start[i + 1])
+        for number, item in enumerate(items):
+            place = (index.item_offset[item], index.item_size[item])
+            assert members[f"{key}.{number}.png"] == place
+            assert index.sample_of_item(item) == i
+
+
+def test_dtypes_and_lengths_are_as_documented(
+    digits: Path, chat: ChatTokenizer, processor: ImageProcessor
+):
+    index = build_index(str(digits / "test-*.tar"), chat, processor)
+    for name in ("shard", "token_length", "loss_tokens"):
+        assert getattr(index, name).dtype == np.int32
+        assert len(getattr(index, name)) == len(index)
+    for name in ("item_width", "item_height", "item_rows", "item_placeholder"):
+        assert getattr(index, name).dtype == np.int32
+        assert len(getattr(index, name)) == index.num_items
+    for name in ("json_offset", "json_size", "item_start", "item_offset", "item_cost"):
+        assert getattr(index, name).dtype == np.int64
+    sizes = zip(index.item_width, index.item_height, strict=True)
+    rows = [processor.num_tokens(int(width), int(height)) for width, height in sizes]
+    assert index.item_rows.tolist() == rows
+
+
+def test_unusable_samples_are_left_out_and_listed_with_their_reason(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, make_image
+):
+    picture = make_image(28, 56)
+    shard = write_shard(
+        tmp_path / "a.tar",
+        {
+            "README": b"not a sample",
+            "dir.v2/good.json": ask(2),
+            "dir.v2/good.1.jpg": make_image(56, 56, "JPEG"),
+            "dir.v2/good.0.png": picture,
+            "dir.v2/good.txt": b"ignored",
+            "broken-json.json": b'{"messages": [',
+            "no-messages.json": b"[1]",
+            "bad-role.json": b'{"messages": [{"content": "hi"}]}',
+            "no-json.0.png": picture,
+            "gap.json": ask(1),
+            "gap.1.png": picture,
+            "bad-header.json": ask(1),
+            "bad-header.0.png": b"nothing",
+            "long.json": ask(1),
+            "long.0.png": make_image(1000, 2),
+            "last.json": ask(0),
+        },
+    )
+    index = build_index(str(shard), chat, processor)
+    assert index.keys.tolist() == ["dir.v2/good", "last"]
+    assert index.item_start.tolist() == [0, 2, 2]
+    assert (index.item_width.tolist(), index.item_rows.tolist()) == ([28, 56], [2, 4])
+    reasons = {skipped.key: skipped.reason for skipped in index.skipped}
+    assert {skipped.shard for skipped in index.skipped} == {str(shard)}
+    for key, reason in {
+        "broken-json": "malformed JSON",
+        "no-messages": 'needs to be an object with "messages"',
+        "bad-role": "without a role",
+        "no-json": "no .json member",
+        "gap": "numbered [1], need 0, 1, 2",
+        "bad-header": "image 0: the image header cannot be read",
+        "long": "aspect ratio",
+    }.items():
+        assert reason in reasons.pop(key)
+    assert not reasons
+
+
+def test_a_corrupt_image_body_is_not_read_when_indexing(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, make_image
+):
+    members = {"a.json": ask(1), "a.0.png": make_image(500, 500)[:5000]}
+    index = build_index(str(write_shard(tmp_path / "a.tar", members)), chat, processor)
+    assert index.item_width.tolist() == [500]
+
+
+def test_wrong_numbers_of_placeholders_are_counted_and_the_first_ten_named(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, make_image
+):
+    members: dict[str, bytes] = {"fine.json": ask(0)}
+    for number in range(12):
+        members |= {f"s{number:02}.json": ask(2), f"s{number:02}.0.png": make_image()}
+    shard = write_shard(tmp_path / "a.tar", members)
+    with pytest.raises(ValueError, match="12 samples have more or fewer image placeholders") as e:
+        build_index(str(shard), chat, processor)
+    message = str(e.value)
+    assert f"{shard}: s00: 2 / 1" in message
+    assert "s09" in message
+    assert "s10" not in message
+    assert "and 2 more" in message
+
+
+def test_a_pattern_without_shards_says_to_prepare_the_data(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor
+):
+    with pytest.raises(ValueError, match=r"no shard matches .*none-\*\.tar.*prepare the data"):
+        build_index(str(tmp_path / "none-*.tar"), chat, processor)
+    with pytest.raises(ValueError, match="Braces are not understood"):
+        build_index(str(tmp_path / "train-{00000..00001}.tar"), chat, processor)
+
+
+@pytest.mark.parametrize("kept", ["inside-data", "inside-header", "between-members", "nothing"])
+def test_a_truncated_shard_is_named(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, kept: str
+):
+    shard = write_shard(tmp_path / "cut.tar", {f"{i}.json": ask(0) for i in range(4)})
+    with tarfile.open(shard) as tar:
+        last = tar.getmembers()[-1]
+    size = {
+        "inside-data": last.offset_data + 10,
+        "inside-header": last.offset + 100,
+        "between-members": last.offset,
+        "nothing": 0,
+    }[kept]
+    shard.write_bytes(shard.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"shard .*cut\.tar is not a whole uncompressed tar"):
+        build_index(str(shard), chat, processor)
+
+
+def test_a_shard_with_a_damaged_or_compressed_body_is_named(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask
+):
+    shard = write_shard(tmp_path / "a.tar", {f"{i}.json": ask(0) for i in range(4)})
+    whole = shard.read_bytes()
+    with tarfile.open(shard) as tar:
+        third = tar.getmembers()[2].offset
+    shard.write_bytes(whole[:third] + b"\x07" * 512 + whole[third + 512 :])
+    with pytest.raises(ValueError, match=r"a\.tar is not a whole"):
+        build_index(str(shard), chat, processor)
+    with tarfile.open(shard, "w:gz") as tar:
+        tar.add(__file__, "a.json")
+    with pytest.raises(ValueError, match="or compressed"):
+        build_index(str(shard), chat, processor)
+
+
+def test_a_saved_index_loads_equal_and_moves_with_its_shards(
+    tmp_path: Path, digits: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask
+):
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(digits / "validation-00000.tar", home)
+    write_shard(home / "validation-1.tar", {"x.json": ask(0), "bad.json": b"{"})
+    index = load_or_build_index(str(home / "validation-*.tar"), chat, processor)
+    directory = index_directory(str(home / "validation-*.tar"))
+    assert directory.parent == home / ".index"
+    assert len(index.skipped) == 1
+    assert_equal(index, load_index(directory))
+    moved = home.rename(tmp_path / "moved")
+    again = load_index(moved / ".index" / directory.name)
+    assert again.shards == tuple(s.replace("/home/", "/moved/") for s in index.shards)
+    assert again.fingerprint == index.fingerprint
+
+
+def test_an_index_without_images_and_one_without_samples_can_be_saved(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask
+):
+    for name, members in {"text": {"x.json": ask(0)}, "none": {"README": b""}}.items():
+        shard = write_shard(tmp_path / f"{name}.tar", members)
+        index = build_index(str(shard), chat, processor)
+        save_index(index, tmp_path / name)
+        assert_equal(index, load_index(tmp_path / name))
+
+
+def test_a_current_index_is_loaded_and_a_stale_one_is_built_again(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, make_image
+):
+    write_shard(tmp_path / "a.tar", {"a.json": ask(1), "a.0.png": make_image(56, 56)})
+    pattern = str(tmp_path / "*.tar")
+    scans: list[tuple[int, int]] = []
+
+    def load(with_processor: ImageProcessor = processor) -> Index:
+        return load_or_build_index(
+            pattern, chat, with_processor, lambda done, total: scans.append((done, total))
+        )
+
+    def num_scans() -> int:
+        count = sum(done == total for done, total in scans)
+        scans.clear()
+        return count
+
+    assert load().item_rows.tolist() == [4]
+    assert num_scans() == 1
+    load()
+    assert num_scans() == 0
+    assert load(ImageProcessor(max_pixels=56 * 28, min_pixels=28 * 28)).item_rows.tolist() == [1]
+    assert num_scans() == 1
+    write_shard(tmp_path / "b.tar", {"b.json": ask(0)})
+    assert load().keys.tolist() == ["a", "b"]
+    assert num_scans() == 1
+    # Two generations of parquet files never pile up.
+    assert len(list(index_directory(pattern).glob("*.parquet"))) == 2
+
+
+@pytest.mark.parametrize("damage", ["meta.json", "samples-*.parquet", "items-*.parquet"])
+def test_a_damaged_index_is_refused_when_loaded_and_built_again_when_needed(
+    tmp_path: Path, digits: Path, chat: ChatTokenizer, processor: ImageProcessor, damage: str
+):
+    shutil.copy(digits / "test-00000.tar", tmp_path)
+    pattern = str(tmp_path / "test-*.tar")
+    index = load_or_build_index(pattern, chat, processor)
+    directory = index_directory(pattern)
+    next(directory.glob(damage)).write_bytes(b"{}")
+    with pytest.raises(ValueError, match="no usable index in"):
+        load_index(directory)
+    assert_equal(index, load_or_build_index(pattern, chat, processor))
+
+
+def test_a_missing_shard_of_a_stored_index_is_named(
+    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask
+):
+    for name in "ab":
+        write_shard(tmp_path / f"{name}.tar", {f"{name}.json": ask(0)})
+    load_or_build_index(str(tmp_path / "*.tar"), chat, processor)
+    (tmp_path / "b.tar").unlink()
+    with pytest.raises(ValueError, match=r"shards of the index .* are missing: .*b\.tar; put them"):
+        load_or_build_index(str(tmp_path / "*.tar"), chat, processor)
+
+
+def test_different_patterns_have_different_index_folders():
+    patterns = ["d/*.tar", "d/a*.tar", "d/a?.tar", "d/*/a.tar", "d/a.tar"]
+    assert len({index_directory(pattern) for pattern in patterns}) == len(patterns)
+
+
+def test_samples_that_are_too_long_are_listed(
+    digits: Path, chat: ChatTokenizer, processor: ImageProcessor
+):
+    index = build_index(str(digits / "train-*.tar"), chat, processor)
+    longest = int(index.token_length.max())
+    check_lengths(index, longest)
+    with pytest.raises(ValueError, match=f"longer than sequence_length {longest - 1}") as e:
+        check_lengths(index, longest - 1)
+    assert str(index.keys[index.token_length.argmax()]) in str(e.value)
+    with pytest.raises(ValueError, match="and 86 more"):
+        check_lengths(index, 1)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import SampleOrder
+
+counts = st.lists(st.integers(1, 60), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_samples=counts, seed=st.integers(-5, 2**70), block=st.integers(1, 20))
+def test_every_sample_comes_exactly_once_per_epoch(num_samples: list[int], seed: int, block: int):
+    order = SampleOrder(num_samples, [1.0] * len(num_samples), seed, block)
+    source, sample = order.at(np.arange(2000))
+    for number, count in enumerate(num_samples):
+        stream = sample[source == number]
+        epochs = stream[: len(stream) // count * count].reshape(-1, count)
+        assert (np.sort(epochs, axis=1) == np.arange(count)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_samples=counts,
+    block=st.integers(1, 20),
+    positions=st.lists(st.integers(0, 3_000_000), min_size=1, max_size=30),
+)
+def test_the_answer_does_not_depend_on_what_was_asked_before(
+    num_samples: list[int], block: int, positions: list[int]
+):
+    def fresh() -> SampleOrder:
+        return SampleOrder(num_samples, np.arange(1, len(num_samples) + 1).tolist(), 7, block)
+
+    together = np.stack(fresh().at(np.array(positions)))
+    used = fresh()
+    for column in reversed(range(len(positions))):
+        alone = np.stack(used.at(np.array([positions[column]])))
+        np.testing.assert_array_equal(alone[:, 0], together[:, column])
+
+
+def test_ranks_that_share_the_positions_see_together_what_one_rank_sees():
+    order = SampleOrder([50, 20], [2, 1], 3, 4)
+    whole = np.stack(order.at(np.arange(240)))
+    for world_size in (2, 3, 8):
+        parts = [order.at(np.arange(rank, 240, world_size)) for rank in range(world_size)]
+        for rank, part in enumerate(parts):
+            np.testing.assert_array_equal(np.stack(part), whole[:, rank::world_size])
+
+
+def test_weights_are_respected():
+    source, _ = SampleOrder([100, 1000, 10], [1, 2, 5], 0, 8).at(np.arange(400_000))
+    shares = np.bincount(source) / len(source)
+    np.testing.assert_allclose(shares, [1 / 8, 2 / 8, 5 / 8], atol=0.01)
+
+
+def test_a_source_of_weight_zero_is_never_drawn():
+    source, _ = SampleOrder([10, 0, 10], [1, 0, 3], 0, 4).at(np.arange(5000))
+    assert set(source.tolist()) == {0, 2}
+
+
+def test_samples_of_a_block_stay_together_and_in_order():
+    _, sample = SampleOrder([64], [1.0], 1, 16).at(np.arange(64))
+    blocks = sample.reshape(4, 16)
+    np.testing.assert_array_equal(blocks - blocks[:, :1], np.tile(np.arange(16), (4, 1)))
+    assert (blocks[:, 0] % 16 == 0).all()
+
+
+def test_epochs_and_seeds_differ():
+    order = SampleOrder([640], [1.0], 1, 4)
+    first, second = order.at(np.arange(1280))[1].reshape(2, 640)
+    other_seed = SampleOrder([640], [1.0], 2, 4).at(np.arange(640))[1]
+    assert (first != second).any()
+    assert (first != other_seed).any()
+
+
+def test_the_order_never_changes_between_versions():
+    # A resumed run needs the order it began with: if this fails, old checkpoints lose their place.
+    source, sample = SampleOrder([10, 6], [2, 1], 123, 3).at(np.arange(24))
+    assert source.tolist() == SOURCE
+    assert sample.tolist() == SAMPLE
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_samples=counts, block=st.integers(1, 9), position=st.integers(0, 40_000))
+def test_drawn_counts_the_samples_of_each_source_so_far(
+    num_samples: list[int], block: int, position: int
+):
+    order = SampleOrder(num_samples, [1.0] * len(num_samples), 5, block)
+    source, _ = order.at(np.arange(position))
+    expected = np.bincount(source, minlength=len(num_samples))
+    np.testing.assert_array_equal(order.drawn(position), expected)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "weights", "block", "message"),
+    [
+        ([3], [1, 2], 1, "1 sources but 2 weights"),
+        ([], [], 1, "0 sources"),
+        ([3, 3], [0, 0], 1, "at least one above 0"),
+        ([3, 3], [-1, 2], 1, "none below"),
+        ([3, 0], [1, 2], 0, "source 1 has 0 samples.*block is 0"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    num_samples: list[int], weights: list[float], block: int, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        SampleOrder(num_samples, weights, 0, block)
+
+
+def test_a_negative_position_is_refused():
+    with pytest.raises(ValueError, match="position -1 is negative"):
+        SampleOrder([3], [1], 0, 1).at(np.array([4, -1]))
+
+
+SOURCE = [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0]
+SAMPLE = [6, 7, 8, 0, 1, 2, 0, 1, 2, 3, 4, 5, 9, 3, 4, 5, 3, 4, 0, 1, 2, 5, 6, 7]

@@ -1,0 +1,45 @@
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from mimo.cli import app
+from tests.mimo.test_recipe import RECIPE
+
+HEAVY = ("torch", "megatron", "transformers", "numpy")
+
+
+def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE)
+    result = CliRunner().invoke(app, ["check", str(path), "encoders.vision.grid.dp=2"])
+    assert result.exit_code == 0, result.output
+    assert "4 ranks · 4 microbatches per step" in result.output
+    vision, language = (
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in result.output.splitlines()
+        if line.startswith("│")
+    )
+    assert vision == ["vision", "0-1", "tp 1 · cp 1 · pp 1 · dp 2", "2"]
+    assert language == ["language", "2-3", "tp 2 · sp · cp 1 · pp 1 · dp 1", "1"]
+
+
+def test_bad_input_ends_with_exit_code_2_and_a_message_without_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE)
+    result = CliRunner().invoke(app, ["check", str(path), "language.grid.tpp=2", "train.steps=0"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "did you mean 'tp'?" in result.stderr
+    assert "train.steps" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_recipe_the_layout_and_the_command_line_load_without_the_engine() -> None:
+    code = (
+        "import sys, mimo.cli, mimo.layout, mimo.launch\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr

@@ -1,0 +1,117 @@
+"""What import-linter cannot see: who may create groups, and who may name a device."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("mimo", "bridge", "data", "encoders")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+GROUP_MAKERS = {"new_group", "new_subgroups", "new_subgroups_by_enumeration", "HyperCommGrid"}
+DEVICE_NAMES = {"cuda", "nccl", "gloo"}
+MAY_NAME_DEVICES = {"mimo/device.py", "mimo/megatron/cpu.py"}
+MAX_LINES = 400
+
+
+def test_only_the_topology_creates_process_groups() -> None:
+    found = [
+        f"{where}: {name}("
+        for path in FILES
+        if _name(path) != "mimo/topology.py"
+        for where, name in _calls(path)
+        if name in GROUP_MAKERS
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_only_the_device_file_and_the_cpu_adapter_name_a_device_or_a_backend() -> None:
+    found = [
+        f"{where}: {name}"
+        for path in FILES
+        if _name(path) not in MAY_NAME_DEVICES
+        for where, name in _device_names(path)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_data_know_nothing_of_ranks() -> None:
+    found = [
+        f"{_name(path)}: {name}"
+        for path in FILES
+        if _name(path).startswith("data/")
+        for name in _imports(path)
+        if name.startswith("torch.distributed")
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_files_stay_small_enough_to_read() -> None:
+    sizes = {_name(path): len(path.read_text().splitlines()) for path in FILES}
+    assert not {name: size for name, size in sizes.items() if size > MAX_LINES}
+
+
+@pytest.mark.parametrize("checked", ["dist.new_group([0])", "HyperCommGrid([1], ['tp'])"])
+def test_the_search_for_group_makers_finds_them(checked: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(checked)
+    assert [name in GROUP_MAKERS for _, name in _calls(path)] == [True]
+
+
+@pytest.mark.parametrize(
+    "checked",
+    ["torch.cuda.synchronize()", "x = 'cuda:0'", "f(backend='nccl')", "from torch import cuda"],
+)
+def test_the_search_for_device_names_finds_them(checked: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(checked)
+    assert list(_device_names(path))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+def _nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(), str(path)))
+
+
+def _calls(path: Path) -> Iterator[tuple[str, str]]:
+    for node in _nodes(path):
+        if isinstance(node, ast.Call):
+            function = node.func
+            if isinstance(function, ast.Attribute):
+                yield f"{_name(path)}:{node.lineno}", function.attr
+            elif isinstance(function, ast.Name):
+                yield f"{_name(path)}:{node.lineno}", function.id
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in _nodes(path):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _device_names(path: Path) -> Iterator[tuple[str, str]]:
+    """`torch.cuda`, however it is reached, and strings such as "cuda:0" or "nccl"."""
+    for name in _imports(path):
+        if name.startswith("torch.cuda"):
+            yield _name(path), f"import {name}"
+    for node in _nodes(path):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ):
+            yield f"{_name(path)}:{node.lineno}", "torch.cuda"
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.partition(":")[0] in DEVICE_NAMES
+        ):
+            yield f"{_name(path)}:{node.lineno}", repr(node.value)
