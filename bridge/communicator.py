@@ -70,7 +70,9 @@ class _Transfer:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise BridgeError(f"{self.what}: {count} rows, peer rank {peer}: {error}") from error
+                raise BridgeError(
+                    f"{self.what}: {count} rows, peer rank {peer}: {error}"
+                ) from error
         return self.buffer
 
 

@@ -200,6 +200,7 @@ class Exchange:
 
     @property
     def num_rows(self) -> int:
+        """Rows of all messages together."""
         return int(self.index.size)
 
 

@@ -50,6 +50,7 @@ class GlobalMicrobatch:
 
     @property
     def num_samples(self) -> int:
+        """Samples of all lanes together, blanked ones included."""
         return len(self.sample)
 
     def samples_of_lane(self, lane: int) -> np.ndarray:

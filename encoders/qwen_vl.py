@@ -20,7 +20,7 @@ from data.images import ImageProcessor
 from mimo import megatron as engine
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from mimo.megatron import TransformerConfig
 
 
 class Settings(BaseModel):
@@ -88,6 +88,7 @@ class QwenVLTower(nn.Module):
         )
         head_size = settings.hidden_size // settings.num_attention_heads
         exponent = torch.arange(0, head_size // 2, 2, dtype=torch.float32) / (head_size // 2)
+        self.inv_freq: Tensor
         self.register_buffer("inv_freq", settings.rotary_base**-exponent, persistent=False)
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:

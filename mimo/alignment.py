@@ -19,5 +19,7 @@ def place_rows(text: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     if rows.shape[0] != positions.shape[0]:
         raise ValueError(f"{rows.shape[0]} rows arrived for {positions.shape[0]} positions")
     if text.shape[1] != 1:
-        raise ValueError(f"rows are placed in packed sequences (batch 1), got batch {text.shape[1]}")
+        raise ValueError(
+            f"rows are placed in packed sequences (batch 1), got batch {text.shape[1]}"
+        )
     return text.squeeze(1).index_copy(0, positions, rows.to(text.dtype)).unsqueeze(1)

@@ -118,16 +118,29 @@ def train(
 @app.command()
 @_readable_errors
 def generate(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Default: the run's latest.")
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="The question.")],
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", help="An image; may be given several times.")
     ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
 ) -> int | None:
-    """Answer a recipe's test samples with a trained checkpoint."""
-    from mimo.generate import main as run
+    """Answer a question about images with a trained checkpoint, in one process."""
+    from mimo.generate import main as answer
 
-    return run(recipe, overrides or [], checkpoint=checkpoint)
+    return answer(run, image or [], prompt, max_new_tokens)
+
+
+@app.command()
+@_readable_errors
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    split: Annotated[str, typer.Option("--split", help="validation or test.")] = "test",
+) -> int | None:
+    """Answer the held-out samples of a run's recipe and compare with the expected answers."""
+    from mimo.evaluate import main as compare
+
+    return compare(run, split)
 
 
 @app.command()

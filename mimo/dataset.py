@@ -24,10 +24,6 @@ class Dataset:
     readers: tuple[SampleReader, ...]
     order: SampleOrder
 
-    @property
-    def num_samples(self) -> int:
-        return sum(len(index) for index in self.indexes)
-
 
 def image_processor(recipe: Recipe) -> ImageProcessor:
     """How the recipe's encoder turns images into patches; a default one without an encoder."""

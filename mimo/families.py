@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-
 import pkgutil
 from types import ModuleType
 from typing import Any
@@ -60,9 +59,7 @@ def _settings(family: ModuleType, values: dict[str, Any], location: Location, re
 
 def language_settings(recipe: Recipe):
     """The checked settings under ``language.model``. Raises RecipeError with file and line."""
-    return _settings(
-        language_family(recipe), recipe.language.model, ("language", "model"), recipe
-    )
+    return _settings(language_family(recipe), recipe.language.model, ("language", "model"), recipe)
 
 
 def encoder_settings(recipe: Recipe, encoder: str):

@@ -48,9 +48,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
             settings = encoder_settings(recipe, name)
             problems += [
                 recipe.problem(("encoders", name, "grid"), message)
-                for message in encoder_family(recipe, name).check_grid(
-                    settings, spec.tp, spec.pp
-                )
+                for message in encoder_family(recipe, name).check_grid(settings, spec.tp, spec.pp)
             ]
         except RecipeError as error:
             problems += error.problems
@@ -72,9 +70,14 @@ def check_data(recipe: Recipe) -> None:
         raise RecipeError(*problems)
 
 
+def run_dir_of(recipe: Recipe) -> Path:
+    """Where the run of this recipe lives."""
+    return Path(recipe.train.run_dir) / recipe.name
+
+
 def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
     """The run folder with the resolved recipe in it; an older run of that name steps aside."""
-    run_dir = Path(recipe.train.run_dir) / recipe.name
+    run_dir = run_dir_of(recipe)
     if run_dir.exists() and not resumes:
         number = 1
         while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
@@ -110,14 +113,12 @@ def main(
     )
 
 
-def _checkpoint_to_resume(
-    recipe: Recipe, resume: bool, resume_from: Path | None
-) -> Path | None:
+def _checkpoint_to_resume(recipe: Recipe, resume: bool, resume_from: Path | None) -> Path | None:
     if not resume and resume_from is None:
         return None
     from mimo.checkpoint import find_checkpoint
 
-    run_dir = Path(recipe.train.run_dir) / recipe.name
+    run_dir = run_dir_of(recipe)
     try:
         return find_checkpoint(resume_from or run_dir)
     except ValueError as error:
@@ -130,7 +131,7 @@ def _run_in_place(recipe: Recipe, checkpoint: Path | None) -> int:
 
     from mimo.train import join_world, train_in_world
 
-    run_dir = Path(recipe.train.run_dir) / recipe.name
+    run_dir = run_dir_of(recipe)
     if join_world(recipe).rank == 0:
         make_run_dir(recipe, resumes=checkpoint is not None)
     dist.barrier()

@@ -8,7 +8,7 @@ import math
 def learning_rate(
     step: int, total_steps: int, peak: float, warmup_steps: int, minimum_ratio: float
 ) -> float:
-    """Learning rate of ``step`` (from 0): linear up to ``peak``, cosine to its ``minimum_ratio``."""
+    """Learning rate of ``step`` (from 0): linear up to ``peak``, cosine down to a ratio of it."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)

@@ -16,7 +16,7 @@ import numpy as np
 from data.batch import PackedLane, pack_lane
 from data.chat import EncodedSample
 from data.reader import SampleReader, UnreadableSample
-from mimo.layout import LANGUAGE, Layout
+from mimo.layout import Layout
 from mimo.step_plan import PlannedMicrobatch, StepPlan, StepPlanner
 
 
@@ -85,6 +85,7 @@ class StepLoader:
         return loaded
 
     def close(self) -> None:
+        """Stop loading; waits for the step that is being read."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, step: int) -> LoadedStep:
@@ -104,7 +105,7 @@ class StepLoader:
         encoded = {}
         for i in samples.samples_of_lane(self.layout.language.coords(self.rank).dp).tolist():
             try:
-                encoded[i] = self.readers[samples.source[i]].sample(int(samples.sample[i]))
+                encoded[i] = self.readers[int(samples.source[i])].sample(int(samples.sample[i]))
             except UnreadableSample as error:
                 unusable[first + i] = error
                 encoded[i] = _stand_in(int(samples.length[i]))
@@ -157,7 +158,7 @@ def pack_language(
         encoded = [loaded.encoded[m][i] for i in mine]
         grids = []
         for i, sample in zip(mine, encoded, strict=True):
-            reader = readers[samples.source[i]]
+            reader = readers[int(samples.source[i])]
             own = np.flatnonzero(samples.item_sample == i)
             rows = int(samples.item_rows[own].sum())
             placeholders = int((sample.input_ids == reader.chat.image_token_id).sum())
@@ -218,8 +219,3 @@ def gather_items(
             )
         )
     return gathered
-
-
-def skip_message(error: UnreadableSample) -> str:
-    """One line for the log about a sample that was left out."""
-    return f"skipped {error}"

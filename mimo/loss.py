@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class LossFunction(Protocol):
-    def __call__(self, output: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""What a forward step hands to Megatron: output -> (differentiated, tokens, logged)."""
 
 
 def _masked_sum(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,6 +46,7 @@ class Module:
 
     @property
     def trains(self) -> bool:
+        """Whether the module has weights to update."""
         return self.optimizer is not None
 
 

@@ -64,9 +64,7 @@ def _generate(recipe: Recipe, name: str) -> None:
     if problems:
         raise RecipeError(*problems)
     with _bar(f"writing {name}") as progress:
-        generator(
-            Path(recipe.data.directory), progress=progress, **recipe.data.prepare_settings
-        )
+        generator(Path(recipe.data.directory), progress=progress, **recipe.data.prepare_settings)
 
 
 def main(path: Path, overrides: Sequence[str]) -> int:

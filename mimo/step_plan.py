@@ -56,6 +56,7 @@ class StepPlan:
 
     @property
     def bridges(self) -> list[BridgePlan]:
+        """The bridge's plan of each microbatch; none without an encoder."""
         return [m.bridge for m in self.microbatches if m.bridge is not None]
 
 
@@ -95,9 +96,7 @@ class StepPlanner:
                 self.token_multiple,
             )
             lanes = self._encoder_grid().dp if self.layout.encoders else 1
-            planned.append(
-                PlannedMicrobatch(samples, assign_items(samples.item_cost, lanes), None)
-            )
+            planned.append(PlannedMicrobatch(samples, assign_items(samples.item_cost, lanes), None))
         return planned
 
     def finish(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mimo.device import local_device
-from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.layout import GridSpec, Layout
 from mimo.megatron.groups import HyperCommGrid, ProcessGroupCollection
 
 # Megatron's names for groups, and the axes of our grid that each spans. Without experts, the
@@ -64,6 +64,7 @@ class Topology:
     bridges: dict[str, BridgeGroups] = field(default_factory=dict)
 
     def owns(self, module: str) -> bool:
+        """Whether this rank holds a part of the module."""
         return module in self.modules
 
     @property
@@ -71,11 +72,6 @@ class Topology:
         """Whether this rank speaks for the run: first rank of the language model's last stage."""
         language = self.layout.language
         return self.rank == language.rank(pp=language.pp - 1)
-
-    @property
-    def is_last_language_stage(self) -> bool:
-        language = self.layout.language
-        return self.owns(LANGUAGE) and language.coords(self.rank).pp == language.pp - 1
 
 
 class _GroupFactory:
@@ -91,8 +87,7 @@ class _GroupFactory:
         for ranks in enumeration:
             key = tuple(ranks)
             if key not in self.made:
-                group = dist.new_group(list(key), group_desc=name)
-                self.made[key] = group if self.rank in key else None
+                self.made[key] = self.fresh(key, name)
             if self.rank in key:
                 found = self.made[key]
         return found
@@ -100,7 +95,7 @@ class _GroupFactory:
     def fresh(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
         """A group of its own even when another with the same ranks exists."""
         group = dist.new_group(list(ranks), group_desc=name)
-        return group if self.rank in ranks else None
+        return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
@@ -126,7 +121,7 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
         return None
     groups = ProcessGroupCollection(**made)
     if spec.pp > 2 and 0 < groups.pp.rank() < spec.pp - 1:
-        groups.embd = None  # a middle stage holds no embedding
+        del groups.embd  # a middle stage holds no embedding
     return groups
 
 

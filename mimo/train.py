@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -101,9 +101,7 @@ class Trainer:
         packed, items = [], []
         if self.topology.owns(LANGUAGE):
             lane = layout.language.coords(rank).dp
-            packed = pack_language(
-                loaded, plan, dataset.readers, lane, self.chat.pad_token_id
-            )
+            packed = pack_language(loaded, plan, dataset.readers, lane, self.chat.pad_token_id)
         for name, grid in layout.encoders.items():
             if self.topology.owns(name):
                 items = gather_items(loaded, plan, dataset.readers, grid.coords(rank).dp)
@@ -141,7 +139,7 @@ class Trainer:
 
     # ------------------------------------------------------------ the loop
 
-    def train(self, dataset: Dataset, validation: Dataset | None) -> Iterator[dict]:
+    def train(self, dataset: Dataset, validation: Dataset | None) -> Generator[dict]:
         """Train from ``self.progress`` to the last step, yielding each step's metrics."""
         train = self.recipe.train
         first = self.progress.step

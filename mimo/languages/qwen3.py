@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mimo import megatron as engine
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
+    from mimo.megatron import GPTModel
 
 
 class Settings(BaseModel):

@@ -10,20 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mimo.megatron.attention import PackedSegments
-    from mimo.megatron.config import ModuleContext, StackShape, transformer_config
+    from mimo.megatron.config import (
+        ModuleContext,
+        StackShape,
+        TransformerConfig,
+        transformer_config,
+    )
     from mimo.megatron.initialize import initialize_parameters
-    from mimo.megatron.language import build_gpt
+    from mimo.megatron.language import GPTModel, build_gpt
     from mimo.megatron.layers import ParallelMLP, build_stack
     from mimo.megatron.norms import RMSNorm
     from mimo.megatron.rope import InterleavedMRope
 
 _HOME = {
+    "GPTModel": "language",
     "InterleavedMRope": "rope",
     "ModuleContext": "config",
     "PackedSegments": "attention",
     "ParallelMLP": "layers",
     "RMSNorm": "norms",
     "StackShape": "config",
+    "TransformerConfig": "config",
     "build_gpt": "language",
     "build_stack": "layers",
     "initialize_parameters": "initialize",
@@ -31,12 +38,14 @@ _HOME = {
 }
 
 __all__ = [
+    "GPTModel",
     "InterleavedMRope",
     "ModuleContext",
     "PackedSegments",
     "ParallelMLP",
     "RMSNorm",
     "StackShape",
+    "TransformerConfig",
     "build_gpt",
     "build_stack",
     "initialize_parameters",

@@ -119,8 +119,8 @@ def _sdpa_packed(
     for bucket in buckets:
         index = bucket.gather.to(q.device)
         # (B, L, N, D) -> (B, N, L, D)
-        dense = [x[index].transpose(1, 2) for x in (q, k, v)]
-        out = nn.functional.scaled_dot_product_attention(*dense, is_causal=causal, scale=scale)
+        qb, kb, vb = (x[index].transpose(1, 2) for x in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(qb, kb, vb, is_causal=causal, scale=scale)
         out = out.transpose(1, 2).flatten(0, 1)
         outputs.append(out if bucket.take is None else out[bucket.take.to(q.device)])
     packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]

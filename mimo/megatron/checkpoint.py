@@ -55,9 +55,7 @@ def _optimizer_tensors(
     masters: dict[int, Tensor] = {}
     if hasattr(optimizer, "float16_groups"):
         mixed = cast("Any", optimizer)
-        for low, high in zip(
-            mixed.float16_groups, mixed.fp32_from_float16_groups, strict=True
-        ):
+        for low, high in zip(mixed.float16_groups, mixed.fp32_from_float16_groups, strict=True):
             masters |= {id(p): main for p, main in zip(low, high, strict=True)}
     for local, param in module.named_parameters():
         if not param.requires_grad:
@@ -117,6 +115,6 @@ def load_sharded(state: State, directory: Path) -> State:
     Raises ValueError when the checkpoint lacks something.
     """
     try:
-        return dist_checkpointing.load(state, str(directory))
+        return cast("State", dist_checkpointing.load(state, str(directory)))
     except Exception as error:
         raise ValueError(f"checkpoint {directory} cannot be loaded: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,5 +51,5 @@ def build_gpt(
         pg_collection=ctx.groups,
         vp_stage=ctx.vp_stage,
     )
-    model.rotary_pos_emb = rotary()
+    cast("Any", model).rotary_pos_emb = rotary()
     return model

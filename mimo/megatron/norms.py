@@ -23,6 +23,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
         if x.dtype == torch.float32 or x.dtype == torch.float64:
             return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         normed = nn.functional.rms_norm(x.float(), (x.shape[-1],), None, self.eps)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
@@ -48,6 +50,7 @@ def prepare_engine(seed: int) -> None:
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tracker = get_cuda_rng_tracker()
+    assert tracker is not None
     if "model-parallel-rng" not in tracker.get_states():
         tracker.add("model-parallel-rng", seed)
 
@@ -135,7 +138,9 @@ def build_optimizer(
     if dtype == torch.float32:
         optimizer = FP32Optimizer(base, config, fill_state)
     else:
-        optimizer = Float16OptimizerWithFloat16Params(base, config, None, fill_state)
+        # bf16 has the range of fp32 and needs no loss scaling.
+        scaler = cast("MegatronGradScaler", None)
+        optimizer = Float16OptimizerWithFloat16Params(base, config, scaler, fill_state)
     # Read by Megatron when it decides which parameters are tensor-parallel duplicates.
     optimizer.tp_group = groups.tp  # type: ignore[attr-defined]
     return optimizer

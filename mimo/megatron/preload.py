@@ -4,11 +4,17 @@ Importing the engine costs about ten seconds; forked ranks inherit it. Only impo
 a tensor operation before the fork would start thread pools that do not survive it.
 """
 
-import megatron.core.dist_checkpointing
-import megatron.core.distributed
-import megatron.core.models.gpt
-import megatron.core.optimizer
-import megatron.core.pipeline_parallel.schedules  # noqa: F401
+import warnings
+
 import torch
+
+with warnings.catch_warnings():
+    # Megatron warns about each optional package that is missing; what we use instead is logged.
+    warnings.simplefilter("ignore")
+    import megatron.core.dist_checkpointing
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel.schedules  # noqa: F401
 
 torch.set_num_threads(1)

@@ -33,6 +33,8 @@ class InterleavedMRope(nn.Module):
                 f"size, {channels}"
             )
         exponent = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        self.inv_freq: Tensor
+        self.axis: Tensor
         self.register_buffer("inv_freq", base**-exponent, persistent=False)
         axis = torch.zeros(channels, dtype=torch.int64)
         for which in (1, 2):

@@ -33,6 +33,7 @@ class RunAheadCommunicator(P2PCommunicator):
 
     @property
     def total_stages(self) -> int:
+        """Stages that 1F1B believes in."""
         return self.pp_group.size() + self._run_ahead
 
 

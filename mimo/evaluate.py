@@ -1,0 +1,148 @@
+"""Answers held-out samples with a trained model and compares with the expected answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from data.images import open_image
+from mimo.checkpoint import find_checkpoint
+from mimo.dataset import open_dataset
+from mimo.generate import Generator, Request
+from mimo.recipe import load_recipe
+from mimo.recipe_errors import RecipeError
+
+_BATCH = 100
+"""Samples answered together."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One held-out sample: its images and question, the answer given and the one expected."""
+
+    images: Sequence[Image.Image]
+    question: str
+    given: str
+    expected: str
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every word is right; spacing does not matter."""
+        return self.given.split() == self.expected.split()
+
+
+@dataclass(frozen=True)
+class Score:
+    """Over samples with images: whole answers right, and words right at their place."""
+
+    exact_match: float
+    per_word: float
+
+
+def score(answered: Sequence[Answered]) -> Score:
+    """Compare answers word by word; a missing or surplus word counts as wrong."""
+    seen = [one for one in answered if one.images]
+    right = total = 0
+    for one in seen:
+        given, expected = one.given.split(), one.expected.split()
+        total += max(len(given), len(expected))
+        right += sum(g == e for g, e in zip(given, expected, strict=False))
+    exact = sum(one.is_exact for one in seen)
+    return Score(exact / max(len(seen), 1), right / max(total, 1))
+
+
+def answer_split(run: Path, split: str = "test") -> list[Answered]:
+    """Answer every sample of a split of the run's recipe with its latest checkpoint.
+
+    Raises RecipeError when the recipe names no shards for the split.
+    """
+    if split not in ("validation", "test"):
+        raise RecipeError(f"--split {split}: choose validation or test")
+    recipe = load_recipe(find_checkpoint(run) / "recipe.yaml")
+    if not getattr(recipe.data, split):
+        raise RecipeError(f"data.{split}: no shards are given, so there is nothing to evaluate")
+    generator = Generator(run)
+    dataset = open_dataset(recipe, split, generator.chat, generator.processor)
+    assert dataset is not None
+    waiting: list[tuple[Request, str, str]] = []
+    for index, reader in zip(dataset.indexes, dataset.readers, strict=True):
+        for sample in range(len(index)):
+            messages = reader.messages(sample)
+            items = range(int(index.item_start[sample]), int(index.item_start[sample + 1]))
+            images = [open_image(reader.image_bytes(item)) for item in items]
+            request = Request(messages[:-1], images)
+            waiting.append((request, _text(messages[-2]), _text(messages[-1])))
+    answered = []
+    for first in range(0, len(waiting), _BATCH):
+        batch = waiting[first : first + _BATCH]
+        given = generator.answer([request for request, _, _ in batch], max_new_tokens=16)
+        answered += [
+            Answered(request.images, question, answer, expected)
+            for (request, question, expected), answer in zip(batch, given, strict=True)
+        ]
+    return answered
+
+
+def main(run: Path, split: str) -> int:
+    """`mimo evaluate RUN`: draws a picture into the folder and prints the score as last line."""
+    answered = answer_split(run, split)
+    picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
+    draw(answered, picture)
+    result = score(answered)
+    print(f"picture: {picture}")
+    print(f"exact_match={result.exact_match:.3f} per_word={result.per_word:.3f}")
+    return 0
+
+
+def _text(message: dict) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] for part in content if part["type"] == "text")
+
+
+def draw(answered: Sequence[Answered], path: Path, columns: int = 4, rows: int = 3) -> None:
+    """A picture of the first samples with images: image, question, answer given and expected."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [one for one in answered if one.images][: columns * rows]
+    size = (3.4 * columns, 2.6 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+    for axis, one in zip(axes.flat, shown, strict=False):
+        axis.imshow(_side_by_side(one.images), cmap="gray")
+        colour = "#1a7f37" if one.is_exact else "#cf222e"
+        axis.set_title(_wrap(one.question), fontsize=8)
+        axis.set_xlabel(
+            f"answer {one.given!r}\nexpected {one.expected!r}", fontsize=9, color=colour
+        )
+    for axis in axes.flat:
+        axis.set_xticks([])
+        axis.set_yticks([])
+        for side in axis.spines.values():
+            side.set_visible(False)
+    figure.suptitle("Held-out samples", fontsize=12)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _wrap(text: str, width: int = 34) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, width)[:3])
+
+
+def _side_by_side(images: Sequence[Image.Image], gap: int = 4) -> Image.Image:
+    height = max(image.height for image in images)
+    width = sum(image.width for image in images) + gap * (len(images) - 1)
+    sheet = Image.new("RGB", (width, height), "white")
+    x = 0
+    for image in images:
+        sheet.paste(image.convert("RGB"), (x, (height - image.height) // 2))
+        x += image.width + gap
+    return sheet

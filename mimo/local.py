@@ -1,0 +1,113 @@
+"""The whole model on one rank, without schedules and without the bridge.
+
+For generation, and as the reference that layouts are compared with.
+
+Letters: T packed tokens, N rows, H hidden, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.batch import PackedLane
+from mimo.alignment import place_rows
+from mimo.build import build_model
+from mimo.checkpoint import find_checkpoint, load_checkpoint
+from mimo.device import initialize_distributed
+from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.megatron.attention import PackedSegments
+from mimo.model import MimoModel
+from mimo.recipe import Grid, Recipe, load_recipe
+from mimo.topology import build_topology
+
+
+def join_world_of_one() -> None:
+    """Make this process a world of one rank, unless it is part of a world already."""
+    if not dist.is_initialized():
+        store = Path(tempfile.mkdtemp(prefix="mimo-local-")) / "store"
+        initialize_distributed(0, 1, f"file://{store}", timeout_seconds=60)
+
+
+def one_rank_layout(recipe: Recipe) -> Layout:
+    """Every module of the recipe on rank 0 alone."""
+    return Layout(
+        language=GridSpec(LANGUAGE),
+        encoders={name: GridSpec(name) for name in recipe.encoders},
+        world_size=1,
+    )
+
+
+def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
+    """The recipe with one-rank grids; ``freeze`` leaves optimizers and gradients out."""
+    parts = {"grid": Grid()} | ({"freeze": True} if freeze else {})
+    return recipe.model_copy(
+        update={
+            "language": recipe.language.model_copy(update=parts),
+            "encoders": {
+                name: encoder.model_copy(update=parts) for name, encoder in recipe.encoders.items()
+            },
+        }
+    )
+
+
+class LocalModel:
+    """All modules on this one rank; build it in a world of one rank."""
+
+    def __init__(self, recipe: Recipe, num_tokens: int, freeze: bool) -> None:
+        recipe = one_rank_recipe(recipe, freeze)
+        topology = build_topology(one_rank_layout(recipe))
+        self.model: MimoModel = build_model(recipe, topology, num_tokens)
+        self.num_tokens = num_tokens
+        self.device = self.model.device
+
+    @classmethod
+    def from_checkpoint(cls, path: Path, num_tokens: int) -> LocalModel:
+        """Load a run's or a checkpoint's weights, whatever layout wrote them.
+
+        Raises ValueError when there is no checkpoint or it does not fit its recipe.
+        """
+        checkpoint = find_checkpoint(path)
+        local = cls(load_recipe(checkpoint / "recipe.yaml"), num_tokens, freeze=True)
+        load_checkpoint(local.model, checkpoint, with_optimizer=False)
+        for module in local.model.modules.values():
+            module.raw[0].eval()
+        return local
+
+    @property
+    def language(self) -> nn.Module:
+        """The language model, as a `GPTModel`."""
+        return self.model.modules[LANGUAGE].raw[0]
+
+    def encode(self, patches: np.ndarray, grids: np.ndarray) -> Tensor:
+        """patches (P, C) float32, grids (I, 3) int64 -> rows (N, H) of the one encoder."""
+        (name,) = [name for name in self.model.modules if name != LANGUAGE]
+        tower = self.model.modules[name].raw[0]
+        dtype = next(tower.parameters()).dtype
+        return tower(torch.from_numpy(patches).to(self.device, dtype), torch.from_numpy(grids))
+
+    def forward(
+        self, lane: PackedLane, rows: Tensor | None, places: np.ndarray, with_labels: bool
+    ) -> Tensor:
+        """Per-token losses (1, T) fp32 with labels, else logits (1, T, V).
+
+        rows: (N, H) in order of ``places`` (N,), their positions; None for text alone.
+        """
+        ids = torch.from_numpy(lane.input_ids).to(self.device)[None]
+        positions = torch.from_numpy(lane.position_ids).to(self.device)[:, None, :]
+        hidden = self.language.embedding(input_ids=ids, position_ids=positions)  # type: ignore[operator]
+        if rows is not None:
+            hidden = place_rows(hidden, rows, torch.from_numpy(places).to(self.device))
+        return self.language(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=None,
+            decoder_input=hidden,
+            labels=torch.from_numpy(lane.labels).to(self.device)[None] if with_labels else None,
+            packed_seq_params=PackedSegments.from_lengths(lane.lengths, self.device),
+        )

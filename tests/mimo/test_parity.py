@@ -1,0 +1,98 @@
+"""Any layout takes the same step as one rank: loss, every gradient, weights after the step.
+
+fp32, SGD, real ranks on CPU. The batch has samples with 0-4 images of different sizes, uneven
+token counts, and one whole microbatch without any image.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+
+TOLERANCE = 1e-5
+
+# name: (ranks, overrides). Every lane layout has four samples to a global microbatch.
+LAYOUTS = {
+    "1 lane to 1": (2, []),
+    "1 lane to 2": (3, ["language.grid.dp=2", "train.micro_batch_size=2"]),
+    "2 lanes to 1": (3, ["encoders.vision.grid.dp=2"]),
+    "2 lanes to 2": (
+        4,
+        ["encoders.vision.grid.dp=2", "language.grid.dp=2", "train.micro_batch_size=2"],
+    ),
+    "3 lanes to 2": (
+        5,
+        ["encoders.vision.grid.dp=3", "language.grid.dp=2", "train.micro_batch_size=2"],
+    ),
+    "language tp2": (3, ["language.grid.tp=2"]),
+    "language tp2 with sp": (3, ["language.grid.tp=2", "language.grid.sp=true"]),
+    "encoder tp2": (3, ["encoders.vision.grid.tp=2"]),
+    "language pp2": (3, ["language.grid.pp=2"]),
+    "2 lanes tp2 to tp2 pp2 with sp": (
+        8,
+        [
+            "encoders.vision.grid.tp=2",
+            "encoders.vision.grid.dp=2",
+            "language.grid.tp=2",
+            "language.grid.pp=2",
+            "language.grid.sp=true",
+        ],
+    ),
+    "recompute": (
+        2,
+        ["language.recompute=full", "encoders.vision.recompute=full"],
+    ),
+    "untied embeddings": (2, ["language.model.tie_word_embeddings=false"]),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    tiny.write_samples(directory)
+    return tiny.write_recipe(directory)
+
+
+def check(run_ranks: RunRanks, recipe: Path, ranks: int, overrides: list[str]) -> None:
+    (reference,) = run_ranks(tiny.run_reference_step, 1, recipe, overrides)
+    results = run_ranks(tiny.run_layout_step, ranks, recipe, overrides)
+    for result in results:
+        (metrics,) = result["metrics"]
+        assert metrics["loss_tokens"] == reference["tokens"]
+        assert metrics["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE)
+    for what in ("gradient", "weight"):
+        got = tiny.assemble(results, what)
+        if "language.output_layer.weight" not in reference["parameters"]:
+            # Tied over pipeline stages: the last stage's copy must be the embedding, bit for bit.
+            copy = got.pop("language.output_layer.weight", None)
+            if copy is not None:
+                embedding = got["language.embedding.word_embeddings.weight"]
+                assert (copy == embedding).all()
+        worst = tiny.errors(got, reference["parameters"], what)
+        name = max(worst, key=lambda n: worst[n])
+        assert worst[name] <= TOLERANCE, f"{what} of {name}: error {worst[name]:.2e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_equals_that_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
+    check(run_ranks, recipe, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["1 lane to 2", "2 lanes to 1", "2 lanes to 2", "1 lane to 1"])
+def test_step_equals_that_of_one_rank_when_gradients_reduce_during_backward(
+    run_ranks: RunRanks, recipe: Path, layout: str
+) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    check(run_ranks, recipe, ranks, [*overrides, "train.overlap_grad_reduce=true"])
+
+
+@pytest.mark.parametrize("module", ["language", "encoders.vision"])
+def test_frozen_module_keeps_its_weights_and_the_other_learns_as_on_one_rank(
+    run_ranks: RunRanks, recipe: Path, module: str
+) -> None:
+    ranks, overrides = LAYOUTS["1 lane to 2"]
+    check(run_ranks, recipe, ranks, [*overrides, f"{module}.freeze=true"])

@@ -1,0 +1,270 @@
+"""A tiny data set and recipe for multi-rank tests, and what a layout's step is compared by."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data.digits_text import write_tokenizer
+
+# Images per sample, four samples to a global microbatch: mixed, text only, mixed.
+IMAGES_PER_SAMPLE = (2, 0, 1, 3, 0, 0, 0, 0, 1, 4, 1, 2)
+_SIZES = ((28, 28), (56, 28), (28, 56), (56, 56), (84, 28))
+
+RECIPE = """
+name: tiny
+language:
+  family: qwen3
+  grid: {{tp: 1, dp: 1}}
+  model:
+    num_layers: 2
+    hidden_size: 32
+    ffn_hidden_size: 48
+    num_attention_heads: 4
+    num_query_groups: 2
+    head_size: 8
+    rotary_base: 10000.0
+    mrope_section: [2, 1, 1]
+    tie_word_embeddings: true
+    init_std: 0.2
+encoders:
+  vision:
+    family: qwen_vl
+    grid: {{tp: 1, dp: 1}}
+    model:
+      num_layers: 2
+      hidden_size: 16
+      ffn_hidden_size: 24
+      num_attention_heads: 2
+      temporal_patch_size: 1
+      min_pixels: 784
+      max_pixels: 12544
+      init_std: 0.2
+data:
+  sources: [{{path: "{directory}/train-*.tar"}}]
+  tokenizer: {directory}/tokenizer
+  sequence_length: 128
+  shuffle_block: 1000
+train:
+  steps: 2
+  global_batch_size: 12
+  micro_batch_size: 4
+  optimizer: sgd
+  learning_rate: 0.1
+  clip_grad_norm: null
+  run_dir: {directory}/runs
+  threads_per_rank: 1
+"""
+
+
+def write_samples(
+    directory: Path, images_per_sample: Sequence[int] = IMAGES_PER_SAMPLE, name: str = "train"
+) -> None:
+    """A shard of noise images of different sizes with questions and answers, and a tokenizer."""
+    rng = np.random.default_rng(0)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory / "tokenizer")
+    with tarfile.open(directory / f"{name}-00000.tar", "w") as tar:
+        for number, count in enumerate(images_per_sample):
+            digits = " ".join(str(d) for d in rng.integers(0, 10, max(count, 2)))
+            content = [{"type": "image"}] * count + [
+                {"type": "text", "text": "what is this ?" if number % 3 else "read the digits"}
+            ]
+            messages = [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": [{"type": "text", "text": digits}]},
+            ]
+            document = json.dumps({"messages": messages}).encode()
+            _add(tar, f"sample{number:04d}.json", document)
+            for image in range(count):
+                width, height = _SIZES[int(rng.integers(len(_SIZES)))]
+                pixels = rng.integers(0, 256, (height, width), dtype=np.uint8)
+                buffer = io.BytesIO()
+                Image.fromarray(pixels).save(buffer, "PNG")
+                _add(tar, f"sample{number:04d}.{image}.png", buffer.getvalue())
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
+
+
+def write_recipe(directory: Path) -> Path:
+    """The tiny recipe over the data in ``directory``."""
+    path = directory / "tiny.yaml"
+    path.write_text(RECIPE.format(directory=directory))
+    return path
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def run_layout_step(rank: int, path: Path, overrides: list[str], num_steps: int = 1) -> dict:
+    """One rank: train ``num_steps`` steps; its metrics, gradients and weights by global name."""
+    import torch.distributed as dist
+
+    from mimo.dataset import open_dataset
+    from mimo.layout import build_layout
+    from mimo.recipe import load_recipe
+    from mimo.topology import build_topology
+    from mimo.train import Trainer
+
+    recipe = load_recipe(path, overrides)
+    topology = build_topology(build_layout(recipe, dist.get_world_size()))
+    trainer = Trainer(recipe, topology, path.parent / "run")
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processor)
+    assert dataset is not None
+    steps = trainer.train(dataset, None)
+    metrics = [next(steps) for _ in range(num_steps)]
+    steps.close()
+    shards = []
+    for name, module in trainer.model.modules.items():
+        shards += _shards(name, module)
+    return {"metrics": metrics, "shards": shards}
+
+
+def _shards(name: str, module: Any) -> list[dict]:
+    from mimo.megatron.initialize import global_name
+
+    found = []
+    config = module.raw[0].config
+    for local, param in module.raw[0].named_parameters():
+        whole = global_name(local, config, module.groups.pp.rank(), None)
+        gradient = param.main_grad if module.trains else None
+        found.append(
+            {
+                "name": f"{name}.{whole}",
+                "lane": module.groups.dp.rank(),
+                "tp": module.groups.tp.rank(),
+                "split": bool(getattr(param, "tensor_model_parallel", False)),
+                "dim": int(getattr(param, "partition_dim", 0)),
+                "stride": int(getattr(param, "partition_stride", 1)),
+                "gradient": None if gradient is None else gradient.detach().clone().numpy(),
+                "weight": param.detach().clone().numpy(),
+            }
+        )
+    return found
+
+
+def run_reference_step(rank: int, path: Path, overrides: list[str]) -> dict:
+    """The same global batch on one rank: no DDP, no bridge, no schedule, plain autograd and SGD."""
+    import torch
+
+    from data.batch import pack_lane, plan_microbatch
+    from mimo.dataset import image_processor, open_dataset, open_tokenizer
+    from mimo.layout import build_layout, num_microbatches
+    from mimo.local import LocalModel
+    from mimo.recipe import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    layout = build_layout(recipe)
+    chat, processor = open_tokenizer(recipe), image_processor(recipe)
+    dataset = open_dataset(recipe, "sources", chat, processor)
+    assert dataset is not None
+    local = LocalModel(recipe, chat.vocab_size, freeze=True)
+    frozen = {"language": recipe.language.freeze} | {
+        name: e.freeze for name, e in recipe.encoders.items()
+    }
+    for name, module in local.model.modules.items():
+        module.raw[0].requires_grad_(not frozen[name])
+    per_step = layout.language.dp * recipe.train.micro_batch_size
+    losses, tokens = torch.zeros(()), 0
+    reader = dataset.readers[0]
+    for m in range(num_microbatches(recipe, layout)):
+        samples = plan_microbatch(dataset.indexes, dataset.order, m * per_step, 1, per_step)
+        encoded = [reader.sample(int(s)) for s in samples.sample]
+        grids = [
+            [reader.grid(int(i)) for i in samples.item[samples.item_sample == n]]
+            for n in range(per_step)
+        ]
+        lane = pack_lane(
+            encoded,
+            grids,
+            processor.merge_size,
+            samples.loss_tokens.tolist(),
+            int(samples.lane_tokens[0]),
+            chat.pad_token_id,
+        )
+        flat = [g for own in grids for g in own]
+        rows = None
+        if flat:
+            patches = np.concatenate([reader.patches(int(i)) for i in samples.item])
+            rows = local.encode(patches, np.array(flat, np.int64))
+        places = np.flatnonzero(lane.input_ids == chat.image_token_id)
+        per_token = local.forward(lane, rows, places, with_labels=True)
+        losses = losses + (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
+        tokens += int(samples.loss_tokens.sum())
+    (losses / tokens).backward()
+    found = {}
+    for name, module in local.model.modules.items():
+        for key, param in module.raw[0].named_parameters():
+            gradient = None
+            if param.requires_grad:
+                assert param.grad is not None, f"{key} got no gradient"
+                gradient = param.grad.numpy()
+            weight = param.detach().numpy()
+            if gradient is not None:
+                weight = weight - recipe.train.learning_rate * gradient
+            found[f"{name}.{key}"] = {"gradient": gradient, "weight": weight}
+    return {"loss": float(losses.detach()) / tokens, "tokens": tokens, "parameters": found}
+
+
+# ------------------------------------------------------------------------- comparison
+
+
+def assemble(results: Sequence[dict], what: str) -> dict[str, np.ndarray | None]:
+    """Whole tensors by name from the shards of all ranks; replicas must be equal bit for bit."""
+    by_name: dict[str, dict[int, dict]] = {}
+    for result in results:
+        for shard in result["shards"]:
+            parts = by_name.setdefault(shard["name"], {})
+            if shard["tp"] in parts and shard[what] is not None:
+                np.testing.assert_array_equal(
+                    parts[shard["tp"]][what],
+                    shard[what],
+                    err_msg=f"{shard['name']} differs by lane",
+                )
+            parts[shard["tp"]] = shard
+    whole: dict[str, np.ndarray | None] = {}
+    for name, parts in by_name.items():
+        first = parts[0]
+        if first[what] is None:
+            whole[name] = None
+        elif not first["split"] or len(parts) == 1:
+            whole[name] = first[what]
+        else:
+            pieces = [
+                np.split(parts[t][what], first["stride"], first["dim"]) for t in sorted(parts)
+            ]
+            whole[name] = np.concatenate(
+                [
+                    np.concatenate([p[s] for p in pieces], first["dim"])
+                    for s in range(first["stride"])
+                ],
+                first["dim"],
+            )
+    return whole
+
+
+def errors(got: dict[str, Any], reference: dict[str, Any], what: str) -> dict[str, float]:
+    """Error of every tensor: max|Δ| / max(max|ref|, 1e-6 · global gradient norm), DESIGN §5.4."""
+    gradients = [p["gradient"] for p in reference.values() if p["gradient"] is not None]
+    floor = 1e-6 * float(np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients)))
+    assert got.keys() == reference.keys(), got.keys() ^ reference.keys()
+    found = {}
+    for name, value in got.items():
+        expected = reference[name][what]
+        if expected is None:
+            assert value is None, f"{name} is frozen and has a gradient"
+            continue
+        scale = max(float(np.abs(expected).max()), floor)
+        found[name] = float(np.abs(value - expected).max()) / scale
+    return found
