@@ -20,6 +20,7 @@ from mimo.megatron.checkpoint import (
     weights_state,
 )
 from mimo.model import MimoModel
+from mimo.recipe_errors import InputError
 
 _LATEST = "latest"
 _PROGRESS = "progress.json"
@@ -87,7 +88,7 @@ def _drop_old(checkpoints: Path, keep: int) -> None:
 def find_checkpoint(path: Path) -> Path:
     """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
 
-    Raises ValueError when there is none.
+    Raises InputError when there is none.
     """
     for folder in (path, path / "checkpoints"):
         if (folder / _PROGRESS).is_file():
@@ -96,7 +97,7 @@ def find_checkpoint(path: Path) -> Path:
             latest = folder / (folder / _LATEST).read_text().strip()
             if (latest / _PROGRESS).is_file():
                 return latest
-    raise ValueError(
+    raise InputError(
         f"{path}: no checkpoint there; give a run folder or a checkpoint folder such as "
         f"runs/<name>/checkpoints/step_<n>"
     )

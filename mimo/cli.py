@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mimo.recipe_errors import RecipeError
+from mimo.recipe_errors import InputError
 
 if TYPE_CHECKING:
     from mimo.layout import Layout
@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def _readable_errors[**P](command: Callable[P, int | None]) -> Callable[P, None]:
-    """Turn a RecipeError into a message on stderr, and a command's result into the exit code."""
+    """Turn an InputError into a message on stderr, and a command's result into the exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             code = command(*args, **kwargs)
-        except RecipeError as error:
+        except InputError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         raise typer.Exit(code or 0)

@@ -17,6 +17,7 @@ from mimo.checkpoint import find_checkpoint
 from mimo.dataset import image_processor, open_tokenizer
 from mimo.local import LocalModel, join_world_of_one
 from mimo.recipe import load_recipe
+from mimo.recipe_errors import InputError
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Generator:
     """A model with its tokenizer and processor, ready to answer."""
 
     def __init__(self, path: Path) -> None:
-        """path: a run or checkpoint folder. Raises ValueError when it holds no checkpoint."""
+        """path: a run or checkpoint folder. Raises InputError when it holds no checkpoint."""
         join_world_of_one()
         recipe = load_recipe(find_checkpoint(path) / "recipe.yaml")
         self.chat: ChatTokenizer = open_tokenizer(recipe)
@@ -124,11 +125,11 @@ def main(path: Path, images: Sequence[Path], prompt: str, max_new_tokens: int) -
     opened = []
     for image in images:
         if not image.is_file():
-            raise ValueError(f"--image {image}: no such file")
+            raise InputError(f"--image {image}: no such file")
         try:
             opened.append(open_image(image.read_bytes()))
         except ValueError as error:
-            raise ValueError(f"--image {image}: {error}") from error
+            raise InputError(f"--image {image}: {error}") from error
     generator = Generator(path)
     content = [{"type": "image"} for _ in opened] + [{"type": "text", "text": prompt}]
     request = Request([{"role": "user", "content": content}], opened)

@@ -119,10 +119,7 @@ def _checkpoint_to_resume(recipe: Recipe, resume: bool, resume_from: Path | None
     from mimo.checkpoint import find_checkpoint
 
     run_dir = run_dir_of(recipe)
-    try:
-        return find_checkpoint(resume_from or run_dir)
-    except ValueError as error:
-        raise RecipeError(f"--resume: {error}") from error
+    return find_checkpoint(resume_from or run_dir)
 
 
 def _run_in_place(recipe: Recipe, checkpoint: Path | None) -> int:

@@ -44,8 +44,13 @@ def one_rank_layout(recipe: Recipe) -> Layout:
 
 
 def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
-    """The recipe with one-rank grids; ``freeze`` leaves optimizers and gradients out."""
-    parts = {"grid": Grid()} | ({"freeze": True} if freeze else {})
+    """The recipe with one-rank grids and no recomputation.
+
+    ``freeze`` leaves optimizers and gradients out.
+    """
+    parts: dict[str, object] = {"grid": Grid(), "recompute": "none"}
+    if freeze:
+        parts["freeze"] = True
     return recipe.model_copy(
         update={
             "language": recipe.language.model_copy(update=parts),
@@ -70,7 +75,7 @@ class LocalModel:
     def from_checkpoint(cls, path: Path, num_tokens: int) -> LocalModel:
         """Load a run's or a checkpoint's weights, whatever layout wrote them.
 
-        Raises ValueError when there is no checkpoint or it does not fit its recipe.
+        Raises InputError when there is no checkpoint, ValueError when it does not fit its recipe.
         """
         checkpoint = find_checkpoint(path)
         local = cls(load_recipe(checkpoint / "recipe.yaml"), num_tokens, freeze=True)

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """What a forward step hands to Megatron: output -> (differentiated, tokens, logged)."""
 

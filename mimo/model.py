@@ -81,8 +81,8 @@ class MimoModel:
         for module in self.modules.values():
             for chunk in module.chunks:
                 chunk.train(not forward_only)
-            if module.trains and not forward_only:
-                zero_gradients(cast("Any", module.chunks))
+            if module.optimizer is not None and not forward_only:
+                zero_gradients(cast("Any", module.chunks), module.optimizer)
         for end in (*self.senders.values(), *self.receivers.values()):
             if check:
                 check_plans(end.end, plan.bridges)

@@ -4,14 +4,18 @@ import difflib
 from collections.abc import Iterable
 
 
-class RecipeError(ValueError):
+class InputError(ValueError):
+    """Bad input of a person. Programs that meet it print its message and end with `exit_code`."""
+
+    exit_code = 2
+
+
+class RecipeError(InputError):
     """Everything that is wrong with a recipe, found before any process group exists.
 
     `problems` holds one line per error, each naming the place (file and line, or the override),
-    the key, what was given and what is needed. Programs that meet it end with `exit_code`.
+    the key, what was given and what is needed.
     """
-
-    exit_code = 2
 
     def __init__(self, *problems: str) -> None:
         # The problems are the exception's args, so that pickling it between processes keeps them.

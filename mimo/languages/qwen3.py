@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mimo import megatron as engine
 
 if TYPE_CHECKING:
-    from mimo.megatron import GPTModel
+    from mimo.megatron import LanguageModel
 
 
 class Settings(BaseModel):
@@ -88,7 +88,7 @@ def build(
     vocab_size: int,
     max_sequence_length: int,
     seed: int,
-) -> GPTModel:
+) -> LanguageModel:
     """This rank's chunk with freshly drawn weights, the same in every layout."""
     from mimo.megatron.language import LanguageShape, build_gpt
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
         transformer_config,
     )
     from mimo.megatron.initialize import initialize_parameters
-    from mimo.megatron.language import GPTModel, build_gpt
+    from mimo.megatron.language import LanguageModel, build_gpt
     from mimo.megatron.layers import ParallelMLP, build_stack
     from mimo.megatron.norms import RMSNorm
     from mimo.megatron.rope import InterleavedMRope
 
 _HOME = {
-    "GPTModel": "language",
+    "LanguageModel": "language",
     "InterleavedMRope": "rope",
     "ModuleContext": "config",
     "PackedSegments": "attention",
@@ -38,8 +38,8 @@ _HOME = {
 }
 
 __all__ = [
-    "GPTModel",
     "InterleavedMRope",
+    "LanguageModel",
     "ModuleContext",
     "PackedSegments",
     "ParallelMLP",

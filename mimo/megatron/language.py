@@ -8,10 +8,39 @@ from typing import Any, cast
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import nn
 
 from mimo.megatron.config import ModuleContext
 from mimo.megatron.layers import stack_spec
+
+
+class LanguageModel(GPTModel):
+    """`GPTModel` whose checkpoints need no global process groups."""
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Store the last stage's copy of a tied embedding as a replica of the first stage's.
+
+        Megatron's own version asks the global `parallel_state` for the replica's number.
+        """
+        if not self.post_process or self.pre_process:
+            assert output_layer_weight_key not in sharded_state_dict
+            return
+        assert metadata is not None
+        dp_cp_group = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=sharded_state_dict[output_layer_weight_key].data,
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, dp_cp_group.rank()),
+            tp_group=self.tp_group,
+            dp_cp_group=dp_cp_group,
+        )
 
 
 @dataclass(frozen=True)
@@ -28,7 +57,7 @@ def build_gpt(
     ctx: ModuleContext,
     shape: LanguageShape,
     rotary: Callable[[], nn.Module],
-) -> GPTModel:
+) -> LanguageModel:
     """This rank's part of a causal language model.
 
     The embedding scatters its output itself under sequence parallelism (a reduce-scatter inside
@@ -38,7 +67,7 @@ def build_gpt(
     section = getattr(config, "mrope_section", None)
     if section is None:
         config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[union-attr]
-    model = GPTModel(
+    model = LanguageModel(
         config,
         stack_spec(config, causal=True, groups=ctx.groups, vp_stage=ctx.vp_stage),  # type: ignore[arg-type]
         vocab_size=shape.vocab_size,

@@ -146,10 +146,15 @@ def build_optimizer(
     return optimizer
 
 
-def zero_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Clear the gradient buffers before a step."""
+def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Clear all gradients before a step.
+
+    The optimizer's too: in fp32 it leaves `param.grad` aliased to DDP's buffer, into which the
+    first backward of the next step would accumulate twice.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    optimizer.zero_grad()
 
 
 def finish_gradients(

@@ -1,7 +1,7 @@
-"""Any layout takes the same step as one rank: loss, every gradient, weights after the step.
+"""Any layout takes the same steps as one rank: loss, gradient norm, every gradient, weights.
 
-fp32, SGD, real ranks on CPU. The batch has samples with 0-4 images of different sizes, uneven
-token counts, and one whole microbatch without any image.
+Two steps, fp32, SGD, real ranks on CPU. The batch has samples with 0-4 images of different sizes,
+uneven token counts, and one whole microbatch without any image.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ LAYOUTS = {
         ["language.recompute=full", "encoders.vision.recompute=full"],
     ),
     "untied embeddings": (2, ["language.model.tie_word_embeddings=false"]),
+    "clipped": (
+        5,
+        ["train.clip_grad_norm=0.5", "language.grid.tp=2", "language.grid.pp=2"],
+    ),
 }
 
 
@@ -58,12 +62,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(run_ranks: RunRanks, recipe: Path, ranks: int, overrides: list[str]) -> None:
-    (reference,) = run_ranks(tiny.run_reference_step, 1, recipe, overrides)
-    results = run_ranks(tiny.run_layout_step, ranks, recipe, overrides)
+    (reference,) = run_ranks(tiny.run_reference_steps, 1, recipe, overrides)
+    results = run_ranks(tiny.run_layout_steps, ranks, recipe, overrides)
     for result in results:
-        (metrics,) = result["metrics"]
-        assert metrics["loss_tokens"] == reference["tokens"]
-        assert metrics["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE)
+        for metrics, expected in zip(result["metrics"], reference["steps"], strict=True):
+            assert metrics["loss_tokens"] == expected["tokens"]
+            assert metrics["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+            assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
     for what in ("gradient", "weight"):
         got = tiny.assemble(results, what)
         if "language.output_layer.weight" not in reference["parameters"]:
@@ -78,12 +83,12 @@ def check(run_ranks: RunRanks, recipe: Path, ranks: int, overrides: list[str]) -
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_step_equals_that_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
+def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
     check(run_ranks, recipe, *LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", ["1 lane to 2", "2 lanes to 1", "2 lanes to 2", "1 lane to 1"])
-def test_step_equals_that_of_one_rank_when_gradients_reduce_during_backward(
+def test_steps_equal_those_of_one_rank_when_gradients_reduce_during_backward(
     run_ranks: RunRanks, recipe: Path, layout: str
 ) -> None:
     ranks, overrides = LAYOUTS[layout]

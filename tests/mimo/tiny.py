@@ -15,6 +15,8 @@ from PIL import Image
 from data.digits_text import write_tokenizer
 
 # Images per sample, four samples to a global microbatch: mixed, text only, mixed.
+# The second step starts over, with stale gradients to clear.
+NUM_STEPS = 2
 IMAGES_PER_SAMPLE = (2, 0, 1, 3, 0, 0, 0, 0, 1, 4, 1, 2)
 _SIZES = ((28, 28), (56, 28), (28, 56), (56, 56), (84, 28))
 
@@ -53,7 +55,7 @@ data:
   sequence_length: 128
   shuffle_block: 1000
 train:
-  steps: 2
+  steps: 3
   global_batch_size: 12
   micro_batch_size: 4
   optimizer: sgd
@@ -107,8 +109,8 @@ def write_recipe(directory: Path) -> Path:
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def run_layout_step(rank: int, path: Path, overrides: list[str], num_steps: int = 1) -> dict:
-    """One rank: train ``num_steps`` steps; its metrics, gradients and weights by global name."""
+def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict:
+    """One rank: train; its metrics, last gradients and weights by global name."""
     import torch.distributed as dist
 
     from mimo.dataset import open_dataset
@@ -123,7 +125,7 @@ def run_layout_step(rank: int, path: Path, overrides: list[str], num_steps: int 
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processor)
     assert dataset is not None
     steps = trainer.train(dataset, None)
-    metrics = [next(steps) for _ in range(num_steps)]
+    metrics = [next(steps) for _ in range(NUM_STEPS)]
     steps.close()
     shards = []
     for name, module in trainer.model.modules.items():
@@ -154,13 +156,14 @@ def _shards(name: str, module: Any) -> list[dict]:
     return found
 
 
-def run_reference_step(rank: int, path: Path, overrides: list[str]) -> dict:
-    """The same global batch on one rank: no DDP, no bridge, no schedule, plain autograd and SGD."""
+def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict:
+    """The same steps on one rank: no DDP, no bridge, no schedule, plain autograd and SGD."""
     import torch
 
     from data.batch import pack_lane, plan_microbatch
     from mimo.dataset import image_processor, open_dataset, open_tokenizer
     from mimo.layout import build_layout, num_microbatches
+    from mimo.learning_rate import learning_rate
     from mimo.local import LocalModel
     from mimo.recipe import load_recipe
 
@@ -176,9 +179,17 @@ def run_reference_step(rank: int, path: Path, overrides: list[str]) -> dict:
     for name, module in local.model.modules.items():
         module.raw[0].requires_grad_(not frozen[name])
     per_step = layout.language.dp * recipe.train.micro_batch_size
-    losses, tokens = torch.zeros(()), 0
     reader = dataset.readers[0]
-    for m in range(num_microbatches(recipe, layout)):
+    microbatches = num_microbatches(recipe, layout)
+
+    def sum_of_losses(step: int) -> tuple[torch.Tensor, int]:
+        losses, tokens = torch.zeros(()), 0
+        for m in range(microbatches):
+            loss, count = loss_of(step * microbatches + m)
+            losses, tokens = losses + loss, tokens + count
+        return losses, tokens
+
+    def loss_of(m: int) -> tuple[torch.Tensor, int]:
         samples = plan_microbatch(dataset.indexes, dataset.order, m * per_step, 1, per_step)
         encoded = [reader.sample(int(s)) for s in samples.sample]
         grids = [
@@ -200,21 +211,42 @@ def run_reference_step(rank: int, path: Path, overrides: list[str]) -> dict:
             rows = local.encode(patches, np.array(flat, np.int64))
         places = np.flatnonzero(lane.input_ids == chat.image_token_id)
         per_token = local.forward(lane, rows, places, with_labels=True)
-        losses = losses + (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
-        tokens += int(samples.loss_tokens.sum())
-    (losses / tokens).backward()
-    found = {}
-    for name, module in local.model.modules.items():
-        for key, param in module.raw[0].named_parameters():
-            gradient = None
-            if param.requires_grad:
-                assert param.grad is not None, f"{key} got no gradient"
-                gradient = param.grad.numpy()
-            weight = param.detach().numpy()
-            if gradient is not None:
-                weight = weight - recipe.train.learning_rate * gradient
-            found[f"{name}.{key}"] = {"gradient": gradient, "weight": weight}
-    return {"loss": float(losses.detach()) / tokens, "tokens": tokens, "parameters": found}
+        loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
+        return loss, int(samples.loss_tokens.sum())
+
+    params = {
+        f"{name}.{key}": param
+        for name, module in local.model.modules.items()
+        for key, param in module.raw[0].named_parameters()
+    }
+    trained = [param for param in params.values() if param.requires_grad]
+    steps = []
+    for step in range(NUM_STEPS):
+        losses, tokens = sum_of_losses(step)
+        for param in trained:
+            param.grad = None
+        (losses / tokens).backward()
+        gradients = [param.grad for param in trained]
+        assert all(gradient is not None for gradient in gradients)
+        norm = torch.stack([g.double().pow(2).sum() for g in gradients]).sum().sqrt()
+        clip = recipe.train.clip_grad_norm
+        factor = min(1.0, clip / (float(norm) + 1e-6)) if clip else 1.0
+        rate = learning_rate(step, recipe.train.steps, recipe.train.learning_rate, 0, 0.1)
+        with torch.no_grad():
+            for param, gradient in zip(trained, gradients, strict=True):
+                param.sub_(rate * factor * gradient)
+                param.grad = gradient * factor
+        steps.append(
+            {"loss": float(losses.detach()) / tokens, "tokens": tokens, "grad_norm": float(norm)}
+        )
+    found = {
+        key: {
+            "gradient": None if param.grad is None else param.grad.numpy(),
+            "weight": param.detach().numpy(),
+        }
+        for key, param in params.items()
+    }
+    return {"steps": steps, "parameters": found}
 
 
 # ------------------------------------------------------------------------- comparison
