@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from mimo import job
@@ -10,16 +11,21 @@ from mimo.launch import warm_up
 from mimo.prepare import prepare
 from mimo.recipe import load_recipe
 
-RECIPE = Path("recipes/quickstart.yaml")
+
+def recipe_path() -> Path:
+    """The quickstart's recipe: the one in this folder's checkout, else the installed one."""
+    local = Path("recipes/quickstart.yaml")
+    return local if local.is_file() else Path(str(files("recipes"))) / "quickstart.yaml"
 
 
 def main(overrides: Sequence[str]) -> int:
     """Run the quickstart; its last line is ``exact_match=0.944 per_digit=0.978``."""
-    recipe = load_recipe(RECIPE, overrides)
+    path = recipe_path()
+    recipe = load_recipe(path, overrides)
     # The engine loads in the background while the data is prepared.
     warm_up(job.PRELOAD)
     prepare(recipe)
-    code = job.main(RECIPE, overrides)
+    code = job.main(path, overrides)
     if code != 0:
         return code
     from mimo.evaluate import answer_split, draw, score

@@ -116,6 +116,17 @@ def corrupt(recipe: Path) -> None:
     shard.write_bytes(data)
 
 
+def test_validation_loss_is_the_mean_over_held_out_tokens(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    every = ["train.validate_every=1", "train.validation_batches=1", "train.learning_rate=1e-12"]
+    run(run_ranks, recipe, *LAYOUT, "train.steps=1", "train.warmup_steps=0", shard, *every)
+    step, validation = metrics(recipe)
+    # The same samples with (nearly) the same weights.
+    assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
+
+
 def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path) -> None:
     corrupt(recipe)
     done = mimo("train", recipe, "data.max_skipped_samples=0")
