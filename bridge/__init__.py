@@ -1,22 +1,30 @@
 """From flat embeddings in any encoder layout to rows in any language-model layout."""
 
 from bridge.balance import assign_items, imbalance
+from bridge.check import check_plans
+from bridge.colocated import ColocatedBridge
 from bridge.communicator import (
     BridgeEnd,
     BridgeError,
     BridgeReceiver,
     BridgeSender,
-    check_plans,
 )
 from bridge.flat import FlatEmbeddings
-from bridge.plan import (
-    BridgePlan,
-    Exchange,
-    ItemRuns,
+from bridge.plan import BridgePlan, Exchange, LevelGroup, lower_bound_rows, plan_levels
+from bridge.runs import ItemRuns
+from bridge.shard_map import (
+    LaneSegments,
     ShardMap,
     gathered_destination,
-    replicated_source,
+    replicated_destination,
     sequence_parallel_destination,
+    sharded_destination,
+)
+from bridge.source import (
+    ReplicatedSource,
+    SequenceShardedSource,
+    Source,
+    replicated_source,
 )
 
 __all__ = [
@@ -25,14 +33,24 @@ __all__ = [
     "BridgePlan",
     "BridgeReceiver",
     "BridgeSender",
+    "ColocatedBridge",
     "Exchange",
     "FlatEmbeddings",
     "ItemRuns",
+    "LaneSegments",
+    "LevelGroup",
+    "ReplicatedSource",
+    "SequenceShardedSource",
     "ShardMap",
+    "Source",
     "assign_items",
     "check_plans",
     "gathered_destination",
     "imbalance",
+    "lower_bound_rows",
+    "plan_levels",
+    "replicated_destination",
     "replicated_source",
     "sequence_parallel_destination",
+    "sharded_destination",
 ]

@@ -5,7 +5,8 @@ rows' gradients. On the language model's first stage, `BridgeReceiver.receive` y
 backward sends their gradients. So each module runs an unmodified pipeline schedule.
 
 Both ends know all counts from the plan: no shapes are exchanged, a peer without rows gets no
-message, and there is one contiguous message per peer and direction.
+message, and there is one contiguous message per peer and direction. A message that does not come
+ends the run with the peers that are waited for and the rows that each was to send or take.
 
 Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 """
@@ -23,13 +24,10 @@ from torch import Tensor
 
 from bridge.flat import FlatEmbeddings
 from bridge.plan import BridgePlan, Exchange
+from bridge.waiting import BridgeError, Message, UnexpectedRows, wait_for
 
 # Microbatches whose receives are posted before they are needed, so transfer overlaps compute.
 _POSTED_AHEAD = 2
-
-
-class BridgeError(RuntimeError):
-    """A transfer failed: names the bridge, the microbatch, the peer and the rows expected."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,8 @@ class BridgeEnd:
     wire_dtype: dtype of both messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group if the rows of a lane are shared out over it and
         each rank needs all of them (forward on the receiver, backward on the sender).
+    timeout_seconds: how long to wait for a transfer. None leaves it to the backend, where waiting
+        does not block the host (NCCL).
     """
 
     name: str
@@ -52,6 +52,12 @@ class BridgeEnd:
     device: torch.device
     trainable: bool
     gather: dist.ProcessGroup | None = None
+    timeout_seconds: float | None = None
+
+    def edge(self, group: dist.ProcessGroup) -> str:
+        """Which modules ``group`` connects, in the direction of its messages."""
+        ends = (self.name, "language") if group is self.forward else ("language", self.name)
+        return f"bridge {ends[0]} -> {ends[1]}"
 
 
 @dataclass
@@ -62,17 +68,19 @@ class _Transfer:
     buffer: Tensor
     exchange: Exchange
     what: str
+    incoming: bool
+    microbatch: int | None = None
+    timeout_seconds: float | None = None
 
     def wait(self) -> Tensor:
-        for work, peer, count in zip(
-            self.works, self.exchange.peers, self.exchange.counts, strict=True
-        ):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise BridgeError(
-                    f"{self.what}: {count} rows, peer rank {peer}: {error}"
-                ) from error
+        """The buffer, once every message has arrived or left; raises BridgeError."""
+        messages = [
+            Message(work, peer, rows, self.incoming)
+            for work, peer, rows in zip(
+                self.works, self.exchange.peers, self.exchange.counts, strict=True
+            )
+        ]
+        wait_for(messages, self.what, self.microbatch, self.timeout_seconds)
         return self.buffer
 
 
@@ -82,8 +90,12 @@ def _transfer(
     exchange: Exchange,
     what: str,
     outgoing: Tensor | None,
+    microbatch: int | None = None,
 ) -> _Transfer:
-    """Start sending ``outgoing`` (n, H), or receiving when it is None; does not wait."""
+    """Start sending ``outgoing`` (n, H), or receiving when it is None; does not wait.
+
+    what: names the transfer in errors, such as "rows of microbatch 3".
+    """
     if outgoing is None:
         buffer = torch.empty(
             exchange.num_rows, end.hidden_size, dtype=end.wire_dtype, device=end.device
@@ -98,12 +110,65 @@ def _transfer(
     works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     # Backends may answer a batch with one handle for all of it.
     works = works * len(operations) if len(works) == 1 else works
-    direction = "receiving" if outgoing is None else "sending"
-    return _Transfer(works, buffer, exchange, f"bridge {end.name}, {direction} {what}")
+    return _Transfer(
+        works,
+        buffer,
+        exchange,
+        f"{end.edge(group)}: {what}",
+        incoming=outgoing is None,
+        microbatch=microbatch,
+        timeout_seconds=end.timeout_seconds,
+    )
+
+
+def _start(
+    end: BridgeEnd, microbatch: int, exchange: Exchange, kind: str, outgoing: Tensor | None
+) -> _Transfer:
+    """`_transfer` of one microbatch's "rows" or "gradients"."""
+    group = end.forward if kind == "rows" else end.backward
+    what = f"{kind} of microbatch {microbatch}"
+    return _transfer(end, group, exchange, what, outgoing, microbatch)
 
 
 def _index(exchange: Exchange, device: torch.device) -> Tensor:
     return torch.from_numpy(exchange.index).to(device)
+
+
+def gather_shares(group: dist.ProcessGroup, counts: Sequence[int], mine: Tensor) -> Tensor:
+    """All ranks' shares (n_t, H), in the order of the group's ranks -> (N, H).
+
+    Every rank of ``group`` calls it with the same ``counts`` of rows; shares are even, so little
+    is padded. Not differentiable: whoever calls it knows whose gradient counts.
+    """
+    longest = max(counts)
+    if longest == 0:
+        return mine
+    padded = mine
+    if mine.shape[0] < longest:
+        padded = mine.new_zeros(longest, mine.shape[1])
+        padded[: mine.shape[0]] = mine
+    gathered = mine.new_empty(len(counts) * longest, mine.shape[1])
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    return torch.cat(
+        [gathered[t * longest : t * longest + count] for t, count in enumerate(counts)]
+    )
+
+
+def _check_gradient_path(
+    end: BridgeEnd, microbatch: int, tensor: Tensor, expects_gradients: bool
+) -> None:
+    """Schedules skip a backward without a word when its output requires no gradient."""
+    if tensor.requires_grad == expects_gradients:
+        return
+    plan, graph = (
+        ("expects gradients", "require none")
+        if expects_gradients
+        else ("expects no gradients", "require them")
+    )
+    raise BridgeError(
+        f"bridge {end.name}, microbatch {microbatch}: the plan {plan}, but the rows {graph}",
+        microbatch,
+    )
 
 
 class BridgeSender:
@@ -143,45 +208,55 @@ class BridgeSender:
         The token's backward waits for the gradients of that share and gathers the lane's other
         shares, so that every replica gets the complete gradient (N, H).
 
-        Raises ValueError when the rows are not those that the plan expects.
+        Raises UnexpectedRows when the rows are not those that the plan expects, BridgeError when
+        they require a gradient that will not come, or none although one will.
         """
-        plan = self._plans[microbatch]
-        if rows.split_sizes != plan.split_sizes[self.lane]:
-            raise ValueError(
-                f"bridge {self.end.name}, microbatch {microbatch}: the encoder produced rows per "
-                f"sample {list(rows.split_sizes)}, the plan needs "
-                f"{list(plan.split_sizes[self.lane])}"
+        plan, end = self._plans[microbatch], self.end
+        where = f"bridge {end.name}, microbatch {microbatch}"
+        expected = plan.runs.split_sizes(self.lane)
+        if rows.split_sizes != expected:
+            raise UnexpectedRows(
+                f"{where}: the encoder produced rows per sample {list(rows.split_sizes)}, the "
+                f"plan needs {list(expected)}",
+                microbatch,
             )
-        assert not self._expects_gradients or rows.values.requires_grad, (
-            f"bridge {self.end.name}: the plan expects gradients, but the rows require none"
-        )
-        return _Send.apply(rows.values, self, microbatch)
+        if rows.values.shape[1] != end.hidden_size:
+            raise UnexpectedRows(
+                f"{where}: the encoder produced rows of size {rows.values.shape[1]}, the language "
+                f"model needs {end.hidden_size}",
+                microbatch,
+            )
+        token = _Send.apply(rows.values, self, microbatch)
+        _check_gradient_path(end, microbatch, token, self._expects_gradients)
+        return token
 
     def _forward(self, microbatch: int, values: Tensor) -> Tensor:
-        exchange = self._plans[microbatch].sends(self.end.rank)
+        plan, rank = self._plans[microbatch], self.end.rank
+        exchange = plan.sends(rank)
         outgoing = values.detach()[_index(exchange, values.device)]
-        what = f"rows of microbatch {microbatch}"
         # Without a backward that waits for the receiver, finished sends are retired here.
-        if not self._expects_gradients and len(self._sent) > self.run_ahead:
+        while not self._expects_gradients and len(self._sent) >= max(1, self.run_ahead):
             self._wait(self._sent.popleft())
-        self._sent.append(_transfer(self.end, self.end.forward, exchange, what, outgoing))
+        self._sent.append(_start(self.end, microbatch, exchange, "rows", outgoing))
         if self._expects_gradients:
-            what = f"gradients of microbatch {microbatch}"
-            self._gradients[microbatch] = _transfer(
-                self.end, self.end.backward, exchange, what, None
-            )
+            returning = plan.collects(rank)
+            self._gradients[microbatch] = _start(self.end, microbatch, returning, "gradients", None)
         return values.new_zeros(())
 
     def _backward(self, microbatch: int) -> Tensor:
-        plan = self._plans[microbatch]
+        plan, device = self._plans[microbatch], self.end.device
         transfer = self._gradients.pop(microbatch)
         received = self._wait(transfer)
-        num_rows = plan.source_rows[self.lane]
-        gradient = received.new_zeros(num_rows, self.end.hidden_size)
-        gradient[_index(transfer.exchange, received.device)] = received
-        if self.end.gather is not None and num_rows > 0:
-            # Shares are disjoint and the rest is zero, so the sum puts them together exactly.
-            dist.all_reduce(gradient, group=self.end.gather)
+        # Who sends back the gradient of rows has taken them, so their buffer is free.
+        self._wait(self._sent.popleft())
+        index = _index(transfer.exchange, device)
+        if self.end.gather is not None:
+            ranks = dist.get_process_group_ranks(self.end.gather)
+            exchanges = [plan.collects(rank) for rank in ranks]
+            received = gather_shares(self.end.gather, [e.num_rows for e in exchanges], received)
+            index = torch.cat([_index(exchange, device) for exchange in exchanges])
+        gradient = received.new_zeros(plan.source_rows[self.lane], self.end.hidden_size)
+        gradient[index] = received
         return gradient.to(self.end.dtype)
 
     def finish(self) -> None:
@@ -213,8 +288,7 @@ class BridgeReceiver:
 
     def _post(self, microbatch: int) -> None:
         exchange = self._plans[microbatch].receives(self.end.rank)
-        what = f"rows of microbatch {microbatch}"
-        self._rows[microbatch] = _transfer(self.end, self.end.forward, exchange, what, None)
+        self._rows[microbatch] = _start(self.end, microbatch, exchange, "rows", None)
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """Rows (n, H) in the model's dtype and their local positions (n,) int64.
@@ -227,6 +301,7 @@ class BridgeReceiver:
             rows = _Receive.apply(self._anchor, self, microbatch)
         else:
             rows = self._forward(microbatch)
+        _check_gradient_path(self.end, microbatch, rows, self._expects_gradients)
         return rows, self._positions(microbatch)
 
     def _positions(self, microbatch: int) -> Tensor:
@@ -245,37 +320,24 @@ class BridgeReceiver:
         if microbatch + _POSTED_AHEAD < len(self._plans):
             self._post(microbatch + _POSTED_AHEAD)
         if self.end.gather is not None:
-            mine = self._gather(microbatch, mine)
+            plan = self._plans[microbatch]
+            counts = [plan.receives(rank).num_rows for rank in self._sharers()]
+            mine = gather_shares(self.end.gather, counts, mine)
         return mine.to(self.end.dtype)
 
-    def _gather(self, microbatch: int, mine: Tensor) -> Tensor:
-        """All ranks' shares (n_t, H) -> the lane's rows (N, H); shares differ by at most one."""
-        assert self.end.gather is not None
-        plan = self._plans[microbatch]
-        counts = [plan.receives(rank).num_rows for rank in self._sharers()]
-        longest = max(counts)
-        if longest == 0:
-            return mine
-        padded = mine.new_zeros(longest, self.end.hidden_size)
-        padded[: mine.shape[0]] = mine
-        gathered = mine.new_empty(len(counts) * longest, self.end.hidden_size)
-        dist.all_gather_into_tensor(gathered, padded, group=self.end.gather)
-        return torch.cat(
-            [gathered[t * longest : t * longest + count] for t, count in enumerate(counts)]
-        )
-
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
-        exchange = self._plans[microbatch].receives(self.end.rank)
+        plan = self._plans[microbatch]
+        exchange = plan.returns(self.end.rank)
         if self.end.gather is not None:
             sharers = self._sharers()
             before = sharers[: sharers.index(self.end.rank)]
-            plan = self._plans[microbatch]
             start = sum(plan.receives(rank).num_rows for rank in before)
-            gradient = gradient[start : start + exchange.num_rows]
-        what = f"gradients of microbatch {microbatch}"
-        self._gradients.append(
-            _transfer(self.end, self.end.backward, exchange, what, gradient.detach())
-        )
+            gradient = gradient[start : start + plan.receives(self.end.rank).num_rows]
+        gradient = gradient.detach()[_index(exchange, gradient.device)]
+        # The encoder asks for gradients when it sends rows, so they leave without delay.
+        while len(self._gradients) >= _POSTED_AHEAD:
+            self._gradients.popleft().wait()
+        self._gradients.append(_start(self.end, microbatch, exchange, "gradients", gradient))
 
     def finish(self) -> None:
         """Wait until all gradients have left; call after the module's schedule."""
@@ -305,25 +367,3 @@ class _Receive(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):  # type: ignore[override]
         ctx.receiver._backward(ctx.microbatch, gradients[0])
         return None, None, None
-
-
-def check_plans(end: BridgeEnd, plans: Sequence[BridgePlan]) -> None:
-    """Compare plan digests over both ends; every rank of the bridge calls it.
-
-    Raises BridgeError naming the ranks and the first microbatch that differ: the ranks then read
-    different data indexes, and rows would be mispaired silently.
-    """
-    mine = torch.tensor([plan.digest for plan in plans], dtype=torch.int64, device=end.device)
-    size = dist.get_world_size(end.forward)
-    everyone = mine.new_empty(size * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine, group=end.forward)
-    table = everyone.view(size, -1).cpu()
-    ranks = dist.get_process_group_ranks(end.forward)
-    for microbatch in range(table.shape[1]):
-        column = table[:, microbatch]
-        odd = [r for r, value in zip(ranks, column.tolist(), strict=True) if value != column[0]]
-        if odd:
-            raise BridgeError(
-                f"bridge {end.name}, microbatch {microbatch}: ranks {odd} planned other transfers "
-                f"than rank {ranks[0]}; they read different data indexes or recipes"
-            )

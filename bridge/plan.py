@@ -4,193 +4,30 @@ Both sides compute the same plan from the data index alone, without communicatio
 all counts and need no handshake. The plan works on runs of consecutive rows (an item, cut where
 a slice ends), vectorised with numpy, not on single rows.
 
-A lane's coordinates are its row numbers (source) or its token positions (destination). All lanes
-of one side stand one after the other on a line; a `ShardMap` says which rank holds which
-stretch of that line. Any sharding is just another map.
+There is one implementation for every layout: a destination is a `ShardMap` (`shard_map.py`), a
+source says which ranks hold a row (`source.py`). A rank may be on both sides (colocated).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-
-
-def _ints(values: Sequence[int] | NDArray) -> Ints:
-    return np.asarray(values, dtype=np.int64).reshape(-1)
-
-
-def _offsets(sizes: Ints) -> Ints:
-    """(n,) sizes -> (n + 1,) offsets, the last is the total."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
-
-
-@dataclass(frozen=True)
-class ItemRuns:
-    """The items of one global microbatch, one run of rows each, arrays (I,) int64.
-
-    sample: ascending, which of the microbatch's ``num_samples`` samples the item belongs to.
-    source_lane: the encoder lane that owns the item.
-    destination_lane: the language lane that its sample belongs to.
-    position: of its first placeholder in that lane's packed sequence; the rest follow on.
-    rows: how many rows it encodes to.
-
-    Inside a source lane, items stand in the order given here.
-    """
-
-    sample: Ints
-    source_lane: Ints
-    destination_lane: Ints
-    position: Ints
-    rows: Ints
-    num_samples: int
-
-    def split_sizes(self, lane: int) -> tuple[int, ...]:
-        """(num_samples,) rows that one encoder lane produces per sample, zeros included."""
-        mine = self.source_lane == lane
-        sizes = np.zeros(self.num_samples, np.int64)
-        np.add.at(sizes, self.sample[mine], self.rows[mine])
-        return tuple(sizes.tolist())
-
-    def source_offsets(self) -> Ints:
-        """(I,) the number of each item's first row inside its source lane."""
-        order = np.argsort(self.source_lane, kind="stable")
-        rows = self.rows[order]
-        before = np.cumsum(rows) - rows
-        lane = self.source_lane[order]
-        lane_starts = np.searchsorted(lane, lane)  # first item of the same lane
-        offsets = np.empty_like(before)
-        offsets[order] = before - before[lane_starts]
-        return offsets
-
-
-@dataclass(frozen=True)
-class ShardMap:
-    """Which rank holds which stretch of the line of all lanes.
-
-    lane_start: (L + 1,) where each lane begins on the line.
-    start: (K,) ascending, where each stretch begins; it ends where the next one begins.
-    rank: (K,) global rank that holds the stretch.
-    local: (K,) the index of the stretch's first coordinate on that rank.
-    """
-
-    lane_start: Ints
-    start: Ints
-    rank: Ints
-    local: Ints
-
-    @classmethod
-    def from_lanes(
-        cls, sizes: Sequence[int], split: Callable[[int, int], tuple[Ints, Ints, Ints]]
-    ) -> ShardMap:
-        """Build a map lane by lane: ``split(lane, size)`` gives (starts, ranks, locals)."""
-        lane_start = _offsets(_ints(sizes))
-        parts = [split(lane, int(size)) for lane, size in enumerate(sizes)]
-        return cls(
-            lane_start=lane_start,
-            start=np.concatenate(
-                [part[0] + lane_start[lane] for lane, part in enumerate(parts)]
-            ).astype(np.int64),
-            rank=np.concatenate([part[1] for part in parts]).astype(np.int64),
-            local=np.concatenate([part[2] for part in parts]).astype(np.int64),
-        )
-
-    def cut(self, line: Ints, length: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Cut runs at the borders of stretches.
-
-        line, length: (R,) runs on the line, each at least one long.
-        Returns (Q,) arrays: the run each piece comes from, its offset in that run, its length,
-        the rank that holds it and its first index there.
-        """
-        first = np.searchsorted(self.start, line, side="right") - 1
-        last = np.searchsorted(self.start, line + length - 1, side="right") - 1
-        count = last - first + 1
-        run = np.repeat(np.arange(line.size), count)
-        step = np.arange(run.size) - np.repeat(_offsets(count)[:-1], count)
-        stretch = first[run] + step
-        begin = np.maximum(self.start[stretch], line[run])
-        limit = np.append(self.start[1:], self.lane_start[-1])[stretch]
-        end = np.minimum(limit, line[run] + length[run])
-        kept = end > begin  # empty stretches hold nothing
-        run, stretch, begin, end = run[kept], stretch[kept], begin[kept], end[kept]
-        local = self.local[stretch] + begin - self.start[stretch]
-        return run, begin - line[run], end - begin, self.rank[stretch], local
-
-
-def _even(size: int, parts: int) -> Ints:
-    """Starts of ``parts`` consecutive stretches whose sizes differ by at most one."""
-    return np.arange(parts, dtype=np.int64) * size // parts
-
-
-RankOf = Callable[[int, int], int]
-"""(lane, tensor-parallel index) -> global rank."""
-
-
-def replicated_source(rows: Sequence[int], tp: int, rank_of: RankOf) -> ShardMap:
-    """Every TP rank of a lane holds all of its rows; each sends an even share.
-
-    rows: per encoder lane. A row's local index is its number in the lane on every rank.
-    """
-
-    def split(lane: int, size: int) -> tuple[Ints, Ints, Ints]:
-        starts = _even(size, tp)
-        return starts, _ints([rank_of(lane, t) for t in range(tp)]), starts
-
-    return ShardMap.from_lanes(rows, split)
-
-
-def sequence_parallel_destination(tokens: Sequence[int], tp: int, rank_of: RankOf) -> ShardMap:
-    """TP rank t of a lane holds tokens [t·T/tp, (t+1)·T/tp) of its packed sequence.
-
-    tokens: T per language lane, each a multiple of tp.
-    """
-
-    def split(lane: int, size: int) -> tuple[Ints, Ints, Ints]:
-        assert size % tp == 0, f"lane {lane}: {size} tokens are not a multiple of tp {tp}"
-        starts = _even(size, tp)
-        return starts, _ints([rank_of(lane, t) for t in range(tp)]), np.zeros(tp, np.int64)
-
-    return ShardMap.from_lanes(tokens, split)
-
-
-def gathered_destination(
-    tokens: Sequence[int], runs: ItemRuns, tp: int, rank_of: RankOf
-) -> ShardMap:
-    """Every TP rank of a lane needs all rows: each receives an even share of them.
-
-    The TP group then all-gathers, so a row crosses between the grids only once. Borders lie where
-    a lane's rows, in order of position, are split evenly; local indices are plain positions.
-    """
-
-    def split(lane: int, size: int) -> tuple[Ints, Ints, Ints]:
-        mine = runs.destination_lane == lane
-        order = np.argsort(runs.position[mine], kind="stable")
-        position, rows = runs.position[mine][order], runs.rows[mine][order]
-        position, rows = position[rows > 0], rows[rows > 0]
-        before = _offsets(rows)
-        shares = _even(int(before[-1]), tp)  # number of each share's first row
-        if rows.size:
-            item = np.searchsorted(before, shares, side="right") - 1
-            starts = position[item] + shares - before[item]
-        else:
-            starts = np.zeros(tp, np.int64)
-        starts[0] = 0
-        return starts, _ints([rank_of(lane, t) for t in range(tp)]), starts
-
-    return ShardMap.from_lanes(tokens, split)
+from bridge.runs import Ints, ItemRuns, count_up, offsets, totals
+from bridge.shard_map import ShardMap
+from bridge.source import Source
 
 
 @dataclass(frozen=True)
 class Exchange:
     """One rank's end of a plan: its peers and, in message order, the rows it exchanges.
 
-    peers: global ranks, ascending; counts: rows exchanged with each, all above zero.
+    peers: global ranks, ascending; counts: rows exchanged with each, all above zero. On a rank of
+        both grids a peer may be the rank itself: those rows are copied, there is no message.
     index: (sum of counts,) int64, local index of each row, grouped by peer.
     """
 
@@ -212,7 +49,18 @@ class BridgePlan:
     receives it and its first local position there, and its length. Pieces are in order of the
     destination line, which both ends of every message follow.
 
-    source_rows: rows per encoder lane. split_sizes: per encoder lane, rows per sample.
+    returned: (Q,) bool, whether the piece's gradient comes back, by the same way. All do when
+        each row has one destination; of a row with several copies exactly one does.
+    source_rows: rows per encoder lane.
+
+    | on an encoder rank | on a language rank | index |
+    |---|---|---|
+    | `sends` rows | `receives` rows | rows of the rank; positions on the rank |
+    | `collects` gradients | `returns` gradients | rows of the rank; rows that it received |
+
+    So a sender takes ``rows[sends.index]`` and adds up gradients by
+    ``gradient[collects.index] = arrived``; a receiver puts ``arrived`` at ``receives.index`` and
+    answers with ``gradient_of_arrived[returns.index]``.
     """
 
     source_rank: Ints
@@ -220,54 +68,121 @@ class BridgePlan:
     destination_rank: Ints
     destination_local: Ints
     length: Ints
+    returned: np.ndarray
     source_rows: tuple[int, ...]
-    split_sizes: tuple[tuple[int, ...], ...]
+    runs: ItemRuns
 
     @classmethod
-    def build(cls, runs: ItemRuns, source: ShardMap, destination: ShardMap) -> BridgePlan:
-        """Cut every item's run at the borders of both maps."""
-        lanes = source.lane_start.size - 1
-        split_sizes = tuple(runs.split_sizes(lane) for lane in range(lanes))
-        kept = runs.rows > 0
-        source_line = (source.lane_start[runs.source_lane] + runs.source_offsets())[kept]
-        target_line = (destination.lane_start[runs.destination_lane] + runs.position)[kept]
-        rows = runs.rows[kept]
-        run, offset, length, source_rank, source_local = source.cut(source_line, rows)
-        target = target_line[run] + offset
-        piece, cut, length, destination_rank, destination_local = destination.cut(target, length)
-        order = np.argsort(target[piece] + cut, kind="stable")
+    def build(
+        cls,
+        runs: ItemRuns,
+        source: Source,
+        destination: ShardMap,
+        returning: ShardMap | None = None,
+    ) -> BridgePlan:
+        """Cut every item's run at the borders of the destination, then share out the sending.
+
+        returning: needed when ``destination`` has copies (`delivery: replicated`): the map of one
+            copy, whose rank at a position sends back the gradient of the row there. With
+            `sharded_destination(..., sequence_parallel=False, ...)` that is, as each position's
+            gradient is complete on every TP rank of its CP rank, one of these, taken in even
+            shares. The gradient goes to the replica that sent that copy.
+        """
+        assert destination.copies == 1 or returning is not None, "copies need a returning map"
+        copies = destination.copies
+        filled = np.flatnonzero(runs.rows)
+        item = np.repeat(filled, copies)
+        copy = np.tile(np.arange(copies), filled.size)
+        lane = runs.destination_lane[item] * copies + copy
+        line = destination.lane_start[lane] + runs.position[item]
+        run, offset, length, rank, local = destination.cut(line, runs.rows[item])
+        item, copy, line = item[run], copy[run], line[run] + offset
+        returned = np.ones(item.size, np.bool_)
+        if returning is not None:
+            there = returning.lane_start[runs.destination_lane[item]] + runs.position[item]
+            piece, cut, length, owner, _ = returning.cut(there + offset, length)
+            item, copy, line, offset = item[piece], copy[piece], line[piece] + cut, offset[piece]
+            offset, rank, local = offset + cut, rank[piece], local[piece] + cut
+            returned = owner == rank
+        row = runs.source_offsets()[item] + offset
+        piece, cut, length, source_rank, source_local = source.split(
+            runs.source_lane[item], row, length, copy, rank
+        )
+        order = np.argsort(line[piece] + cut)  # no two are equal
+        piece, cut = piece[order], cut[order]
         return cls(
-            source_rank=source_rank[piece][order],
-            source_local=(source_local[piece] + cut)[order],
-            destination_rank=destination_rank[order],
-            destination_local=destination_local[order],
+            source_rank=source_rank[order],
+            source_local=source_local[order],
+            destination_rank=rank[piece],
+            destination_local=local[piece] + cut,
             length=length[order],
-            source_rows=tuple(np.diff(source.lane_start).tolist()),
-            split_sizes=split_sizes,
+            returned=returned[piece],
+            source_rows=tuple(source.rows.tolist()),
+            runs=runs,
         )
 
     def sends(self, rank: int) -> Exchange:
-        """What ``rank`` of the encoder sends forward (and gets gradients for)."""
-        mine = self.source_rank == rank
+        """What ``rank`` of the encoder sends forward."""
+        mine = np.flatnonzero(self.source_rank == rank)
         return _exchange(self.destination_rank[mine], self.source_local[mine], self.length[mine])
 
     def receives(self, rank: int) -> Exchange:
-        """What ``rank`` of the language model receives (and sends gradients for)."""
-        mine = self.destination_rank == rank
+        """What ``rank`` of the language model receives."""
+        mine = np.flatnonzero(self.destination_rank == rank)
         return _exchange(self.source_rank[mine], self.destination_local[mine], self.length[mine])
+
+    def returns(self, rank: int) -> Exchange:
+        """Which of the rows that ``rank`` received it sends the gradients of, and to whom."""
+        mine = np.flatnonzero(self.destination_rank == rank)
+        mine = mine[np.argsort(self.source_rank[mine], kind="stable")]
+        received = offsets(self.length[mine])[:-1]  # where each piece begins among them
+        kept = self.returned[mine]
+        mine = mine[kept]
+        return _exchange(self.source_rank[mine], received[kept], self.length[mine])
+
+    def collects(self, rank: int) -> Exchange:
+        """Which rows of ``rank`` of the encoder get their gradients, and from whom.
+
+        The rows that it does not list get theirs on another TP rank of the lane, if rows are
+        replicated there; the lane's gradient is then the sum over its TP ranks.
+        """
+        mine = np.flatnonzero((self.source_rank == rank) & self.returned)
+        return _exchange(self.destination_rank[mine], self.source_local[mine], self.length[mine])
+
+    @functools.cached_property
+    def split_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Per encoder lane, rows per sample; one lane's alone are `runs.split_sizes(lane)`."""
+        lanes, samples = len(self.source_rows), self.runs.num_samples
+        cell = self.runs.source_lane * samples + self.runs.sample
+        sizes = totals(cell, self.runs.rows, lanes * samples).reshape(lanes, samples)
+        return tuple(map(tuple, sizes.tolist()))
+
+    def num_crossing_rows(self, rank: int | None = None) -> int:
+        """Rows that messages carry forward, to one rank or to all; copies on a rank do not count.
+
+        Compare with `lower_bound_rows`.
+        """
+        crossing = self.source_rank != self.destination_rank
+        if rank is not None:
+            crossing &= self.destination_rank == rank
+        return int(self.length[crossing].sum())
 
     @functools.cached_property
     def digest(self) -> int:
         """A 63-bit fingerprint; equal on all ranks unless their metadata differ."""
-        hasher = hashlib.sha256(repr((self.source_rows, self.split_sizes)).encode())
+        hasher = hashlib.sha256(repr((self.source_rows, self.runs.num_samples)).encode())
         for array in (
             self.source_rank,
             self.source_local,
             self.destination_rank,
             self.destination_local,
             self.length,
+            self.returned,
+            self.runs.sample,
+            self.runs.source_lane,
+            self.runs.rows,
         ):
-            hasher.update(array.tobytes())
+            hasher.update(np.ascontiguousarray(array).tobytes())
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
 
@@ -275,10 +190,78 @@ def _exchange(peer: Ints, local: Ints, length: Ints) -> Exchange:
     order = np.argsort(peer, kind="stable")
     peer, local, length = peer[order], local[order], length[order]
     peers, first = np.unique(peer, return_index=True)
-    counts = np.add.reduceat(length, first) if peers.size else np.zeros(0, np.int64)
-    within = np.arange(int(length.sum())) - np.repeat(_offsets(length)[:-1], length)
+    counts = np.add.reduceat(length, first) if peers.size else peers
     return Exchange(
         peers=tuple(peers.tolist()),
         counts=tuple(counts.tolist()),
-        index=np.repeat(local, length) + within,
+        index=np.repeat(local, length) + count_up(length),
     )
+
+
+def lower_bound_rows(runs: ItemRuns, source: Source, destination: ShardMap) -> int:
+    """Rows that must reach a rank that does not hold them, by looking at every single row.
+
+    No plan from ``source`` to ``destination`` can move fewer. For benchmarks and tests: it is
+    written row by row, independently of the plan, and is as slow as that sounds.
+    """
+    item = np.repeat(np.arange(runs.rows.size), runs.rows)
+    number = count_up(runs.rows)
+    holders = source.holders(runs.source_lane[item], runs.source_offsets()[item] + number)
+    missing = 0
+    for copy in range(destination.copies):
+        lane = runs.destination_lane[item] * destination.copies + copy
+        line = destination.lane_start[lane] + runs.position[item] + number
+        rank = destination.rank[np.searchsorted(destination.start, line, side="right") - 1]
+        missing += int((holders != rank[:, None]).all(axis=1).sum())
+    return missing
+
+
+@dataclass(frozen=True)
+class LevelGroup:
+    """Feature levels that go to the same ranks, hence in the same messages.
+
+    levels: ascending numbers of k levels; level 0 is the embeddings, the others are features of
+        deeper encoder layers for the same rows. plan: of each of them.
+
+    A communicator sends ``cat([rows_of_level[l] for l in levels], dim=-1)`` (n, k·H) by the plan
+    as if its rows were k·H wide, and the receiver splits the last dim again; gradients alike.
+    """
+
+    levels: tuple[int, ...]
+    plan: BridgePlan
+
+
+def plan_levels(
+    runs: ItemRuns,
+    source: Source,
+    destinations: Sequence[ShardMap],
+    returning: Sequence[ShardMap | None] | None = None,
+) -> tuple[LevelGroup, ...]:
+    """One plan for all levels with the same destination, in order of their first level.
+
+    destinations: per level, the ranks of the pipeline stage that owns the layer that needs it
+        (virtual stages on the same ranks share a message). returning: per level, as in
+        `BridgePlan.build`.
+    """
+    returning = returning or [None] * len(destinations)
+    groups: list[list[int]] = []
+    for level, destination in enumerate(destinations):
+        for group in groups:
+            if _same(destinations[group[0]], destination) and _same(
+                returning[group[0]], returning[level]
+            ):
+                group.append(level)
+                break
+        else:
+            groups.append([level])
+    return tuple(
+        LevelGroup(
+            tuple(group),
+            BridgePlan.build(runs, source, destinations[group[0]], returning[group[0]]),
+        )
+        for group in groups
+    )
+
+
+def _same(one: ShardMap | None, other: ShardMap | None) -> bool:
+    return one is other or (one is not None and other is not None and one.same_as(other))

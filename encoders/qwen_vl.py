@@ -61,6 +61,10 @@ def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
             ("ffn_hidden_size", settings.ffn_hidden_size),
         )
         if size % tp
+    ] + [
+        f"pp={pp} must divide num_layers, which is {settings.num_layers}"
+        for _ in [settings.num_layers % pp]
+        if settings.num_layers % pp
     ]
 
 
@@ -79,21 +83,24 @@ class QwenVLTower(nn.Module):
         self.config = config
         merged = settings.hidden_size * settings.merge_size**2
         in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
-        # A convolution whose stride is its kernel is a linear map of each patch.
-        self.patch_embed = nn.Linear(in_size, settings.hidden_size, bias=False, dtype=ctx.dtype)
+        self.patch_embed, self.merger = None, None
+        if ctx.is_first_stage:
+            # A convolution whose stride is its kernel is a linear map of each patch.
+            self.patch_embed = nn.Linear(in_size, settings.hidden_size, bias=False, dtype=ctx.dtype)
         # The merger normalises single patches: that is the final norm of the stack.
         self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
-        self.merger = engine.ParallelMLP(
-            config, ctx.groups, merged, merged, output_size, nn.functional.gelu
-        )
+        if ctx.is_last_stage:
+            self.merger = engine.ParallelMLP(
+                config, ctx.groups, merged, merged, output_size, nn.functional.gelu
+            )
         head_size = settings.hidden_size // settings.num_attention_heads
         exponent = torch.arange(0, head_size // 2, 2, dtype=torch.float32) / (head_size // 2)
         self.inv_freq: Tensor
         self.register_buffer("inv_freq", settings.rotary_base**-exponent, persistent=False)
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Called by the schedule with what the previous stage sent; one stage has none."""
-        assert input_tensor[0] is None, "the tower runs on one pipeline stage"
+        """Called by the schedule with what the previous stage sent; None on the first."""
+        self.blocks.set_input_tensor(input_tensor[0])
 
     def rotary_frequencies(self, grids: Tensor) -> Tensor:
         """grids (I, 3) int64 as (t, h, w) in patches -> (P, 1, 1, head size) fp32.
@@ -111,28 +118,37 @@ class QwenVLTower(nn.Module):
         freqs = (place[:, :, None] * self.inv_freq).flatten(1)  # (P, head size / 2)
         return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
 
-    def forward(self, patches: Tensor, grids: Tensor) -> Tensor:
-        """patches (P, C) in the tower's dtype, grids (I, 3) int64 -> rows (N, H).
+    def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
+        """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
+
+        patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
 
         With no images the result is (0, H) and still part of the graph, so that every parameter
         gets its (zero) gradient and data-parallel hooks fire.
         """
-        if grids.shape[0] == 0:
+        merge = self.settings.merge_size
+        is_blank = grids.shape[0] == 0
+        if is_blank:
             # The engine cannot run on no tokens at all: one blank row is encoded and dropped.
-            merge = self.settings.merge_size
-            blank = patches.new_zeros(merge * merge, patches.shape[1])
-            return self.forward(blank, torch.tensor([[1, merge, merge]]))[:0]
+            grids = torch.tensor([[1, merge, merge]])
+        hidden = None
+        if self.patch_embed is not None:
+            assert patches is not None, "the first stage needs patches"
+            if is_blank:
+                patches = patches.new_zeros(merge * merge, patches.shape[1])
+            hidden = self.patch_embed(patches)[:, None, :]  # (P, 1, D)
         per_frame = (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0])
-        segments = engine.PackedSegments.from_lengths(per_frame.tolist(), patches.device)
-        hidden = self.patch_embed(patches)[:, None, :]  # (P, 1, D)
+        device = self.inv_freq.device
         hidden = self.blocks(
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=self.rotary_frequencies(grids),
-            packed_seq_params=segments,
+            packed_seq_params=engine.PackedSegments.from_lengths(per_frame.tolist(), device),
         )
-        merged = hidden.reshape(-1, self.settings.hidden_size * self.settings.merge_size**2)
-        return self.merger(merged)
+        if self.merger is None:
+            return hidden
+        rows = self.merger(hidden.reshape(-1, self.settings.hidden_size * merge**2))
+        return rows[:0] if is_blank else rows
 
 
 def build(

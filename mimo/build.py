@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from bridge import BridgeEnd, BridgeReceiver, BridgeSender
+from bridge import BridgeEnd, BridgeReceiver, BridgeSender, ColocatedBridge
 from mimo.device import local_device
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.layout import LANGUAGE, run_ahead
@@ -34,29 +34,45 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
     prepare_engine(recipe.train.seed)
     dtype = DTYPES[recipe.train.precision]
     settings = language_settings(recipe)
-    model = MimoModel(modules={}, device=local_device())
+    groups_of_microbatches = {
+        encoder.encode_group
+        for encoder in recipe.encoders.values()
+        if encoder.placement == "colocated" and encoder.encode_group != "all"
+    }
+    model = MimoModel(
+        modules={},
+        device=local_device(),
+        encode_group=min(groups_of_microbatches, default=None),
+    )
     for name, groups in topology.modules.items():
         part = recipe.language if name == LANGUAGE else recipe.encoders[name]
-        ctx = ModuleContext(
-            groups=groups,
-            dtype=dtype,
-            sequence_parallel=part.grid.sp,
-            recompute=part.recompute,
-        )
-        if name == LANGUAGE:
-            chunk = language_family(recipe).build(
-                settings,
-                ctx,
-                settings.padded_vocab_size(num_tokens),
-                recipe.data.sequence_length * recipe.train.micro_batch_size,
-                recipe.train.seed,
+        stages = part.grid.vpp
+        chunks = []
+        for stage in range(stages):
+            ctx = ModuleContext(
+                groups=groups,
+                dtype=dtype,
+                sequence_parallel=part.grid.sp,
+                virtual_stages=stages,
+                vp_stage=stage if stages > 1 else None,
+                recompute=part.recompute,
             )
-        else:
-            chunk = encoder_family(recipe, name).build(
-                encoder_settings(recipe, name), ctx, settings.hidden_size, recipe.train.seed
-            )
-        chunk.to(model.device)
-        model.modules[name] = _module(recipe, name, part, groups, chunk, dtype)
+            if name == LANGUAGE:
+                chunk = language_family(recipe).build(
+                    settings,
+                    ctx,
+                    settings.padded_vocab_size(num_tokens),
+                    recipe.data.sequence_length * recipe.train.micro_batch_size,
+                    recipe.train.seed,
+                )
+            else:
+                chunk = encoder_family(recipe, name).build(
+                    encoder_settings(recipe, name), ctx, settings.hidden_size, recipe.train.seed
+                )
+            chunks.append(chunk.to(model.device))
+        model.modules[name] = _module(recipe, name, part, groups, chunks, dtype)
+        if name != LANGUAGE and name not in topology.layout.colocated:
+            model.modules[name].run_ahead = run_ahead(recipe, topology.layout, name)
     _add_bridges(model, recipe, topology, settings.hidden_size, dtype)
     return model
 
@@ -66,17 +82,20 @@ def _module(
     name: str,
     part: Language | Encoder,
     groups: ProcessGroupCollection,
-    chunk: nn.Module,
+    chunks: list[nn.Module],
     dtype: torch.dtype,
 ) -> Module:
     train = recipe.train
     learning_rate = part.learning_rate or train.learning_rate
     if part.freeze:
-        chunk.requires_grad_(False)
-        return Module(name, groups, [chunk], [chunk], None, learning_rate)
-    wrapped = wrap_data_parallel([chunk], groups, train.overlap_grad_reduce)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        return Module(name, groups, chunks, chunks, None, learning_rate)
+    wrapped = wrap_data_parallel(chunks, groups, train.overlap_grad_reduce)
     # The schedules switch gradient synchronisation off for all but the last microbatch.
-    cast("Any", chunk).config.no_sync_func = wrapped[0].no_sync
+    switches = [one.no_sync for one in wrapped]
+    for chunk in chunks:
+        cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
     optimizer = build_optimizer(
         wrapped,
         OptimizerSettings(
@@ -90,7 +109,7 @@ def _module(
         dtype,
         groups,
     )
-    return Module(name, groups, [chunk], list(wrapped), optimizer, learning_rate)
+    return Module(name, groups, chunks, list(wrapped), optimizer, learning_rate)
 
 
 def _add_bridges(
@@ -113,14 +132,18 @@ def _add_bridges(
                 gather=gather,
             )
 
+        # With sequence parallelism each rank needs just its slice: nothing to gather.
+        tp = topology.modules[LANGUAGE].tp if topology.owns(LANGUAGE) else None
+        whole_lane = tp if tp and tp.size() > 1 and not recipe.language.grid.sp else None
+        shares, lane = None, 0
         if topology.owns(name):
             own = topology.modules[name]
             shares = own.tp if own.tp.size() > 1 else None
             lane = topology.layout.encoders[name].coords(topology.rank).dp
-            ahead = run_ahead(recipe, topology.layout, name)
-            model.senders[name] = BridgeSender(end(shares), lane, ahead)
-        if topology.owns(LANGUAGE):
-            own = topology.modules[LANGUAGE]
-            # With sequence parallelism each rank needs just its slice: nothing to gather.
-            gathers = own.tp.size() > 1 and not recipe.language.grid.sp
-            model.receivers[name] = BridgeReceiver(end(own.tp if gathers else None))
+        if name in topology.layout.colocated:
+            first = topology.modules[LANGUAGE].pp.rank() == 0
+            model.colocated[name] = ColocatedBridge(end(whole_lane), lane, first, shares)
+        elif topology.owns(name):
+            model.senders[name] = BridgeSender(end(shares), lane, model.modules[name].run_ahead)
+        else:
+            model.receivers[name] = BridgeReceiver(end(whole_lane))

@@ -38,10 +38,13 @@ class Progress:
 def _model_state(model: MimoModel, with_optimizer: bool) -> State:
     state: State = {}
     for name, module in model.modules.items():
-        weights = weights_state(module.raw[0], name, module.groups)
-        state.update(weights)
-        if with_optimizer and module.optimizer is not None:
-            state.update(optimizer_state(module.optimizer, module.raw[0], name, weights))
+        for number, chunk in enumerate(module.raw):
+            weights = weights_state(chunk, name, module.groups)
+            part = dict(weights)
+            if with_optimizer and module.optimizer is not None:
+                part |= optimizer_state(module.optimizer, chunk, name, weights)
+            # Local names of chunks are alike; what is stored goes by the name in the whole model.
+            state |= {f"{number}.{key}": value for key, value in part.items()}
     return state
 
 
@@ -118,7 +121,10 @@ def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = T
     loaded = load_sharded(_model_state(model, with_optimizer), checkpoint)
     for name, module in model.modules.items():
         optimizer = module.optimizer if with_optimizer else None
-        restore(module.raw[0], optimizer, name, loaded, progress.step)
+        for number, chunk in enumerate(module.raw):
+            prefix = f"{number}."
+            own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
+            restore(chunk, optimizer, name, own, progress.step)
     states = sorted(checkpoint.glob("rng_rank_*.pt"))
     if with_optimizer and len(states) == dist.get_world_size():
         own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"

@@ -23,6 +23,9 @@ app = typer.Typer(
     help="Train multimodal models in which every module has its own parallelism.",
 )
 
+bench = typer.Typer(no_args_is_help=True, help="Measure what the parts promise.")
+app.add_typer(bench, name="bench")
+
 RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, for example recipes/x.yaml.")]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -150,6 +153,27 @@ def quickstart(overrides: OverridesArgument = None) -> int | None:
     from mimo.quickstart import main as run
 
     return run(overrides or [])
+
+
+@bench.command("bridge")
+@_readable_errors
+def bench_bridge(
+    rows: Annotated[int, typer.Option("--rows", help="Rows of the larger size.")] = 8192,
+    hidden: Annotated[int, typer.Option("--hidden", help="Values of a row.")] = 1024,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Alternating pairs of runs.")
+    ] = 15,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure to this file.")
+    ] = None,
+    picture: Annotated[Path, typer.Option("--picture", help="Where the PNG goes.")] = Path(
+        "runs/bench_bridge.png"
+    ),
+) -> int | None:
+    """Compare the bridge with Megatron's; exit code 1 and a line for each bound that is missed."""
+    from mimo.bench.bridge import main as run
+
+    return run(rows, hidden, repeats, json, picture)
 
 
 if __name__ == "__main__":

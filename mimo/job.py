@@ -38,7 +38,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         problems += [
             recipe.problem(("language", "grid"), message)
             for message in language_family(recipe).check_grid(
-                settings, grid.tp, grid.pp, settings.padded_vocab_size(1)
+                settings, grid.tp, grid.pp * grid.vpp, settings.padded_vocab_size(1)
             )
         ]
     except RecipeError as error:

@@ -80,11 +80,15 @@ class GridSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every module's grid; together they use each of the `world_size` ranks exactly once."""
+    """Every module's grid; disjoint ones together use each of the `world_size` ranks once.
+
+    colocated: names of the encoders that run on the language model's ranks.
+    """
 
     language: GridSpec
     encoders: dict[str, GridSpec]
     world_size: int
+    colocated: frozenset[str] = frozenset()
 
     @property
     def grids(self) -> dict[str, GridSpec]:
@@ -109,19 +113,24 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
     if world_size is not None and world_size < 1:
         raise RecipeError(f"world size: got {world_size}, needs at least 1 rank", *problems)
-    names = (*recipe.encoders, LANGUAGE)
+    colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
+    names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
     num_problems = len(problems)
     grids = {name: _grid(name, _module(recipe, name).grid) for name in names}
     grids = _derive_lanes(recipe, grids, world_size, problems)
     if len(problems) > num_problems:
         raise RecipeError(*problems)
     grids = _place(recipe, grids)
+    needed = sum(grid.size for grid in grids.values())
+    grids |= {name: _on_language(recipe, name, grids[LANGUAGE]) for name in colocated}
     layout = Layout(
         language=grids[LANGUAGE],
         encoders={name: grids[name] for name in recipe.encoders},
-        world_size=world_size or sum(grid.size for grid in grids.values()),
+        world_size=world_size or needed,
+        colocated=frozenset(colocated),
     )
     problems += _tiling_problems(recipe, layout)
+    problems += _colocation_problems(recipe, layout)
     problems += _size_problems(recipe, layout)
     if problems:
         raise RecipeError(*problems)
@@ -133,19 +142,38 @@ def num_microbatches(recipe: Recipe, layout: Layout) -> int:
     return recipe.train.global_batch_size // (recipe.train.micro_batch_size * layout.language.dp)
 
 
-def minimum_run_ahead(language: GridSpec) -> int:
-    """Microbatches an encoder must have sent before it waits for the first gradient.
+def minimum_run_ahead(language: GridSpec, microbatches: int) -> int:
+    """Microbatches a disjoint encoder must have sent ahead before it waits for a gradient.
 
-    Under 1F1B the first backward starts after `pp` forwards, so with fewer than `pp - 1` sent
-    ahead of the current one, both sides wait for each other.
+    With fewer both sides wait for each other: the encoder for the gradient of a microbatch, the
+    language model's first stage for the rows of a later one. Found by walking the order in which
+    Megatron's schedule (1F1B, or interleaved with `vpp` chunks) runs that stage.
     """
-    return language.pp - 1
+    pp, vpp = language.pp, language.vpp
+    table = [
+        (microbatch, chunk)
+        for first in range(0, microbatches, pp)
+        for chunk in range(vpp)
+        for microbatch in range(first, min(first + pp, microbatches))
+    ]
+    warmup = min(pp - 1 if vpp == 1 else (pp - 1) * 2 + (vpp - 1) * pp, len(table))
+    received = sum(chunk == 0 for _, chunk in table[:warmup])
+    returned = needed = 0
+    for step, (_, backward_chunk) in enumerate(table):
+        if warmup + step < len(table):
+            received += table[warmup + step][1] == 0
+        if backward_chunk == vpp - 1:  # backward runs the chunks in reverse
+            needed = max(needed, received - 1 - returned)
+            returned += 1
+    return needed
 
 
 def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
     """The run-ahead of `encoder`; 'auto' is one more than needed, so that both sides overlap."""
     value = recipe.encoders[encoder].run_ahead
-    return minimum_run_ahead(layout.language) + 1 if value == "auto" else value
+    if value != "auto":
+        return value
+    return minimum_run_ahead(layout.language, num_microbatches(recipe, layout)) + 1
 
 
 def _key(module: str) -> tuple[str, ...]:
@@ -216,6 +244,31 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
     return placed
 
 
+def _on_language(recipe: Recipe, name: str, language: GridSpec) -> GridSpec:
+    """The grid of a colocated encoder: the language model's ranks, axes of its own."""
+    given = recipe.encoders[name].grid
+    grid = _grid(name, given)
+    lanes = given.dp or max(1, language.size // grid.lane_size)
+    return replace(grid, dp=lanes, rank_offset=language.rank_offset)
+
+
+def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Colocated grids that are not made of exactly the language model's ranks."""
+    for name in sorted(layout.colocated):
+        grid, size = layout.encoders[name], layout.language.size
+        if grid.size != size:
+            yield recipe.problem(
+                (*_key(name), "grid"),
+                f"got {grid}, but a colocated encoder has all {size} ranks of the language model; "
+                f"choose tp · dp = {size}, or leave dp out",
+            )
+        if grid.pp > 1:
+            yield recipe.problem(
+                (*_key(name), "grid", "pp"),
+                f"got {grid.pp}, but a colocated encoder runs on one stage; set it to 1",
+            )
+
+
 def _overlap(one: GridSpec, other: GridSpec) -> range:
     """The ranks that both grids use."""
     start = max(one.ranks.start, other.ranks.start)
@@ -228,7 +281,7 @@ def _text(ranks: Sequence[int]) -> str:
 
 def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Grids that overlap, or do not use every rank of the world exactly once."""
-    grids = layout.grids
+    grids = {name: grid for name, grid in layout.grids.items() if name not in layout.colocated}
     places = ", ".join(f"{name} {_text(grid.ranks)}" for name, grid in grids.items())
     moved = [name for name in grids if _module(recipe, name).grid.rank_offset]
     culprit = moved[-1] if moved else LANGUAGE
@@ -277,11 +330,30 @@ def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"(language.grid tp {language.tp}, sp {str(language.sp).lower()}, cp {language.cp}), "
             f"such as {nearby}",
         )
-    needed = minimum_run_ahead(language)
+    microbatches = max(1, train.global_batch_size // step)
+    if language.vpp > 1:
+        yield from _interleaving_problems(recipe, language, microbatches)
+    needed = minimum_run_ahead(language, microbatches)
     for name, encoder in recipe.encoders.items():
-        if encoder.run_ahead != "auto" and encoder.run_ahead < needed:
+        if name in layout.colocated or encoder.run_ahead == "auto":
+            continue
+        if encoder.run_ahead < needed:
             yield recipe.problem(
                 ("encoders", name, "run_ahead"),
                 f"got {encoder.run_ahead}, which would deadlock: language.grid.pp {language.pp} "
-                f"needs at least {needed}; use auto",
+                f"with vpp {language.vpp} needs at least {needed}; use auto",
             )
+
+
+def _interleaving_problems(recipe: Recipe, language: GridSpec, microbatches: int) -> Iterator[str]:
+    if language.pp == 1:
+        yield recipe.problem(
+            (LANGUAGE, "grid", "vpp"),
+            f"got {language.vpp}, but interleaving needs pipeline stages; set pp to 2 or more",
+        )
+    elif microbatches % language.pp:
+        yield recipe.problem(
+            ("train", "global_batch_size"),
+            f"gives {microbatches} microbatches per step, but with vpp {language.vpp} their number "
+            f"must be a multiple of language.grid.pp {language.pp}",
+        )

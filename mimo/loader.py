@@ -16,7 +16,7 @@ import numpy as np
 from data.batch import PackedLane, pack_lane
 from data.chat import EncodedSample
 from data.reader import SampleReader, UnreadableSample
-from mimo.layout import Layout
+from mimo.layout import Coords, Layout
 from mimo.step_plan import PlannedMicrobatch, StepPlan, StepPlanner
 
 
@@ -24,10 +24,11 @@ from mimo.step_plan import PlannedMicrobatch, StepPlan, StepPlanner
 class EncoderItems:
     """One encoder lane's items of one global microbatch.
 
-    patches: (P, C) float32 of all items. grids: (I, 3) int64. split_sizes: rows per sample.
+    patches: (P, C) float32 of all items, on the encoder's first stage; else None.
+    grids: (I, 3) int64. split_sizes: rows per sample.
     """
 
-    patches: np.ndarray
+    patches: np.ndarray | None
     grids: np.ndarray
     split_sizes: tuple[int, ...]
 
@@ -116,7 +117,7 @@ class StepLoader:
     ) -> dict[tuple[int, int], np.ndarray]:
         decoded = {}
         for grid in self.layout.encoders.values():
-            if self.rank not in grid.ranks:
+            if self.rank not in grid.ranks or grid.coords(self.rank).pp > 0:
                 continue
             samples = planned.samples
             for k in planned.items_of_lane(grid.coords(self.rank).dp).tolist():
@@ -195,27 +196,26 @@ def _without_images(sample: EncodedSample) -> EncodedSample:
 
 
 def gather_items(
-    loaded: LoadedStep, plan: StepPlan, readers: Sequence[SampleReader], lane: int
+    loaded: LoadedStep, plan: StepPlan, readers: Sequence[SampleReader], coords: Coords
 ) -> list[EncoderItems]:
-    """The items of one encoder lane, microbatch by microbatch, in plan order."""
+    """The items of the encoder lane at ``coords``, microbatch by microbatch, in plan order."""
     gathered = []
     for m, planned in enumerate(plan.microbatches):
         samples = planned.samples
-        mine = planned.items_of_lane(lane)
+        mine = planned.items_of_lane(coords.dp)
         sources = samples.source[samples.item_sample[mine]].tolist()
         items = list(zip(sources, samples.item[mine].tolist(), strict=True))
-        patches = [loaded.patches[m][item] for item in items]
+        patches = None
+        if coords.pp == 0:
+            nothing = np.zeros((0, readers[0].processor.patch_dim), np.float32)
+            patches = np.concatenate([nothing, *(loaded.patches[m][item] for item in items)])
         grids = [readers[source].grid(item) for source, item in items]
         assert planned.bridge is not None
         gathered.append(
             EncoderItems(
-                patches=(
-                    np.concatenate(patches)
-                    if patches
-                    else np.zeros((0, readers[0].processor.patch_dim), np.float32)
-                ),
+                patches=patches,
                 grids=np.array(grids, np.int64).reshape(-1, 3),
-                split_sizes=planned.bridge.split_sizes[lane],
+                split_sizes=planned.bridge.split_sizes[coords.dp],
             )
         )
     return gathered

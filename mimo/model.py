@@ -1,22 +1,26 @@
 """The multimodal model of one rank: only the modules that this rank owns a part of.
 
 Each module runs its own Megatron schedule on its own grid; the bridge is the only thing between
-them, hidden in autograd: an encoder's forward ends in `BridgeSender.send`, the language model's
-first stage begins with `BridgeReceiver.receive`.
+them. Disjoint: an encoder's forward ends in `BridgeSender.send`, the language model's first stage
+begins with `BridgeReceiver.receive`, both autograd operations. Colocated: the items of a group of
+microbatches are encoded in one go, rows and gradients are exchanged around the language model's
+schedule.
 
-Letters: T packed tokens of this lane, H hidden.
+Letters: T packed tokens of this lane, N rows, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bridge import BridgeReceiver, BridgeSender, FlatEmbeddings, check_plans
+from bridge import BridgeReceiver, BridgeSender, ColocatedBridge, FlatEmbeddings, check_plans
 from data.batch import PackedLane
 from mimo.alignment import place_rows
 from mimo.layout import LANGUAGE
@@ -25,7 +29,7 @@ from mimo.loss import masked_sum, pass_token
 from mimo.megatron.attention import PackedSegments
 from mimo.megatron.groups import ProcessGroupCollection
 from mimo.megatron.parallel import MegatronOptimizer, finish_gradients, zero_gradients
-from mimo.megatron.schedule import run_schedule
+from mimo.megatron.schedule import accumulate_only, run_schedule
 from mimo.step_plan import StepPlan
 
 
@@ -33,8 +37,9 @@ from mimo.step_plan import StepPlan
 class Module:
     """One module's part on this rank.
 
-    chunks: the model chunks, wrapped in DDP when the module trains. raw: the same without DDP.
-    optimizer: None when the module is frozen.
+    raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
+    when the module trains. optimizer: None when the module is frozen.
+    run_ahead: of a disjoint encoder, forward passes before its first backward.
     """
 
     name: str
@@ -43,25 +48,34 @@ class Module:
     chunks: list[nn.Module]
     optimizer: MegatronOptimizer | None
     learning_rate: float
+    run_ahead: int = 0
 
     @property
     def trains(self) -> bool:
         """Whether the module has weights to update."""
         return self.optimizer is not None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return next(self.raw[0].parameters()).dtype
+
 
 @dataclass
 class MimoModel:
     """The modules of this rank and its ends of the bridges.
 
-    senders: by encoder, on that encoder's ranks. receivers: by encoder, on the language model's
-    first stage. language_trains, encoder_trains: of the whole model, known to every rank.
+    senders: by disjoint encoder, on its last stage. receivers: by disjoint encoder, on the
+    language model's first stage. colocated: by colocated encoder.
+    encode_group: microbatches that colocated encoders encode in one go; None for all.
     """
 
     modules: dict[str, Module]
     device: torch.device
     senders: dict[str, BridgeSender] = field(default_factory=dict)
     receivers: dict[str, BridgeReceiver] = field(default_factory=dict)
+    colocated: dict[str, ColocatedBridge] = field(default_factory=dict)
+    encode_group: int | None = None
 
     def run(
         self,
@@ -83,18 +97,19 @@ class MimoModel:
                 chunk.train(not forward_only)
             if module.optimizer is not None and not forward_only:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
-        for end in (*self.senders.values(), *self.receivers.values()):
+        bridges = [*self.senders.values(), *self.receivers.values(), *self.colocated.values()]
+        for bridge in bridges:
             if check:
-                check_plans(end.end, plan.bridges)
-            end.begin(plan.bridges, forward_only)
+                check_plans(bridge.end, plan.bridges)
+            bridge.begin(plan.bridges, forward_only)
         loss = 0.0
         for name, module in self.modules.items():
             if name == LANGUAGE:
-                loss = self._run_language(module, language, forward_only)
-            else:
+                loss = self._run_groups(module, language, items, forward_only)
+            elif name not in self.colocated:
                 self._run_encoder(module, items, forward_only)
-        for end in (*self.senders.values(), *self.receivers.values()):
-            end.finish()
+        for bridge in bridges:
+            bridge.finish()
         return loss
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
@@ -103,18 +118,19 @@ class MimoModel:
             if module.trains:
                 finish_gradients(cast("Any", module.chunks), module.groups, num_loss_tokens)
 
+    # ------------------------------------------------------------ disjoint encoders
+
     def _run_encoder(
         self, module: Module, items: Sequence[EncoderItems], forward_only: bool
     ) -> None:
-        sender = self.senders[module.name]
-        dtype = sender.end.dtype
+        sender = self.senders.get(module.name)  # on the last stage
 
         def forward_step(batches: Iterator[tuple[int, EncoderItems]], chunk: nn.Module):
             number, own = next(batches)
-            patches = torch.from_numpy(own.patches).to(self.device, dtype)
-            rows = chunk(patches, torch.from_numpy(own.grids))
-            token = sender.send(number, FlatEmbeddings(rows, own.split_sizes))
-            return token, pass_token
+            output = chunk(self._patches(own, module), torch.from_numpy(own.grids))
+            if sender is None:
+                return output, pass_token
+            return sender.send(number, FlatEmbeddings(output, own.split_sizes)), pass_token
 
         with torch.set_grad_enabled(module.trains and not forward_only):
             run_schedule(
@@ -123,25 +139,75 @@ class MimoModel:
                 module.chunks,
                 module.groups,
                 forward_only=forward_only or not module.trains,
-                run_ahead=sender.run_ahead,
+                run_ahead=module.run_ahead,
             )
 
-    def _run_language(
-        self, module: Module, batches: Sequence[PackedLane], forward_only: bool
-    ) -> float:
-        is_first = module.groups.pp.rank() == 0
-        trains = module.trains or any(r.end.trainable for r in self.receivers.values())
+    def _patches(self, own: EncoderItems, module: Module) -> Tensor | None:
+        if own.patches is None:
+            return None
+        return torch.from_numpy(own.patches).to(self.device, module.dtype)
 
-        def forward_step(numbered: Iterator[tuple[int, PackedLane]], chunk: nn.Module):
-            number, lane = next(numbered)
+    # --------------------------------------------- language model, colocated encoders
+
+    def _run_groups(
+        self,
+        module: Module,
+        batches: Sequence[PackedLane],
+        items: Sequence[EncoderItems],
+        forward_only: bool,
+    ) -> float:
+        """The language model's schedule, once or, with colocated encoders, group by group."""
+        size = len(batches)
+        if self.colocated and self.encode_group is not None:
+            size = self.encode_group
+        loss = 0.0
+        for start in range(0, len(batches), size):
+            group = range(start, min(start + size, len(batches)))
+            with ExitStack() as stack:
+                if group.stop < len(batches) and not forward_only:
+                    trained = [m for m in self.modules.values() if m.trains]
+                    stack.enter_context(accumulate_only([c for m in trained for c in m.chunks]))
+                rows = {
+                    name: self._encode(name, items, group, forward_only) for name in self.colocated
+                }
+                loss += self._run_language(module, batches, group, forward_only)
+                for name, bridge in self.colocated.items():
+                    if bridge.end.trainable and not forward_only:
+                        torch.autograd.backward(rows[name], bridge.collect(group))
+        return loss
+
+    def _encode(
+        self, name: str, items: Sequence[EncoderItems], group: range, forward_only: bool
+    ) -> Tensor:
+        """One forward of a colocated encoder over a group's items; its rows (N, H) are delivered."""
+        module = self.modules[name]
+        own = [items[m] for m in group]
+        patches = np.concatenate([one.patches for one in own if one.patches is not None])
+        grids = np.concatenate([one.grids for one in own])
+        with torch.set_grad_enabled(module.trains and not forward_only):
+            rows = module.chunks[0](
+                torch.from_numpy(patches).to(self.device, module.dtype), torch.from_numpy(grids)
+            )
+        self.colocated[name].deliver(group, rows)
+        return rows
+
+    def _run_language(
+        self, module: Module, batches: Sequence[PackedLane], group: range, forward_only: bool
+    ) -> float:
+        raw_of = dict(zip(map(id, module.chunks), module.raw, strict=True))
+        receivers = {**self.receivers, **self.colocated}
+        trains = module.trains or any(r.end.trainable for r in receivers.values())
+
+        def forward_step(numbers: Iterator[int], chunk: nn.Module):
+            number = next(numbers)
+            lane, gpt = batches[number], cast("Any", raw_of[id(chunk)])
             ids = self._tensor(lane.input_ids)[None]
             positions = self._tensor(lane.position_ids)[:, None, :]
-            hidden = self._embed(module.raw[0], number, ids, positions) if is_first else None
             output = chunk(
                 input_ids=ids,
                 position_ids=positions,
                 attention_mask=None,
-                decoder_input=hidden,
+                decoder_input=self._embed(gpt, number, ids, positions) if gpt.pre_process else None,
                 labels=self._tensor(lane.labels)[None],
                 packed_seq_params=PackedSegments.from_lengths(lane.lengths, self.device),
             )
@@ -150,22 +216,22 @@ class MimoModel:
         with torch.set_grad_enabled(trains and not forward_only):
             logged = run_schedule(
                 forward_step,
-                list(enumerate(batches)),
+                list(group),
                 module.chunks,
                 module.groups,
                 forward_only=forward_only or not trains,
+                num_tokens=max(len(batches[m].input_ids) for m in group),
             )
         counts = module.groups.tp.rank() == 0
         return float(torch.stack(logged).sum()) if logged and counts else 0.0
 
-    def _embed(self, gpt: nn.Module, number: int, ids: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, gpt: Any, number: int, ids: Tensor, positions: Tensor) -> Tensor:
         """Text embeddings with the rows of all encoders in place: (T, 1, H), or its SP slice."""
-        embedding = cast("Any", gpt).embedding
-        hidden = embedding(input_ids=ids, position_ids=positions)
-        for receiver in self.receivers.values():
+        hidden = gpt.embedding(input_ids=ids, position_ids=positions)
+        for receiver in (*self.receivers.values(), *self.colocated.values()):
             rows, places = receiver.receive(number)
             hidden = place_rows(hidden, rows, places)
         return hidden
 
-    def _tensor(self, array) -> Tensor:
+    def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -22,11 +22,8 @@ class NotYet:
 
 NOT_YET = (
     NotYet("language.grid.cp", 1, "context parallelism"),
-    NotYet("language.grid.vpp", 1, "interleaved pipeline stages"),
-    NotYet("encoders.*.placement", "disjoint", "an encoder on the language model's ranks"),
     NotYet("encoders.*.grid.sp", False, "sequence parallelism in an encoder"),
     NotYet("encoders.*.grid.cp", 1, "context parallelism in an encoder"),
-    NotYet("encoders.*.grid.pp", 1, "pipeline stages in an encoder"),
     NotYet("encoders.*.grid.vpp", 1, "interleaved pipeline stages in an encoder"),
     NotYet("data.packing", True, "padding samples instead of packing them"),
     NotYet("bridge.delivery", "sharded", "delivery of all rows to every rank of a lane"),

@@ -32,13 +32,19 @@ STACKS_SIGNAL = signal.SIGUSR2  # prints the Python stacks of a rank's threads
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset)|broken pipe|timed out|timeout|gloo|nccl", re.IGNORECASE
 )
-_CAUSE_FOLLOWS_SECONDS = 1.0  # how long a cause may come in after its consequence
+# How long a cause may come in after its consequence, or, after a rank that died without a word,
+# what its peers were waiting for.
+_ALL_TOLD_SECONDS = 1.0
 _EARLIER_CAUSE_SECONDS = 0.1  # how long an earlier cause may still be under way
 
 
 @dataclass(frozen=True)
 class RankError:
-    """Why one rank failed. `time_seconds` is on the machine's monotonic clock."""
+    """Why one rank failed. `time_seconds` is on the machine's monotonic clock.
+
+    `waits_for`: ranks that it gave up waiting for, if its error says so. `traceback` is empty
+    when the rank died without a word.
+    """
 
     rank: int
     reason: str
@@ -46,16 +52,31 @@ class RankError:
     exit_code: int
     time_seconds: float
     is_consequence: bool
+    waits_for: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"
 
 
 class RanksFailed(RuntimeError):
-    """At least one rank failed, and the others were ended. `errors` has the cause first."""
+    """At least one rank failed, and the others were ended. `errors` has the cause first.
+
+    Of consequences, those come first that name a rank which said nothing itself: it hangs.
+    """
 
     def __init__(self, errors: Sequence[RankError]) -> None:
-        self.errors = sorted(errors, key=lambda error: (error.is_consequence, error.time_seconds))
+        failed = {error.rank for error in errors}
+
+        def distance_to_cause(error: RankError) -> tuple[bool, bool, bool, float]:
+            names_silent_rank = not failed.issuperset(error.waits_for)
+            return (
+                error.is_consequence,
+                not names_silent_rank,
+                not error.waits_for,
+                error.time_seconds,
+            )
+
+        self.errors = sorted(errors, key=distance_to_cause)
         super().__init__(f"{self.errors[0].traceback}{self.errors[0]}")
 
 
@@ -150,8 +171,8 @@ class RankProcesses:
                 else:
                     (results[rank],) = outcome
             if errors:
-                only_consequences = all(error.is_consequence for error in errors)
-                linger = _CAUSE_FOLLOWS_SECONDS if only_consequences else _EARLIER_CAUSE_SECONDS
+                cause_is_told = any(e.traceback and not e.is_consequence for e in errors)
+                linger = _EARLIER_CAUSE_SECONDS if cause_is_told else _ALL_TOLD_SECONDS
                 linger_until = min(error.time_seconds for error in errors) + linger
                 deadline = linger_until if deadline is None else min(deadline, linger_until)
         stacks = "" if errors or not open_ranks else self._stacks(open_ranks)
@@ -269,13 +290,15 @@ def _resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
 def _describe(rank: int, error: BaseException) -> RankError:
     summary = "".join(traceback.format_exception_only(error)).strip()
     is_network_error = isinstance(error, RuntimeError | OSError)
+    waits_for = tuple(getattr(error, "waits_for", ()))
     return RankError(
         rank=rank,
         reason=f"failed: {summary}",
         traceback="".join(traceback.format_exception(error)),
         exit_code=getattr(error, "exit_code", 1),
         time_seconds=time.monotonic(),
-        is_consequence=is_network_error and bool(_CONSEQUENCE.search(summary)),
+        is_consequence=bool(waits_for) or (is_network_error and bool(_CONSEQUENCE.search(summary))),
+        waits_for=waits_for,
     )
 
 

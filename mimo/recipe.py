@@ -81,8 +81,18 @@ def _run_ahead(value: Any) -> int | Literal["auto"]:
     raise ValueError("needs 'auto' or a number of microbatches, 0 or more")
 
 
+def _encode_group(value: Any) -> int | Literal["all"]:
+    if value == "all" or (type(value) is int and value >= 1):
+        return value
+    raise ValueError("needs 'all' or a number of microbatches, 1 or more")
+
+
 class Encoder(Section):
-    """An encoder with its projector. `run_ahead`: microbatches sent before the first gradient."""
+    """An encoder with its projector.
+
+    `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.
+    `encode_group`: microbatches encoded in one go, where ranks are colocated.
+    """
 
     family: str
     placement: Literal["disjoint", "colocated"] = "disjoint"
@@ -91,6 +101,7 @@ class Encoder(Section):
     learning_rate: PositiveFloat | None = None
     recompute: Recompute = "none"
     run_ahead: Annotated[int | Literal["auto"], PlainValidator(_run_ahead)] = "auto"
+    encode_group: Annotated[int | Literal["all"], PlainValidator(_encode_group)] = "all"
     model: dict[str, Any] = {}
 
 

@@ -6,7 +6,7 @@ Every rank computes it from the data index alone and gets the same answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -106,6 +106,8 @@ class StepPlanner:
 
         unusable: sample numbers in the step, the same on every rank.
         """
+        if self.layout.language.vpp > 1:
+            microbatches = _equal_lengths(microbatches)
         finished = []
         for m, planned in enumerate(microbatches):
             first = m * self.samples_per_microbatch
@@ -154,3 +156,15 @@ class StepPlanner:
                 tokens, runs, language.tp, lambda lane, t: language.rank(dp=lane, tp=t)
             )
         return BridgePlan.build(runs, source, destination)
+
+
+def _equal_lengths(microbatches: Sequence[PlannedMicrobatch]) -> list[PlannedMicrobatch]:
+    """Pad every lane of every microbatch to the longest: interleaved stages need one length."""
+    longest = max(int(m.samples.lane_tokens.max()) for m in microbatches)
+    return [
+        replace(
+            m,
+            samples=replace(m.samples, lane_tokens=np.full_like(m.samples.lane_tokens, longest)),
+        )
+        for m in microbatches
+    ]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mimo.device import local_device
-from mimo.layout import GridSpec, Layout
+from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.megatron.groups import HyperCommGrid, ProcessGroupCollection
 
 # Megatron's names for groups, and the axes of our grid that each spans. Without experts, the
@@ -98,11 +98,15 @@ class _GroupFactory:
         return group if isinstance(group, dist.ProcessGroup) else None
 
 
+def comm_grid(spec: GridSpec) -> HyperCommGrid:
+    """Megatron's view of a module's ranks; creates no group."""
+    axes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
+    return HyperCommGrid(list(axes.values()), list(axes), spec.rank_offset)
+
+
 def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
     """All groups that Megatron 0.19 asks of one module; None where this rank has no part of it."""
-    grid = HyperCommGrid(
-        [spec.tp, spec.cp, spec.dp, spec.pp], ["tp", "cp", "dp", "pp"], spec.rank_offset
-    )
+    grid = comm_grid(spec)
     made = {
         name: factory.mine(
             grid.get_rank_enum(list(axes)) if axes else [[r] for r in spec.ranks],
@@ -110,18 +114,16 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
         )
         for name, axes in _GROUP_AXES.items()
     }
-    # Tied embeddings need a real [first stage, last stage] group: without one Megatron skips
-    # their synchronisation without a word.
-    stages = grid.get_rank_enum(["pp"])
-    ends = [[s[0], s[-1]] if len(s) > 1 else [s[0]] for s in stages]
-    middle = [[r] for s in stages for r in s[1:-1]]
-    made["embd"] = factory.mine(ends + middle, f"{spec.module}.embd")
-    made["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
+    if spec.module == LANGUAGE:
+        # Tied embeddings need a real [first stage, last stage] group: without one Megatron skips
+        # their synchronisation without a word. Middle stages hold no embedding and have none.
+        stages = grid.get_rank_enum(["pp"])
+        ends = [[s[0], s[-1]] if len(s) > 1 else [s[0]] for s in stages]
+        made["embd"] = factory.mine(ends, f"{spec.module}.embd")
+        made["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
     if factory.rank not in spec.ranks:
         return None
-    groups = ProcessGroupCollection(**made)
-    if spec.pp > 2 and 0 < groups.pp.rank() < spec.pp - 1:
-        del groups.embd  # a middle stage holds no embedding
+    groups = ProcessGroupCollection(**{n: group for n, group in made.items() if group is not None})
     return groups
 
 

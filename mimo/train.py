@@ -104,7 +104,7 @@ class Trainer:
             packed = pack_language(loaded, plan, dataset.readers, lane, self.chat.pad_token_id)
         for name, grid in layout.encoders.items():
             if self.topology.owns(name):
-                items = gather_items(loaded, plan, dataset.readers, grid.coords(rank).dp)
+                items = gather_items(loaded, plan, dataset.readers, grid.coords(rank))
         return self.model.run(plan, packed, items, forward_only, check)
 
     def _update(self, step: int, squared_norm: float) -> float:

@@ -61,7 +61,10 @@ class Settings(BaseModel):
 
 
 def check_grid(settings: Settings, tp: int, pp: int, vocab_size: int) -> list[str]:
-    """Problems of a tp × pp grid with these sizes, each one sentence that names the key."""
+    """Problems of a grid with these sizes, each one sentence that names the key.
+
+    pp: pipeline stages, virtual ones included.
+    """
     problems = []
     for key, size in (
         ("num_attention_heads", settings.num_attention_heads),
@@ -77,7 +80,7 @@ def check_grid(settings: Settings, tp: int, pp: int, vocab_size: int) -> list[st
         )
     if settings.num_layers % pp:
         problems.append(
-            f"language.grid.pp={pp} must divide num_layers, which is {settings.num_layers}"
+            f"language.grid.pp · vpp = {pp} must divide num_layers, which is {settings.num_layers}"
         )
     return problems
 

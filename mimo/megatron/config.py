@@ -104,8 +104,13 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         bf16=ctx.dtype == torch.bfloat16,
         fp16=ctx.dtype == torch.float16,
         # Packed microbatches differ in length; the dispatcher is named because Megatron checks
-        # it for every model with variable lengths, dense ones too.
-        variable_seq_lengths=True,
+        # it for every model with variable lengths, dense ones too. Interleaved pipelines get
+        # equal lengths: with two stages their exchange of shapes would mix up both directions.
+        variable_seq_lengths=ctx.virtual_stages == 1,
+        # With two stages, batched transfers of an interleaved pipeline exchange the two messages
+        # between the same pair of ranks, silently.
+        overlap_p2p_comm=ctx.virtual_stages > 1,
+        batch_p2p_comm=ctx.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         # Weights are drawn by `initialize_parameters`, the same in every layout.

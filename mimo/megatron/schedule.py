@@ -6,11 +6,13 @@ The bridge hides in autograd (DESIGN §5.2), so the schedules run unmodified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -44,27 +46,34 @@ def run_schedule(
     groups: ProcessGroupCollection,
     forward_only: bool = False,
     run_ahead: int | None = None,
+    num_tokens: int = 0,
 ) -> list[Any]:
     """Run all microbatches of one module through its pipeline; every rank of the module calls it.
 
     forward_step: as in Megatron: (iterator, chunk) -> (output, loss function).
     run_ahead: for an encoder, forward passes ahead of its first backward; None for a language
         model.
+    num_tokens: packed length of every microbatch, read with an interleaved pipeline only;
+        elsewhere lengths vary and Megatron exchanges shapes itself.
     Returns what the loss function logged, on the last stage; else an empty list.
     """
-    assert len(chunks) == 1, "interleaved schedules need one iterator per chunk"
     config = chunks[0].config
     common: dict[str, Any] = {
         "forward_step_func": forward_step,
-        "data_iterator": iter(microbatches),
-        "model": chunks[0],
         "num_microbatches": len(microbatches),
-        # Lengths vary from microbatch to microbatch; Megatron exchanges shapes itself.
-        "seq_length": 0,
+        "seq_length": num_tokens,
         "micro_batch_size": 1,
         "forward_only": forward_only,
         "pg_collection": groups,
     }
+    if len(chunks) > 1:
+        return forward_backward_pipelining_with_interleaving(
+            data_iterator=[iter(microbatches) for _ in chunks],
+            model=list(chunks),
+            p2p_communicator=P2PCommunicator(groups.pp, config),  # type: ignore[arg-type]
+            **common,
+        )
+    common |= {"data_iterator": iter(microbatches), "model": chunks[0]}
     if run_ahead is not None:
         communicator = RunAheadCommunicator(groups.pp, config, run_ahead)
     elif groups.pp.size() == 1:
@@ -72,3 +81,23 @@ def run_schedule(
     else:
         communicator = P2PCommunicator(groups.pp, config)  # type: ignore[arg-type]
     return forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **common)
+
+
+@contextmanager
+def accumulate_only(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep DDP from reducing gradients: for groups of microbatches before a step's last one.
+
+    A schedule switches the reduction on for the last microbatch that it sees, so its switch is
+    taken away.
+    """
+    switches = [(chunk.config, chunk.config.no_sync_func) for chunk in chunks]  # type: ignore[union-attr]
+    with ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(chunk.no_sync())  # type: ignore[operator]
+        for config, _ in switches:
+            config.no_sync_func = None  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            for config, switch in switches:
+                config.no_sync_func = switch  # type: ignore[union-attr]

@@ -1,213 +1,271 @@
-"""The plan against a brute-force reading of what it must do, over hundreds of layouts."""
+"""The plan against a row-by-row reading of what it must do, over hundreds of layouts."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge import (
     BridgePlan,
-    ItemRuns,
+    LaneSegments,
+    ReplicatedSource,
     assign_items,
     gathered_destination,
     imbalance,
+    lower_bound_rows,
+    plan_levels,
     replicated_source,
     sequence_parallel_destination,
+    sharded_destination,
 )
+from tests.bridge.layouts import Case, Traffic, cases, filled, simulate
 
 
-@dataclass(frozen=True)
-class Case:
-    """A random layout: encoder ranks from 0 on, language ranks behind them."""
-
-    encoder_lanes: int
-    encoder_tp: int
-    language_lanes: int
-    language_tp: int
-    sequence_parallel: bool
-    runs: ItemRuns
-    tokens: tuple[int, ...]
-
-    def source_rank(self, lane: int, t: int) -> int:
-        return lane * self.encoder_tp + t
-
-    def destination_rank(self, lane: int, t: int) -> int:
-        return self.encoder_lanes * self.encoder_tp + lane * self.language_tp + t
-
-    def build(self) -> BridgePlan:
-        rows = [sum(self.runs.split_sizes(lane)) for lane in range(self.encoder_lanes)]
-        source = replicated_source(rows, self.encoder_tp, self.source_rank)
-        if self.sequence_parallel:
-            destination = sequence_parallel_destination(
-                self.tokens, self.language_tp, self.destination_rank
-            )
+def check_forward(case: Case, traffic: Traffic) -> None:
+    """Every row is where it is needed, once, and nothing else is anywhere."""
+    for rank, arrived in traffic.arrived.items():
+        sequence = case.local_sequence[rank]
+        for row, local in arrived:
+            assert sequence[local] == row
+    for lane, c in np.ndindex(*case.language_ranks.shape[:2]):
+        group = case.language_ranks[lane, c].tolist()
+        got = {rank: Counter(row for row, _ in traffic.arrived[rank]) for rank in group}
+        if case.delivery == "shared_out":
+            together = sum(got.values(), Counter())
+            assert together == Counter(case.rows_of(case.cp_sequence[lane, c]))
         else:
-            destination = gathered_destination(
-                self.tokens, self.runs, self.language_tp, self.destination_rank
-            )
-        return BridgePlan.build(self.runs, source, destination)
-
-    def rows(self) -> list[tuple[int, int, int, int]]:
-        """Every row as (source lane, number in it, destination lane, position), one by one."""
-        found, seen = [], Counter[int]()
-        for i in range(self.runs.rows.size):
-            lane = int(self.runs.source_lane[i])
-            for r in range(int(self.runs.rows[i])):
-                found.append(
-                    (
-                        lane,
-                        seen[lane],
-                        int(self.runs.destination_lane[i]),
-                        int(self.runs.position[i]) + r,
-                    )
-                )
-                seen[lane] += 1
-        return found
+            for rank in group:
+                assert got[rank] == Counter(case.rows_of(case.local_sequence[rank]))
 
 
-@st.composite
-def cases(draw) -> Case:
-    encoder_lanes = draw(st.integers(1, 5))
-    encoder_tp = draw(st.sampled_from([1, 2, 3, 4]))
-    language_lanes = draw(st.integers(1, 5))
-    language_tp = draw(st.sampled_from([1, 2, 4]))
-    sample, position, destination, rows, tokens = [], [], [], [], []
-    number = 0
-    for lane in range(language_lanes):
-        at = 0
-        for _ in range(draw(st.integers(0, 3))):
-            for _ in range(draw(st.integers(0, 3))):
-                at += draw(st.integers(0, 4))
-                count = draw(st.integers(0, 9))
-                sample.append(number)
-                position.append(at)
-                destination.append(lane)
-                rows.append(count)
-                at += count
-            number += 1
-        at += draw(st.integers(1, 5))
-        tokens.append(-(-at // language_tp) * language_tp)
-    items = len(rows)
-    owners = draw(st.lists(st.integers(0, encoder_lanes - 1), min_size=items, max_size=items))
-    runs = ItemRuns(
-        sample=np.array(sample, np.int64),
-        source_lane=np.array(owners, np.int64),
-        destination_lane=np.array(destination, np.int64),
-        position=np.array(position, np.int64),
-        rows=np.array(rows, np.int64),
-        num_samples=number,
-    )
-    return Case(
-        encoder_lanes,
-        encoder_tp,
-        language_lanes,
-        language_tp,
-        draw(st.booleans()),
-        runs,
-        tuple(tokens),
-    )
+def check_backward(case: Case, traffic: Traffic) -> None:
+    """Every row's gradient is complete where it leaves, and comes back once to its sender."""
+    returned = Counter(row for rows in traffic.returned.values() for row in rows)
+    assert returned == Counter(case.rows)
+    assert Counter(row for rows in traffic.collected.values() for row in rows) == returned
+    for lane, c, t in np.ndindex(*case.language_ranks.shape):
+        # Positions outside its CP rank's sequence have a zero gradient on a rank.
+        rank = int(case.language_ranks[lane, c, t])
+        assert set(traffic.returned[rank]) <= set(case.cp_sequence[lane, c])
+    for (rank, peer), rows in traffic.backward.items():
+        sent = Counter(traffic.forward[peer, rank])
+        assert all(sent[row] for row in rows)
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_every_row_arrives_exactly_where_it_is_needed(case: Case) -> None:
+    check_forward(case, simulate(case, case.build()))
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_every_gradient_returns_exactly_once_from_a_rank_that_holds_it(case: Case) -> None:
+    check_backward(case, simulate(case, case.build()))
+
+
+@pytest.mark.parametrize("delivery", ["sequence_parallel", "shared_out", "replicated"])
+@pytest.mark.parametrize(
+    ("encoder", "language"),
+    [
+        ((4, 1), (1, 1, 4)),  # fan-in
+        ((1, 4), (4, 2, 1)),  # fan-out
+        ((3, 1), (2, 1, 2)),  # lane counts that do not divide
+        ((2, 3), (3, 2, 2)),
+        ((5, 2), (4, 3, 3)),
+        ((2, 4), (4, 1, 2)),
+    ],
+)
+def test_lane_counts_need_not_divide(encoder, language, delivery) -> None:
+    case = filled(encoder, language, delivery)
+    plan = case.build()
+    traffic = simulate(case, plan)
+    check_forward(case, traffic)
+    check_backward(case, traffic)
+    # Some sample's items are encoded on different lanes.
+    spread = set(zip(case.runs.sample.tolist(), case.runs.source_lane.tolist(), strict=True))
+    assert encoder[0] == 1 or len(spread) > case.runs.num_samples
+    copies = language[1] * language[2] if delivery == "replicated" else 1
+    assert plan.num_crossing_rows() == len(case.rows) * copies
 
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_every_row_arrives_once_where_its_position_lives(case: Case) -> None:
+def test_bytes_are_at_the_lower_bound(case: Case) -> None:
     plan = case.build()
-    by_source = {(lane, number): (to, at) for lane, number, to, at in case.rows()}
-    delivered = Counter[tuple[int, int]]()
-    for p in range(plan.length.size):
-        lane, _ = divmod(int(plan.source_rank[p]), case.encoder_tp)
-        to_lane, t = divmod(
-            int(plan.destination_rank[p]) - case.encoder_lanes * case.encoder_tp, case.language_tp
-        )
-        for r in range(int(plan.length[p])):
-            expected_lane, position = by_source[lane, int(plan.source_local[p]) + r]
-            local = int(plan.destination_local[p]) + r
-            if case.sequence_parallel:
-                local += t * (case.tokens[to_lane] // case.language_tp)
-            assert (to_lane, local) == (expected_lane, position)
-            delivered[to_lane, position] += 1
-    # Exactly once each: the bytes that cross the grids are at their lower bound.
-    assert delivered == Counter((to, at) for _, _, to, at in case.rows())
+    traffic = simulate(case, plan)
+    missing = sum(
+        row not in case.held.get(rank, ())
+        for rank, arrived in traffic.arrived.items()
+        for row, _ in arrived
+    )
+    assert plan.num_crossing_rows() == missing
+    assert plan.num_crossing_rows() == lower_bound_rows(case.runs, case.source(), case.maps()[0])
+    assert plan.num_crossing_rows() == sum(
+        len(rows) for (rank, peer), rows in traffic.forward.items() if rank != peer
+    )
+    per_rank = [plan.num_crossing_rows(rank) for rank in case.local_sequence]
+    assert sum(per_rank) == plan.num_crossing_rows()
+    if case.disjoint and case.delivery != "replicated":
+        assert missing == len(case.rows)
 
 
-@settings(max_examples=200, deadline=None)
-@given(cases())
-def test_both_ends_of_every_message_agree_and_nothing_is_sent_for_nothing(case: Case) -> None:
-    plan = case.build()
-    senders = [
-        case.source_rank(lane, t)
-        for lane in range(case.encoder_lanes)
-        for t in range(case.encoder_tp)
-    ]
-    receivers = [
-        case.destination_rank(lane, t)
-        for lane in range(case.language_lanes)
-        for t in range(case.language_tp)
-    ]
-    wanted = {
-        (lane, number): at + 1000 * to for lane, number, to, at in case.rows()
-    }  # what each row is worth, as seen from the source
-    sent: dict[tuple[int, int], list[int]] = {}
-    for rank in senders:
-        exchange = plan.sends(rank)
-        assert all(count > 0 for count in exchange.counts)
-        values = [wanted[rank // case.encoder_tp, int(i)] for i in exchange.index]
-        start = 0
-        for peer, count in zip(exchange.peers, exchange.counts, strict=True):
-            sent[rank, peer] = values[start : start + count]
-            start += count
-    for rank in receivers:
-        exchange = plan.receives(rank)
-        lane, t = divmod(rank - len(senders), case.language_tp)
-        shift = t * (case.tokens[lane] // case.language_tp) if case.sequence_parallel else 0
-        values = [int(i) + shift + 1000 * lane for i in exchange.index]
-        start = 0
-        for peer, count in zip(exchange.peers, exchange.counts, strict=True):
-            assert sent.pop((peer, rank)) == values[start : start + count]
-            start += count
-    assert not sent
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_no_replica_sends_or_receives_more_than_its_even_share_and_one_row(case: Case) -> None:
+    traffic = simulate(case, case.build())
+    if not case.sequence_sharded:
+        for ranks in case.encoder_ranks.tolist():
+            sent = [
+                sum(len(rows) for (a, b), rows in traffic.forward.items() if a == rank != b)
+                for rank in ranks
+            ]
+            assert max(sent) <= sum(sent) / len(ranks) + 1
+    shares = {"shared_out": traffic.arrived, "replicated": traffic.returned}.get(case.delivery, {})
+    for lane, c in np.ndindex(*case.language_ranks.shape[:2]):
+        group = case.language_ranks[lane, c].tolist()
+        rows = len(case.rows_of(case.cp_sequence[lane, c]))
+        assert all(len(shares.get(rank, ())) <= rows / case.tp + 1 for rank in group)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_split_sizes_count_the_rows_of_every_lane_and_sample(case: Case) -> None:
     plan = case.build()
-    for lane in range(case.encoder_lanes):
-        rows = plan.source_rows[lane]
-        assert rows == sum(plan.split_sizes[lane])
-        for t in range(case.encoder_tp):
-            assert plan.sends(case.source_rank(lane, t)).num_rows <= rows // case.encoder_tp + 1
-    if case.sequence_parallel:
-        return
-    for lane in range(case.language_lanes):
-        rows = int(case.runs.rows[case.runs.destination_lane == lane].sum())
-        for t in range(case.language_tp):
-            received = plan.receives(case.destination_rank(lane, t)).num_rows
-            assert received <= rows // case.language_tp + 1
+    for lane, sizes in enumerate(plan.split_sizes):
+        assert sizes == case.runs.split_sizes(lane)
+        assert len(sizes) == case.runs.num_samples
+        assert sum(sizes) == plan.source_rows[lane] == len(case.lane_rows[lane])
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("delivery", ["sequence_parallel", "shared_out", "replicated"])
+def test_a_microbatch_without_rows_has_no_peers(delivery) -> None:
+    empty = dataclasses.replace(
+        filled((2, 2), (2, 2, 2), delivery), samples=(((), ()), (((0, 0, 1),),))
+    )
+    plan = empty.build()
+    assert empty.runs.num_samples == 3
+    assert plan.split_sizes == ((0, 0, 0), (0, 0, 0))
+    for rank in range(12):
+        for exchange in (
+            plan.sends(rank),
+            plan.receives(rank),
+            plan.returns(rank),
+            plan.collects(rank),
+        ):
+            assert exchange.peers == exchange.counts == ()
+            assert exchange.num_rows == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(deliveries=["sequence_parallel", "shared_out"]))
+def test_with_one_destination_per_row_gradients_go_the_way_the_rows_came(case: Case) -> None:
+    plan = case.build()
+    for rank in case.held:
+        sends, collects = plan.sends(rank), plan.collects(rank)
+        assert (sends.peers, sends.counts) == (collects.peers, collects.counts)
+        np.testing.assert_array_equal(sends.index, collects.index)
+    for rank in case.local_sequence:
+        receives, returns = plan.receives(rank), plan.returns(rank)
+        assert (receives.peers, receives.counts) == (returns.peers, returns.counts)
+        np.testing.assert_array_equal(returns.index, np.arange(receives.num_rows))
+
+
+def test_rows_that_a_rank_of_both_grids_holds_are_copied_there() -> None:
+    disjoint = filled((1, 4), (1, 1, 4), "sequence_parallel")
+    case = dataclasses.replace(disjoint, encoder_ranks=disjoint.language_ranks[:, 0])
+    plan = case.build()
+    assert plan.num_crossing_rows() == 0
+    for rank in case.held:
+        assert plan.sends(rank).peers == plan.receives(rank).peers == (rank,)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_without_context_parallelism_the_short_builders_give_the_same_map(
+    sequence_parallel: bool,
+) -> None:
+    case = filled((2, 2), (3, 1, 4), "sequence_parallel")
+    tokens = [sum(lengths) for lengths in case.segments]
+
+    def rank_of(lane: int, t: int) -> int:
+        return int(case.language_ranks[lane, 0, t])
+
+    if sequence_parallel:
+        short = sequence_parallel_destination(tokens, 4, rank_of)
+    else:
+        short = gathered_destination(tokens, case.runs, 4, rank_of)
+    long = sharded_destination(
+        LaneSegments.whole(tokens), case.language_ranks, sequence_parallel, case.runs
+    )
+    assert short.same_as(long)
+    rows = [len(rows) for rows in case.lane_rows]
+    source = replicated_source(rows, 2, lambda lane, t: int(case.encoder_ranks[lane, t]))
+    assert BridgePlan.build(case.runs, source, short).digest == (
+        BridgePlan.build(case.runs, case.source(), long).digest
+    )
+
+
+def test_lengths_that_do_not_divide_are_named() -> None:
+    case = filled((1, 1), (2, 2, 2), "sequence_parallel")
+    with pytest.raises(ValueError, match="lane 1: a segment of 6 tokens is not a multiple of 2"):
+        sharded_destination(
+            LaneSegments.nested([[4], [8, 6]]), case.language_ranks, False, case.runs
+        )
+    with pytest.raises(ValueError, match="lane 1: 6 tokens are not a multiple of cp 1 × tp 4"):
+        sharded_destination(
+            LaneSegments.whole([4, 6]), np.arange(8).reshape(2, 1, 4), True, case.runs
+        )
+
+
+def test_levels_for_the_same_ranks_share_their_messages() -> None:
+    case = filled((2, 2), (2, 2, 2), "sequence_parallel")
+    later_stage = dataclasses.replace(case, language_ranks=case.language_ranks + 100)
+    first, other = case.maps()[0], later_stage.maps()[0]
+    again = case.maps()[0]
+    groups = plan_levels(case.runs, case.source(), [first, other, again, other])
+    assert [group.levels for group in groups] == [(0, 2), (1, 3)]
+    check_forward(case, simulate(case, groups[0].plan))
+    check_forward(later_stage, simulate(later_stage, groups[1].plan))
+
+
+def test_levels_with_other_returning_ranks_do_not_share_their_messages() -> None:
+    case = filled((2, 2), (2, 2, 2), "replicated")
+    destination, returning = case.maps()
+    segments = LaneSegments.nested(case.segments)
+    other = sharded_destination(segments, case.language_ranks, True, case.runs)
+    groups = plan_levels(case.runs, case.source(), [destination, destination], [returning, other])
+    assert [group.levels for group in groups] == [(0,), (1,)]
+
+
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_equal_metadata_give_equal_digests_and_any_change_another(case: Case) -> None:
-    plan = case.build()
-    assert plan.digest == case.build().digest
-    if case.runs.rows.sum() == 0:
+    digest = case.build().digest
+    assert digest == dataclasses.replace(case).build().digest
+    if not case.rows:
         return
-    runs = ItemRuns(
-        sample=case.runs.sample,
-        source_lane=case.runs.source_lane,
-        destination_lane=case.runs.destination_lane,
-        position=case.runs.position + 1,
-        rows=case.runs.rows,
-        num_samples=case.runs.num_samples,
+    # One token more in front of everything; another source rank; rows returned by others.
+    samples = tuple(
+        tuple(tuple((gap + 1, rows, lane) for gap, rows, lane in items) for items in lane_samples)
+        for lane_samples in case.samples
     )
-    tokens = tuple(t + case.language_tp for t in case.tokens)
-    other = Case(**{**vars(case), "runs": runs, "tokens": tokens})
-    assert plan.digest != other.build().digest
+    assert digest != dataclasses.replace(case, samples=samples).build().digest
+    others = case.encoder_ranks + 1000
+    assert digest != dataclasses.replace(case, encoder_ranks=others).build().digest
+    plan = case.build()
+    assert digest != dataclasses.replace(plan, returned=~plan.returned).digest
+
+
+def test_an_encoder_lane_that_owns_an_empty_item_changes_the_digest_too() -> None:
+    case = filled((2, 1), (1, 1, 1), "sequence_parallel")
+    one = dataclasses.replace(case, samples=((((0, 3, 0), (0, 0, 0)),),))
+    two = dataclasses.replace(case, samples=((((0, 3, 0), (0, 0, 1)),),))
+    assert one.build().digest != two.build().digest
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
@@ -217,3 +275,10 @@ def test_items_are_spread_within_a_third_of_the_best_possible(costs: list[int], 
     bound = max(sum(costs) / lanes, max(costs, default=0))
     assert loads.max() <= bound * (4 / 3) + max(costs, default=0) / 3
     assert imbalance(costs, assigned, lanes) >= 1.0
+
+
+def test_a_source_of_replicas_is_all_that_the_short_builder_makes() -> None:
+    source = replicated_source([3, 0], 2, lambda lane, t: 2 * lane + t)
+    assert isinstance(source, ReplicatedSource)
+    assert source.rows.tolist() == [3, 0]
+    assert source.ranks.tolist() == [[0, 1], [2, 3]]

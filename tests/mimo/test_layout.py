@@ -116,8 +116,8 @@ def test_microbatches_divide_the_global_batch_among_lanes(path: Path) -> None:
         (
             ["language.grid.pp=3", "encoders.vision.run_ahead=1"],
             None,
-            "encoders.vision.run_ahead: got 1, which would deadlock: language.grid.pp 3 needs "
-            "at least 2; use auto",
+            "encoders.vision.run_ahead: got 1, which would deadlock: language.grid.pp 3 with vpp 1 "
+            "needs at least 2; use auto",
         ),
     ],
 )
@@ -142,11 +142,44 @@ def test_a_recipe_built_in_python_is_refused_like_one_from_a_file(path: Path) ->
     assert line.startswith("language.grid.cp: got 2")
 
 
+@pytest.mark.parametrize(
+    ("pp", "vpp", "microbatches", "needed"),
+    [
+        (2, 1, 8, 1),
+        (4, 1, 8, 3),
+        (4, 1, 2, 1),  # never more ahead than there are microbatches
+        (2, 2, 4, 3),  # found by running it: with 1 and 2 the job hangs
+        (2, 2, 2, 1),
+    ],
+)
+def test_least_run_ahead_follows_from_the_order_of_the_schedule(
+    pp: int, vpp: int, microbatches: int, needed: int
+) -> None:
+    grid = GridSpec("language", pp=pp, vpp=vpp)
+    assert minimum_run_ahead(grid, microbatches) == needed
+
+
+def test_colocated_encoder_gets_all_ranks_of_the_language_model(path: Path) -> None:
+    colocated = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 2}"]
+    layout = build_layout(load_recipe(path, ["language.grid={tp: 1, pp: 2, dp: 2}", *colocated]))
+    assert layout.world_size == 4
+    assert layout.encoders["vision"].dp == 2
+    assert layout.encoders["vision"].ranks == layout.language.ranks
+    assert layout.modules_of(3) == ("vision", "language")
+
+
+def test_colocated_grid_that_does_not_fill_the_language_model_names_both_sizes(path: Path) -> None:
+    colocated = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 1, dp: 3}"]
+    (line,) = problems(load_recipe(path, ["language.grid.dp=2", *colocated]))
+    assert "encoders.vision.grid" in line
+    assert "all 4 ranks" in line
+
+
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_automatic_run_ahead_is_one_more_than_the_least_that_does_not_deadlock(
     path: Path, pp: int
 ) -> None:
-    recipe = load_recipe(path, [f"language.grid.pp={pp}"])
+    recipe = load_recipe(path, [f"language.grid.pp={pp}", "train.global_batch_size=24"])
     layout = build_layout(recipe)
-    assert minimum_run_ahead(layout.language) == pp - 1
+    assert minimum_run_ahead(layout.language, num_microbatches(recipe, layout)) == pp - 1
     assert run_ahead(recipe, layout, "vision") == pp

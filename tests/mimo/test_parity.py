@@ -15,6 +15,16 @@ from tests.mimo import tiny
 
 TOLERANCE = 1e-5
 
+# Four microbatches: interleaving wants a multiple of the pipeline's stages.
+INTERLEAVED = [
+    "language.grid.pp=2",
+    "language.grid.vpp=2",
+    "language.model.num_layers=4",
+    "train.micro_batch_size=3",
+]
+
+COLOCATED = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 1}"]
+
 # name: (ranks, overrides). Every lane layout has four samples to a global microbatch.
 LAYOUTS = {
     "1 lane to 1": (2, []),
@@ -47,6 +57,54 @@ LAYOUTS = {
         ["language.recompute=full", "encoders.vision.recompute=full"],
     ),
     "untied embeddings": (2, ["language.model.tie_word_embeddings=false"]),
+    "encoder pp2": (3, ["encoders.vision.grid.pp=2"]),
+    "encoder pp2 to language pp2": (
+        4,
+        ["encoders.vision.grid.pp=2", "language.grid.pp=2"],
+    ),
+    "interleaved pp2 vpp2": (3, INTERLEAVED),
+    "interleaved pp2 vpp2 with tp2 and sp": (
+        5,
+        [*INTERLEAVED, "language.grid.tp=2", "language.grid.sp=true"],
+    ),
+    "colocated": (2, [*COLOCATED, "language.grid.pp=2"]),
+    "colocated with other tp": (
+        4,
+        [
+            *COLOCATED,
+            "encoders.vision.grid={tp: 2}",
+            "language.grid={tp: 4, sp: true}",
+            "language.model.num_query_groups=4",
+        ],
+    ),
+    "colocated lanes and rows gathered over tp": (
+        4,
+        [
+            *COLOCATED,
+            "encoders.vision.grid={tp: 1}",
+            "language.grid={tp: 2, dp: 2}",
+            "train.micro_batch_size=2",
+        ],
+    ),
+    "colocated in groups of two microbatches": (
+        2,
+        [
+            *COLOCATED,
+            "encoders.vision.encode_group=2",
+            "language.grid.pp=2",
+            "train.overlap_grad_reduce=true",
+        ],
+    ),
+    "colocated interleaved": (2, [*INTERLEAVED, *COLOCATED]),
+    "colocated frozen": (
+        2,
+        [
+            *COLOCATED,
+            "encoders.vision.freeze=true",
+            "language.grid.dp=2",
+            "train.micro_batch_size=2",
+        ],
+    ),
     "clipped": (
         5,
         ["train.clip_grad_norm=0.5", "language.grid.tp=2", "language.grid.pp=2"],
@@ -62,6 +120,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(run_ranks: RunRanks, recipe: Path, ranks: int, overrides: list[str]) -> None:
+    # The recipe's own placement does not matter on one rank.
     (reference,) = run_ranks(tiny.run_reference_steps, 1, recipe, overrides)
     results = run_ranks(tiny.run_layout_steps, ranks, recipe, overrides)
     for result in results:

@@ -132,12 +132,9 @@ def test_a_wrong_override_says_what_is_wrong(path: Path, override: str, message:
     ("override", "only"),
     [
         ("language.grid.cp=2", "1"),
-        ("language.grid.vpp=2", "1"),
         ("bridge.delivery=replicated", "'sharded'"),
-        ("encoders.vision.placement=colocated", "'disjoint'"),
         ("encoders.vision.grid={tp: 2, sp: true}", "false"),
         ("encoders.vision.grid.cp=2", "1"),
-        ("encoders.vision.grid.pp=2", "1"),
     ],
 )
 def test_what_is_not_supported_yet_is_refused_by_key(path: Path, override: str, only: str) -> None:

@@ -137,22 +137,23 @@ def _shards(name: str, module: Any) -> list[dict]:
     from mimo.megatron.initialize import global_name
 
     found = []
-    config = module.raw[0].config
-    for local, param in module.raw[0].named_parameters():
-        whole = global_name(local, config, module.groups.pp.rank(), None)
-        gradient = param.main_grad if module.trains else None
-        found.append(
-            {
-                "name": f"{name}.{whole}",
-                "lane": module.groups.dp.rank(),
-                "tp": module.groups.tp.rank(),
-                "split": bool(getattr(param, "tensor_model_parallel", False)),
-                "dim": int(getattr(param, "partition_dim", 0)),
-                "stride": int(getattr(param, "partition_stride", 1)),
-                "gradient": None if gradient is None else gradient.detach().clone().numpy(),
-                "weight": param.detach().clone().numpy(),
-            }
-        )
+    for stage, chunk in enumerate(module.raw):
+        vp_stage = stage if len(module.raw) > 1 else None
+        for local, param in chunk.named_parameters():
+            whole = global_name(local, chunk.config, module.groups.pp.rank(), vp_stage)
+            gradient = param.main_grad if module.trains else None
+            found.append(
+                {
+                    "name": f"{name}.{whole}",
+                    "lane": module.groups.dp.rank(),
+                    "tp": module.groups.tp.rank(),
+                    "split": bool(getattr(param, "tensor_model_parallel", False)),
+                    "dim": int(getattr(param, "partition_dim", 0)),
+                    "stride": int(getattr(param, "partition_stride", 1)),
+                    "gradient": None if gradient is None else gradient.detach().clone().numpy(),
+                    "weight": param.detach().clone().numpy(),
+                }
+            )
     return found
 
 

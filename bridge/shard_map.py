@@ -1,0 +1,257 @@
+"""Which rank holds which position: the destinations of a bridge, in pure integers.
+
+A `ShardMap` says which rank holds which stretch of the line of all language lanes. Any sharding
+is just another map, so another one (contiguous shards of a DTensor, a later pipeline stage) needs
+another builder here and nothing else.
+
+Ranks come as an array `ranks[lane, cp, tp]`, so builders never loop over ranks or lanes.
+Letters: L language lanes, G packed segments, K stretches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.runs import Ints, ItemRuns, count_up, ints, offsets, totals
+
+RankOf = Callable[[int, int], int]
+"""(lane, tensor-parallel index) -> global rank."""
+
+
+def rank_table(lanes: int, tp: int, rank_of: RankOf) -> Ints:
+    """(lanes, tp) ranks from a function; for many ranks give the builders an array instead."""
+    return ints([rank_of(lane, t) for lane in range(lanes) for t in range(tp)]).reshape(lanes, tp)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardMap:
+    """Which rank holds which stretch of the line of all lanes.
+
+    lane_start: (L·copies + 1,) where each lane begins on the line; copy j of lane l is entry
+        l·copies + j.
+    start: (K,) ascending, where each stretch begins; it ends where the next one begins.
+    rank: (K,) global rank that holds the stretch.
+    local: (K,) the index of the stretch's first coordinate on that rank.
+    copies: how often each lane stands on the line, every copy held by other ranks.
+    """
+
+    lane_start: Ints
+    start: Ints
+    rank: Ints
+    local: Ints
+    copies: int = 1
+
+    def same_as(self, other: ShardMap) -> bool:
+        """Whether both put every position on the same rank at the same place."""
+        return self.copies == other.copies and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("lane_start", "start", "rank", "local")
+        )
+
+    def cut(self, line: Ints, length: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Cut runs at the borders of stretches.
+
+        line, length: (R,) runs on the line, each at least one long.
+        Returns (Q,) arrays: the run each piece comes from, its offset in that run, its length,
+        the rank that holds it and its first index there.
+        """
+        first = np.searchsorted(self.start, line, side="right") - 1
+        last = np.searchsorted(self.start, line + length - 1, side="right") - 1
+        count = last - first + 1
+        run = np.repeat(np.arange(line.size), count)
+        stretch = first[run] + count_up(count)
+        begin = np.maximum(self.start[stretch], line[run])
+        limit = np.append(self.start[1:], self.lane_start[-1])[stretch]
+        end = np.minimum(limit, line[run] + length[run])
+        kept = end > begin  # empty stretches hold nothing
+        if not kept.all():
+            run, stretch, begin, end = run[kept], stretch[kept], begin[kept], end[kept]
+        local = self.local[stretch] + begin - self.start[stretch]
+        return run, begin - line[run], end - begin, self.rank[stretch], local
+
+
+@dataclass(frozen=True, eq=False)
+class LaneSegments:
+    """The packed sequences of all language lanes, padding included.
+
+    lane: (G,) ascending, the lane of each segment. length: (G,) its padded tokens.
+    """
+
+    lane: Ints
+    length: Ints
+    num_lanes: int
+
+    @classmethod
+    def whole(cls, tokens: Sequence[int] | NDArray) -> LaneSegments:
+        """One segment per lane: all that a map without context parallelism needs to know."""
+        return cls(np.arange(len(tokens)), ints(tokens), len(tokens))
+
+    @classmethod
+    def nested(cls, lengths: Sequence[Sequence[int]]) -> LaneSegments:
+        """From the segment lengths of each lane."""
+        lane = np.repeat(np.arange(len(lengths)), [len(own) for own in lengths])
+        return cls(lane, ints([length for own in lengths for length in own]), len(lengths))
+
+    @property
+    def tokens(self) -> Ints:
+        """(L,) packed length of each lane."""
+        return totals(self.lane, self.length, self.num_lanes)
+
+
+def sharded_destination(
+    segments: LaneSegments, ranks: Ints, sequence_parallel: bool, runs: ItemRuns
+) -> ShardMap:
+    """`delivery: sharded`: each position on the one rank that needs its row from the bridge.
+
+    ranks: (L, cp, tp). Context parallelism first: rank c of cp holds chunks c and 2·cp-1-c of the
+    2·cp chunks of every segment, one segment after the other.
+    sequence_parallel: TP rank t then holds the t-th of tp equal parts of that sequence. Without
+    it, every TP rank needs all rows of the sequence: each receives an even share of the rows in
+    ``runs``, for the TP group to all-gather, and local indices count from the sequence's start.
+
+    Raises ValueError for lengths that do not divide.
+    """
+    _, cp, tp = ranks.shape
+    chunks = _zigzag(segments, cp)
+    lane_start = offsets(segments.tokens)
+    if sequence_parallel:
+        wrong = np.flatnonzero(segments.tokens % (cp * tp))
+        if wrong.size:
+            raise ValueError(
+                f"language lane {wrong[0]}: {segments.tokens[wrong[0]]} tokens are not a multiple "
+                f"of cp {cp} × tp {tp}"
+            )
+        return _scatter(chunks, lane_start, ranks)
+    return _share(chunks, lane_start, ranks, runs)
+
+
+def replicated_destination(tokens: Sequence[int] | NDArray, ranks: Ints) -> ShardMap:
+    """`delivery: replicated`: all cp·tp ranks of a lane hold all its positions, unsliced.
+
+    tokens: T per language lane. ranks: (L, cp, tp).
+    """
+    copies = ranks.shape[1] * ranks.shape[2]
+    lane_start = offsets(np.repeat(ints(tokens), copies))
+    start = lane_start[:-1]
+    return ShardMap(lane_start, start, ranks.reshape(-1), np.zeros_like(start), copies)
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunks:
+    """What each context-parallel rank holds: (K,) arrays, ascending on the line, none empty.
+
+    local: index of the chunk's first token in the context-parallel rank's sequence.
+    """
+
+    start: Ints
+    length: Ints
+    lane: Ints
+    cp_rank: Ints
+    local: Ints
+
+
+def _zigzag(segments: LaneSegments, cp: int) -> _Chunks:
+    tokens = segments.tokens
+    lane_start = offsets(tokens)
+    if cp == 1:
+        lane = np.flatnonzero(tokens)
+        zeros = np.zeros_like(lane)
+        return _Chunks(lane_start[lane], tokens[lane], lane, zeros, zeros)
+    wrong = np.flatnonzero(segments.length % (2 * cp))
+    if wrong.size:
+        raise ValueError(
+            f"language lane {segments.lane[wrong[0]]}: a segment of {segments.length[wrong[0]]} "
+            f"tokens is not a multiple of 2 × cp {cp}"
+        )
+    held = np.flatnonzero(segments.length)
+    lane, length = segments.lane[held], segments.length[held, None] // (2 * cp)
+    segment_start = offsets(segments.length)[held, None]
+    number = np.arange(2 * cp)
+    before = (segment_start - lane_start[lane, None]) // cp
+    return _Chunks(
+        start=(segment_start + number * length).reshape(-1),
+        length=np.repeat(length, 2 * cp),
+        lane=np.repeat(lane, 2 * cp),
+        cp_rank=np.tile(np.minimum(number, number[::-1]), lane.size),
+        local=(before + np.where(number < cp, 0, length)).reshape(-1),
+    )
+
+
+def _scatter(chunks: _Chunks, lane_start: Ints, ranks: Ints) -> ShardMap:
+    """Cut each context-parallel rank's sequence into tp equal parts."""
+    _, cp, tp = ranks.shape
+    part = (np.diff(lane_start) // (cp * tp))[chunks.lane]
+    first = chunks.local // part
+    count = (chunks.local + chunks.length - 1) // part - first + 1
+    chunk = np.repeat(np.arange(first.size), count)
+    t = first[chunk] + count_up(count)
+    local = np.maximum(chunks.local[chunk], t * part[chunk])
+    return ShardMap(
+        lane_start=lane_start,
+        start=chunks.start[chunk] + local - chunks.local[chunk],
+        rank=ranks[chunks.lane[chunk], chunks.cp_rank[chunk], t],
+        local=local - t * part[chunk],
+    )
+
+
+def _share(chunks: _Chunks, lane_start: Ints, ranks: Ints, runs: ItemRuns) -> ShardMap:
+    """Cut each context-parallel rank's sequence where its rows split evenly over tp ranks."""
+    lanes, cp, tp = ranks.shape
+    shard = chunks.lane * cp + chunks.cp_rank
+    kept = runs.rows > 0
+    line = (lane_start[runs.destination_lane] + runs.position)[kept]
+    by_shard = ShardMap(lane_start, chunks.start, shard, chunks.local)
+    run, offset, length, of_shard, _ = by_shard.cut(line, runs.rows[kept])
+    line = line[run] + offset
+    # A shard's chunks are in the same order on the line and in its sequence.
+    order = np.lexsort((line, of_shard))
+    line, before = line[order], offsets(length[order])
+    rows = totals(of_shard, length, lanes * cp)
+    filled = np.flatnonzero(rows)
+    shares = np.arange(1, tp) * rows[filled, None] // tp  # number of each share's first row
+    border = (offsets(rows)[filled, None] + shares).reshape(-1)
+    piece = np.searchsorted(before, border, side="right") - 1
+    border = line[piece] + border - before[piece]
+    # Stretches begin at chunks and at borders; t counts the borders of the shard up to there.
+    of_border = np.searchsorted(chunks.start, border, side="right") - 1
+    chunk = np.concatenate((np.arange(shard.size), of_border))
+    start = np.concatenate((chunks.start, border))
+    stride = lane_start[-1] + 1
+    borders = np.repeat(filled, tp - 1) * stride + border
+    line_of_shard = shard[chunk] * stride
+    t = np.searchsorted(borders, line_of_shard + start, side="right")
+    t -= np.searchsorted(borders, line_of_shard)
+    order = np.argsort(start, kind="stable")
+    chunk, start, t = chunk[order], start[order], t[order]
+    return ShardMap(
+        lane_start=lane_start,
+        start=start,
+        rank=ranks.reshape(lanes * cp, tp)[shard[chunk], t],
+        local=chunks.local[chunk] + start - chunks.start[chunk],
+    )
+
+
+def sequence_parallel_destination(tokens: Sequence[int], tp: int, rank_of: RankOf) -> ShardMap:
+    """TP rank t of a lane holds tokens [t·T/tp, (t+1)·T/tp): `sharded_destination` without CP.
+
+    tokens: T per language lane, each a multiple of tp.
+    """
+    ranks = rank_table(len(tokens), tp, rank_of)[:, None, :]
+    no_runs = ItemRuns(*(np.zeros(0, np.int64) for _ in range(5)), num_samples=0)
+    return sharded_destination(LaneSegments.whole(tokens), ranks, True, no_runs)
+
+
+def gathered_destination(
+    tokens: Sequence[int], runs: ItemRuns, tp: int, rank_of: RankOf
+) -> ShardMap:
+    """Each TP rank of a lane receives an even share of its rows: no CP and no SP.
+
+    The TP group then all-gathers, so a row crosses between the grids only once. Local indices are
+    plain positions.
+    """
+    ranks = rank_table(len(tokens), tp, rank_of)[:, None, :]
+    return sharded_destination(LaneSegments.whole(tokens), ranks, False, runs)

@@ -1,0 +1,125 @@
+"""Which encoder rank holds which row, and which of them sends it, in pure integers.
+
+Encoder context parallelism is not planned: a row's owner does not include a CP rank.
+Letters: L encoder lanes, Q pieces of consecutive rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.runs import Ints, ints, offsets, totals
+from bridge.shard_map import RankOf, ShardMap, rank_table
+
+
+class Source(Protocol):
+    """Where the rows of all encoder lanes are."""
+
+    @property
+    def rows(self) -> Ints:
+        """(L,) rows per lane."""
+        ...
+
+    def split(
+        self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
+    ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Cut pieces so that one rank sends each.
+
+        lane, row, length, copy, destination: (Q,) pieces of rows [row, row + length) of a lane,
+        which copy of those rows it is, and the rank that it goes to.
+        Returns arrays: the piece each part comes from, its offset in that piece, its length, the
+        rank that sends it and its first index there.
+        """
+        ...
+
+    def holders(self, lane: Ints, row: Ints) -> Ints:
+        """(n,) rows of lanes -> (n, r) the ranks that hold each."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicatedSource:
+    """Every TP rank of a lane holds all of its rows, and a row's number is its index there.
+
+    A rank that needs a row which it holds copies it. All other copies of the lane's rows, one
+    copy of all rows after the other, are sent in even shares by the lane's ranks.
+
+    rows: (L,) rows per lane. ranks: (L, tp).
+    """
+
+    rows: Ints
+    ranks: Ints
+
+    def split(
+        self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
+    ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """See `Source.split`."""
+        lanes, tp = self.ranks.shape
+        copied = (self.ranks[lane] == destination[:, None]).any(axis=1)
+        sent = np.flatnonzero(~copied)
+        copies = int(copy.max(initial=0)) + 1
+        line = offsets(self.rows)[lane] * copies + copy * self.rows[lane] + row
+        sent = sent[np.argsort(line[sent], kind="stable")]
+        lengths = length[sent]
+        num_sent = totals(lane[sent], lengths, lanes)
+        lane_start = offsets(num_sent)
+        shares = lane_start[:-1, None] + np.arange(tp) * num_sent[:, None] // tp
+        shares = ShardMap(lane_start, shares.reshape(-1), self.ranks.reshape(-1), ints(shares))
+        run, cut, length_sent, rank, _ = shares.cut(offsets(lengths)[:-1], lengths)
+        piece = sent[run]
+        if sent.size < lane.size:
+            here = np.flatnonzero(copied)
+            piece = np.concatenate((piece, here))
+            cut = np.concatenate((cut, np.zeros_like(here)))
+            length_sent = np.concatenate((length_sent, length[here]))
+            rank = np.concatenate((rank, destination[here]))
+        return piece, cut, length_sent, rank, row[piece] + cut
+
+    def holders(self, lane: Ints, row: Ints) -> Ints:
+        """See `Source.holders`."""
+        return self.ranks[lane]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceShardedSource:
+    """TP rank t of a lane holds the t-th of tp equal parts of its rows, padded to a multiple.
+
+    Only the last ranks hold padding; no row is on two ranks, so there is no choice of a sender.
+
+    rows: (L,) rows per lane, without padding. ranks: (L, tp).
+    """
+
+    rows: Ints
+    ranks: Ints
+
+    def split(
+        self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
+    ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """See `Source.split`."""
+        lanes, tp = self.ranks.shape
+        lane_start = offsets(self.rows)
+        starts = np.minimum(np.arange(tp) * self._part()[:, None], self.rows[:, None])
+        starts = (lane_start[:-1, None] + starts).reshape(-1)
+        local = np.zeros(lanes * tp, np.int64)
+        held = ShardMap(lane_start, starts, self.ranks.reshape(-1), local)
+        return held.cut(lane_start[lane] + row, length)
+
+    def holders(self, lane: Ints, row: Ints) -> Ints:
+        """See `Source.holders`."""
+        return self.ranks[lane, row // self._part()[lane]][:, None]
+
+    def _part(self) -> Ints:
+        return -(-self.rows // self.ranks.shape[1])
+
+
+def replicated_source(rows: Sequence[int] | NDArray, tp: int, rank_of: RankOf) -> ReplicatedSource:
+    """Every TP rank of a lane holds all of its rows; each sends an even share.
+
+    rows: per encoder lane.
+    """
+    return ReplicatedSource(ints(rows), rank_table(len(rows), tp, rank_of))

@@ -1,0 +1,89 @@
+"""Waits for messages, and says who is missing when they do not come."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+# Once a transfer has failed: enough to see whether another message is there already.
+_GLANCE_SECONDS = 0.001
+
+
+class BridgeError(RuntimeError):
+    """The two ends of a bridge cannot go on.
+
+    microbatch: where it happened, None if it concerns several.
+    waits_for: ranks whose messages did not come or were not taken. When such a rank reports an
+        error of its own, that one is nearer to the cause.
+    """
+
+    def __init__(
+        self, message: str, microbatch: int | None = None, waits_for: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message)
+        self.microbatch = microbatch
+        self.waits_for = tuple(waits_for)
+
+
+class UnexpectedRows(BridgeError, ValueError):
+    """An encoder produced other rows than the plan moves."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message under way: ``rows`` that ``peer`` is to send (``incoming``) or to take."""
+
+    work: dist.Work
+    peer: int
+    rows: int
+    incoming: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.peer} to {'send' if self.incoming else 'take'} {self.rows} rows"
+
+
+def wait_for(
+    messages: Sequence[Message],
+    what: str,
+    microbatch: int | None,
+    timeout_seconds: float | None,
+) -> None:
+    """Wait for all messages, ``timeout_seconds`` at most.
+
+    Raises BridgeError that starts with ``what`` and names every message still missing.
+    """
+    started = time.monotonic()
+    late: list[Message] = []
+    lost: list[Message] = []
+    cause: RuntimeError | None = None
+    for message in messages:
+        try:
+            if cause is not None:
+                message.work.wait(datetime.timedelta(seconds=_GLANCE_SECONDS))
+            elif timeout_seconds is None:
+                message.work.wait()
+            else:
+                left = timeout_seconds - (time.monotonic() - started)
+                message.work.wait(datetime.timedelta(seconds=max(left, _GLANCE_SECONDS)))
+        except RuntimeError as error:
+            # Gloo closes all connections of a group whose wait timed out.
+            timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            (late if timed_out or (late and not lost) else lost).append(message)
+            cause = cause or error
+    if cause is None:
+        return
+    seconds = time.monotonic() - started if timeout_seconds is None else timeout_seconds
+    waiting = ", ".join(str(message) for message in late)
+    if lost:
+        peers = ", ".join(str(message) for message in lost)
+        also = f"; still waiting for {waiting}" if late else ""
+        text = f"failed while waiting for {peers}{also}: {cause}"
+    else:
+        verb = "did not arrive" if late[0].incoming else "were not taken"
+        text = f"{verb} within bridge.timeout_seconds {seconds:g}; still waiting for {waiting}"
+    blamed = sorted({message.peer for message in lost or late})
+    raise BridgeError(f"{what} {text}", microbatch, blamed) from cause
