@@ -10,6 +10,7 @@ H hidden.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bridge.communicator import BridgeEnd, BridgeError
+from bridge.communicator import BridgeEnd, gather_shares
 from bridge.plan import BridgePlan, Exchange
+from bridge.waiting import Message, UnexpectedRows, wait_for
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,33 @@ class _Merged:
     """One rank's messages of several microbatches: peer after peer, then microbatch.
 
     order: (n,) where each message row stands in the microbatches' exchanges laid end to end.
+    index: (n,) the exchanges' own indices, end to end, each shifted by its microbatch's start.
     """
 
     peers: tuple[int, ...]
     counts: tuple[int, ...]
     order: Tensor
+    index: Tensor
 
     @classmethod
-    def of(cls, exchanges: Sequence[Exchange], device: torch.device) -> _Merged:
+    def of(
+        cls, exchanges: Sequence[Exchange], starts: Sequence[int], device: torch.device
+    ) -> _Merged:
         peer = np.concatenate([np.repeat(e.peers, e.counts) for e in exchanges]).astype(np.int64)
-        order = np.argsort(peer, kind="stable")
+        index = np.concatenate(
+            [e.index + start for e, start in zip(exchanges, starts, strict=True)]
+        )
         peers, counts = np.unique(peer, return_counts=True)
         return cls(
-            tuple(peers.tolist()), tuple(counts.tolist()), torch.from_numpy(order).to(device)
+            tuple(peers.tolist()),
+            tuple(counts.tolist()),
+            torch.from_numpy(np.argsort(peer, kind="stable")).to(device),
+            torch.from_numpy(index).to(device),
         )
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)][:-1]
 
 
 class ColocatedBridge:
@@ -72,26 +87,31 @@ class ColocatedBridge:
         """Exchange the rows (N, H) of this lane's items of ``microbatches``; all ranks call it.
 
         The rows become leaves: their way back is `collect`, not autograd.
-        Raises ValueError when the rows are not as many as the plan expects.
+        Raises UnexpectedRows when the rows are not as many as the plan expects.
         """
         plans = [self._plans[m] for m in microbatches]
         expected = sum(plan.source_rows[self.lane] for plan in plans)
         if rows.shape[0] != expected:
-            raise ValueError(
+            raise UnexpectedRows(
                 f"bridge {self.end.name}, microbatches {microbatches.start} to "
                 f"{microbatches.stop - 1}: the encoder produced {rows.shape[0]} rows, the plan "
-                f"needs {expected}"
+                f"needs {expected}",
+                microbatches.start,
             )
-        sends, receives = self._merged(plans)
-        outgoing = rows.detach()[self._source_index(plans)][sends.order]
-        received = self._exchange(self.end.forward, sends, receives, outgoing, "rows")
+        rank, device = self.end.rank, self.end.device
+        starts = _starts([plan.source_rows[self.lane] for plan in plans])
+        sends = _Merged.of([plan.sends(rank) for plan in plans], starts, device)
+        counts = [plan.receives(rank).num_rows for plan in plans]
+        receives = _Merged.of([plan.receives(rank) for plan in plans], [0] * len(plans), device)
+        outgoing = rows.detach()[sends.index][sends.order]
+        arrived = self._exchange(self.end.forward, sends, receives, outgoing, "rows", microbatches)
         if not self.receives:
             return
-        mine = torch.empty_like(received)
-        mine[receives.order] = received
-        counts = [plan.receives(self.end.rank).num_rows for plan in plans]
+        mine = torch.empty_like(arrived)
+        mine[receives.order] = arrived
         for m, part in zip(microbatches, mine.split(counts), strict=True):
-            part = part if self.end.gather is None else self._gather(self._plans[m], part)
+            if self.end.gather is not None:
+                part = gather_shares(self.end.gather, self._shares(m), part)
             leaf = part.to(self.end.dtype)
             self._leaves[m] = leaf.requires_grad_(True) if self._expects_gradients else leaf
 
@@ -114,17 +134,21 @@ class ColocatedBridge:
         the encoder gets the complete gradient.
         """
         plans = [self._plans[m] for m in microbatches]
-        sends, receives = self._merged(plans)
-        outgoing = torch.zeros(0, self.end.hidden_size, device=self.end.device)
+        rank, device = self.end.rank, self.end.device
+        starts = _starts([plan.receives(rank).num_rows for plan in plans])
+        returns = _Merged.of([plan.returns(rank) for plan in plans], starts, device)
+        rows = [plan.source_rows[self.lane] for plan in plans]
+        collects = _Merged.of([plan.collects(rank) for plan in plans], _starts(rows), device)
+        outgoing = torch.zeros(0, self.end.hidden_size, device=device)
         if self.receives:
-            parts = [self._own_share(m) for m in microbatches]
-            outgoing = torch.cat(parts)[receives.order]
-        received = self._exchange(self.end.backward, receives, sends, outgoing, "gradients")
-        index = self._source_index(plans)[sends.order]
-        rows = sum(plan.source_rows[self.lane] for plan in plans)
-        gradient = received.new_zeros(rows, self.end.hidden_size)
-        gradient[index] = received
-        if self.encoder_gather is not None and rows > 0:
+            outgoing = torch.cat([self._own_gradient(m) for m in microbatches])
+            outgoing = outgoing[returns.index][returns.order]
+        arrived = self._exchange(
+            self.end.backward, returns, collects, outgoing, "gradients", microbatches
+        )
+        gradient = arrived.new_zeros(sum(rows), self.end.hidden_size)
+        gradient[collects.index[collects.order]] = arrived
+        if self.encoder_gather is not None and sum(rows) > 0:
             # Shares are disjoint and the rest is zero, so the sum puts them together exactly.
             dist.all_reduce(gradient, group=self.encoder_gather)
         return gradient.to(self.end.dtype)
@@ -133,49 +157,22 @@ class ColocatedBridge:
         """Forget the rows of the step."""
         self._leaves.clear()
 
-    def _merged(self, plans: Sequence[BridgePlan]) -> tuple[_Merged, _Merged]:
-        rank, device = self.end.rank, self.end.device
-        return (
-            _Merged.of([plan.sends(rank) for plan in plans], device),
-            _Merged.of([plan.receives(rank) for plan in plans], device),
-        )
-
-    def _source_index(self, plans: Sequence[BridgePlan]) -> Tensor:
-        """Rows that this rank sends, in the lane's rows of all microbatches laid end to end."""
-        start, parts = 0, []
-        for plan in plans:
-            parts.append(plan.sends(self.end.rank).index + start)
-            start += plan.source_rows[self.lane]
-        return torch.from_numpy(np.concatenate(parts)).to(self.end.device)
-
     def _sharers(self) -> list[int]:
         """Ranks whose received rows make up this rank's rows, in order."""
         if self.end.gather is None:
             return [self.end.rank]
         return dist.get_process_group_ranks(self.end.gather)
 
-    def _gather(self, plan: BridgePlan, mine: Tensor) -> Tensor:
-        """All ranks' shares (n_t, H) -> the lane's rows; shares differ by at most one row."""
-        counts = [plan.receives(rank).num_rows for rank in self._sharers()]
-        longest = max(counts)
-        if longest == 0:
-            return mine
-        padded = mine.new_zeros(longest, self.end.hidden_size)
-        padded[: mine.shape[0]] = mine
-        gathered = mine.new_empty(len(counts) * longest, self.end.hidden_size)
-        dist.all_gather_into_tensor(gathered, padded, group=self.end.gather)
-        return torch.cat(
-            [gathered[t * longest : t * longest + count] for t, count in enumerate(counts)]
-        )
+    def _shares(self, microbatch: int) -> list[int]:
+        plan = self._plans[microbatch]
+        return [plan.receives(rank).num_rows for rank in self._sharers()]
 
-    def _own_share(self, microbatch: int) -> Tensor:
+    def _own_gradient(self, microbatch: int) -> Tensor:
         """The gradient of the rows that this rank itself received, never of a gathered copy."""
         leaf = self._leaves.pop(microbatch)
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        plan, sharers = self._plans[microbatch], self._sharers()
-        before = sharers[: sharers.index(self.end.rank)]
-        start = sum(plan.receives(rank).num_rows for rank in before)
-        return gradient[start : start + plan.receives(self.end.rank).num_rows]
+        shares, mine = self._shares(microbatch), self._sharers().index(self.end.rank)
+        return gradient[sum(shares[:mine]) : sum(shares[: mine + 1])]
 
     def _exchange(
         self,
@@ -184,6 +181,7 @@ class ColocatedBridge:
         receives: _Merged,
         outgoing: Tensor,
         what: str,
+        microbatches: range,
     ) -> Tensor:
         """Send ``outgoing`` (n, H) as ``sends`` says and return what ``receives`` expects."""
         outgoing = outgoing.to(self.end.wire_dtype).contiguous()
@@ -194,12 +192,13 @@ class ColocatedBridge:
             into.pop(self.end.rank).copy_(out.pop(self.end.rank))
         operations = [dist.P2POp(dist.irecv, part, peer, group) for peer, part in into.items()]
         operations += [dist.P2POp(dist.isend, part, peer, group) for peer, part in out.items()]
-        try:
-            for work in dist.batch_isend_irecv(operations) if operations else []:
-                work.wait()
-        except RuntimeError as error:
-            waiting = {peer: part.shape[0] for peer, part in into.items()}
-            raise BridgeError(
-                f"bridge {self.end.name}, {what}: waited for rows of peer ranks {waiting}: {error}"
-            ) from error
+        works = dist.batch_isend_irecv(operations) if operations else []
+        works = works * len(operations) if len(works) == 1 else works
+        messages = [
+            Message(work, operation.peer, operation.tensor.shape[0], operation.op is dist.irecv)
+            for work, operation in zip(works, operations, strict=True)
+        ]
+        span = f"microbatches {microbatches.start} to {microbatches.stop - 1}"
+        text = f"bridge {self.end.name} (colocated): {what} of {span}"
+        wait_for(messages, text, microbatches.start, self.end.timeout_seconds)
         return incoming
