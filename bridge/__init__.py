@@ -1,14 +1,9 @@
 """From flat embeddings in any encoder layout to rows in any language-model layout."""
 
 from bridge.balance import assign_items, imbalance
-from bridge.check import check_plans
+from bridge.check import SampleKeys, check_plans
 from bridge.colocated import ColocatedBridge
-from bridge.communicator import (
-    BridgeEnd,
-    BridgeError,
-    BridgeReceiver,
-    BridgeSender,
-)
+from bridge.communicator import BridgeReceiver, BridgeSender
 from bridge.flat import FlatEmbeddings
 from bridge.plan import BridgePlan, Exchange, LevelGroup, lower_bound_rows, plan_levels
 from bridge.runs import ItemRuns
@@ -26,6 +21,8 @@ from bridge.source import (
     Source,
     replicated_source,
 )
+from bridge.transfer import BridgeEnd
+from bridge.waiting import BridgeError
 
 __all__ = [
     "BridgeEnd",
@@ -40,6 +37,7 @@ __all__ = [
     "LaneSegments",
     "LevelGroup",
     "ReplicatedSource",
+    "SampleKeys",
     "SequenceShardedSource",
     "ShardMap",
     "Source",

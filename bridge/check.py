@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from bridge.communicator import BridgeEnd
 from bridge.plan import BridgePlan
+from bridge.transfer import BridgeEnd
 from bridge.waiting import BridgeError
 
 SampleKeys = Callable[[int], Sequence[str]]

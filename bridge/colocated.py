@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bridge.communicator import BridgeEnd, gather_shares
 from bridge.plan import BridgePlan, Exchange
+from bridge.transfer import BridgeEnd, gather_shares
 from bridge.waiting import Message, UnexpectedRows, wait_for
 
 

@@ -16,142 +16,26 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bridge.flat import FlatEmbeddings
-from bridge.plan import BridgePlan, Exchange
-from bridge.waiting import BridgeError, Message, UnexpectedRows, wait_for
+from bridge.plan import BridgePlan
+from bridge.transfer import (
+    BridgeEnd,
+    Transfer,
+    gather_shares,
+    index_of,
+    messages_of,
+    start_transfer,
+)
+from bridge.waiting import BridgeError, UnexpectedRows
 
 # Microbatches whose receives are posted before they are needed, so transfer overlaps compute.
 _POSTED_AHEAD = 2
-
-
-@dataclass(frozen=True)
-class BridgeEnd:
-    """What both ends of a bridge agree on.
-
-    name: the encoder's. forward, backward: groups for rows and for gradients, over both ends.
-    wire_dtype: dtype of both messages. trainable: whether gradients travel back at all.
-    gather: this rank's tensor-parallel group if the rows of a lane are shared out over it and
-        each rank needs all of them (forward on the receiver, backward on the sender).
-    timeout_seconds: how long to wait for a transfer. None leaves it to the backend, where waiting
-        does not block the host (NCCL).
-    """
-
-    name: str
-    rank: int
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
-    hidden_size: int
-    dtype: torch.dtype
-    wire_dtype: torch.dtype
-    device: torch.device
-    trainable: bool
-    gather: dist.ProcessGroup | None = None
-    timeout_seconds: float | None = None
-
-    def edge(self, group: dist.ProcessGroup) -> str:
-        """Which modules ``group`` connects, in the direction of its messages."""
-        ends = (self.name, "language") if group is self.forward else ("language", self.name)
-        return f"bridge {ends[0]} -> {ends[1]}"
-
-
-@dataclass
-class _Transfer:
-    """Messages under way with the peers of one exchange, in one buffer (n, H)."""
-
-    works: list[dist.Work]
-    buffer: Tensor
-    exchange: Exchange
-    what: str
-    incoming: bool
-    microbatch: int | None = None
-    timeout_seconds: float | None = None
-
-    def wait(self) -> Tensor:
-        """The buffer, once every message has arrived or left; raises BridgeError."""
-        messages = [
-            Message(work, peer, rows, self.incoming)
-            for work, peer, rows in zip(
-                self.works, self.exchange.peers, self.exchange.counts, strict=True
-            )
-        ]
-        wait_for(messages, self.what, self.microbatch, self.timeout_seconds)
-        return self.buffer
-
-
-def _transfer(
-    end: BridgeEnd,
-    group: dist.ProcessGroup,
-    exchange: Exchange,
-    what: str,
-    outgoing: Tensor | None,
-    microbatch: int | None = None,
-) -> _Transfer:
-    """Start sending ``outgoing`` (n, H), or receiving when it is None; does not wait.
-
-    what: names the transfer in errors, such as "rows of microbatch 3".
-    """
-    if outgoing is None:
-        buffer = torch.empty(
-            exchange.num_rows, end.hidden_size, dtype=end.wire_dtype, device=end.device
-        )
-    else:
-        buffer = outgoing.to(end.wire_dtype).contiguous()
-    operation = dist.irecv if outgoing is None else dist.isend
-    operations = [
-        dist.P2POp(operation, part, peer, group)
-        for part, peer in zip(buffer.split(list(exchange.counts)), exchange.peers, strict=True)
-    ]
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    # Backends may answer a batch with one handle for all of it.
-    works = works * len(operations) if len(works) == 1 else works
-    return _Transfer(
-        works,
-        buffer,
-        exchange,
-        f"{end.edge(group)}: {what}",
-        incoming=outgoing is None,
-        microbatch=microbatch,
-        timeout_seconds=end.timeout_seconds,
-    )
-
-
-def _start(
-    end: BridgeEnd, microbatch: int, exchange: Exchange, kind: str, outgoing: Tensor | None
-) -> _Transfer:
-    """`_transfer` of one microbatch's "rows" or "gradients"."""
-    group = end.forward if kind == "rows" else end.backward
-    what = f"{kind} of microbatch {microbatch}"
-    return _transfer(end, group, exchange, what, outgoing, microbatch)
-
-
-def _index(exchange: Exchange, device: torch.device) -> Tensor:
-    return torch.from_numpy(exchange.index).to(device)
-
-
-def gather_shares(group: dist.ProcessGroup, counts: Sequence[int], mine: Tensor) -> Tensor:
-    """All ranks' shares (n_t, H), in the order of the group's ranks -> (N, H).
-
-    Every rank of ``group`` calls it with the same ``counts`` of rows; shares are even, so little
-    is padded. Not differentiable: whoever calls it knows whose gradient counts.
-    """
-    longest = max(counts)
-    if longest == 0:
-        return mine
-    padded = mine
-    if mine.shape[0] < longest:
-        padded = mine.new_zeros(longest, mine.shape[1])
-        padded[: mine.shape[0]] = mine
-    gathered = mine.new_empty(len(counts) * longest, mine.shape[1])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    return torch.cat(
-        [gathered[t * longest : t * longest + count] for t, count in enumerate(counts)]
-    )
 
 
 def _check_gradient_path(
@@ -179,8 +63,8 @@ class BridgeSender:
         self.lane = lane
         self.run_ahead = run_ahead
         self._plans: Sequence[BridgePlan] = ()
-        self._sent: deque[_Transfer] = deque()
-        self._gradients: dict[int, _Transfer] = {}
+        self._sent: deque[Transfer] = deque()
+        self._gradients: dict[int, Transfer] = {}
         self._expects_gradients = False
         self._waited_seconds = 0.0
 
@@ -189,11 +73,10 @@ class BridgeSender:
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
-    def _wait(self, transfer: _Transfer) -> Tensor:
+    def _wait(self, transfer: Transfer) -> None:
         started = time.perf_counter()
-        buffer = transfer.wait()
+        transfer.wait()
         self._waited_seconds += time.perf_counter() - started
-        return buffer
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
         """Start a step of ``len(plans)`` microbatches."""
@@ -233,30 +116,36 @@ class BridgeSender:
     def _forward(self, microbatch: int, values: Tensor) -> Tensor:
         plan, rank = self._plans[microbatch], self.end.rank
         exchange = plan.sends(rank)
-        outgoing = values.detach()[_index(exchange, values.device)]
+        outgoing = messages_of(values.detach(), exchange)
         # Without a backward that waits for the receiver, finished sends are retired here.
         while not self._expects_gradients and len(self._sent) >= max(1, self.run_ahead):
             self._wait(self._sent.popleft())
-        self._sent.append(_start(self.end, microbatch, exchange, "rows", outgoing))
+        self._sent.append(start_transfer(self.end, microbatch, exchange, "rows", outgoing))
         if self._expects_gradients:
             returning = plan.collects(rank)
-            self._gradients[microbatch] = _start(self.end, microbatch, returning, "gradients", None)
+            self._gradients[microbatch] = start_transfer(
+                self.end, microbatch, returning, "gradients", None
+            )
         return values.new_zeros(())
 
     def _backward(self, microbatch: int) -> Tensor:
         plan, device = self._plans[microbatch], self.end.device
         transfer = self._gradients.pop(microbatch)
-        received = self._wait(transfer)
+        self._wait(transfer)
+        received = transfer.arrived()
         # Who sends back the gradient of rows has taken them, so their buffer is free.
         self._wait(self._sent.popleft())
-        index = _index(transfer.exchange, device)
+        index = transfer.exchange.index
         if self.end.gather is not None:
             ranks = dist.get_process_group_ranks(self.end.gather)
             exchanges = [plan.collects(rank) for rank in ranks]
             received = gather_shares(self.end.gather, [e.num_rows for e in exchanges], received)
-            index = torch.cat([_index(exchange, device) for exchange in exchanges])
-        gradient = received.new_zeros(plan.source_rows[self.lane], self.end.hidden_size)
-        gradient[index] = received
+            index = np.concatenate([exchange.index for exchange in exchanges])
+        num_rows = plan.source_rows[self.lane]
+        if index.size == num_rows and (np.diff(index) == 1).all():
+            return received.to(self.end.dtype)  # every row, in order
+        gradient = received.new_zeros(num_rows, self.end.hidden_size)
+        gradient[torch.from_numpy(index).to(device)] = received
         return gradient.to(self.end.dtype)
 
     def finish(self) -> None:
@@ -273,8 +162,8 @@ class BridgeReceiver:
         self.end = end
         self._plans: Sequence[BridgePlan] = ()
         self._expects_gradients = False
-        self._rows: dict[int, _Transfer] = {}
-        self._gradients: deque[_Transfer] = deque()
+        self._rows: dict[int, Transfer] = {}
+        self._gradients: deque[Transfer] = deque()
         # Gives the rows a place in the graph although nothing before them is on this rank.
         self._anchor = torch.zeros((), device=end.device, requires_grad=True)
 
@@ -288,7 +177,7 @@ class BridgeReceiver:
 
     def _post(self, microbatch: int) -> None:
         exchange = self._plans[microbatch].receives(self.end.rank)
-        self._rows[microbatch] = _start(self.end, microbatch, exchange, "rows", None)
+        self._rows[microbatch] = start_transfer(self.end, microbatch, exchange, "rows", None)
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """Rows (n, H) in the model's dtype and their local positions (n,) int64.
@@ -307,7 +196,7 @@ class BridgeReceiver:
     def _positions(self, microbatch: int) -> Tensor:
         plan = self._plans[microbatch]
         exchanges = [plan.receives(rank) for rank in self._sharers()]
-        return torch.cat([_index(exchange, self.end.device) for exchange in exchanges])
+        return torch.cat([index_of(exchange, self.end.device) for exchange in exchanges])
 
     def _sharers(self) -> list[int]:
         """Ranks whose received rows make up this rank's rows, in order."""
@@ -316,7 +205,9 @@ class BridgeReceiver:
         return dist.get_process_group_ranks(self.end.gather)
 
     def _forward(self, microbatch: int) -> Tensor:
-        mine = self._rows.pop(microbatch).wait()
+        transfer = self._rows.pop(microbatch)
+        transfer.wait()
+        mine = transfer.arrived()
         if microbatch + _POSTED_AHEAD < len(self._plans):
             self._post(microbatch + _POSTED_AHEAD)
         if self.end.gather is not None:
@@ -333,11 +224,13 @@ class BridgeReceiver:
             before = sharers[: sharers.index(self.end.rank)]
             start = sum(plan.receives(rank).num_rows for rank in before)
             gradient = gradient[start : start + plan.receives(self.end.rank).num_rows]
-        gradient = gradient.detach()[_index(exchange, gradient.device)]
+        outgoing = messages_of(gradient.detach(), exchange)
         # The encoder asks for gradients when it sends rows, so they leave without delay.
         while len(self._gradients) >= _POSTED_AHEAD:
             self._gradients.popleft().wait()
-        self._gradients.append(_start(self.end, microbatch, exchange, "gradients", gradient))
+        self._gradients.append(
+            start_transfer(self.end, microbatch, exchange, "gradients", outgoing)
+        )
 
     def finish(self) -> None:
         """Wait until all gradients have left; call after the module's schedule."""

@@ -180,6 +180,8 @@ class BridgePlan:
             self.returned,
             self.runs.sample,
             self.runs.source_lane,
+            self.runs.destination_lane,
+            self.runs.position,
             self.runs.rows,
         ):
             hasher.update(np.ascontiguousarray(array).tobytes())

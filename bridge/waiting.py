@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +82,9 @@ def wait_for(
     if lost:
         peers = ", ".join(str(message) for message in lost)
         also = f"; still waiting for {waiting}" if late else ""
-        text = f"failed while waiting for {peers}{also}: {cause}"
+        # Gloo's text: the place in its source, what happened, advice.
+        reason = re.sub(r"^\[\S+\] ", "", str(cause)).split(". ")[0]
+        text = f"failed while waiting for {peers}{also}: {reason}"
     else:
         verb = "did not arrive" if late[0].incoming else "were not taken"
         text = f"{verb} within bridge.timeout_seconds {seconds:g}; still waiting for {waiting}"

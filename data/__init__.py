@@ -1,9 +1,16 @@
 """Samples from webdataset shards to token ids and image patches. Imports nothing else of ours."""
 
-from data.chat import ChatTokenizer, EncodedSample, MessagesError, PlaceholderError
+from data.chat import (
+    ChatTokenizer,
+    EncodedSample,
+    MessagesError,
+    PlaceholderError,
+    UnknownMediaError,
+)
 from data.digits import prepare_digits
 from data.images import ImageProcessor, image_size, open_image
-from data.index import Index, SkippedSample, build_index, check_lengths
+from data.index import Index, Processors, SkippedSample, check_lengths
+from data.index_build import build_index
 from data.index_store import load_index, load_or_build_index, save_index
 from data.order import SampleOrder
 from data.positions import mrope_position_ids
@@ -16,9 +23,11 @@ __all__ = [
     "Index",
     "MessagesError",
     "PlaceholderError",
+    "Processors",
     "SampleOrder",
     "SampleReader",
     "SkippedSample",
+    "UnknownMediaError",
     "UnreadableSample",
     "build_index",
     "check_lengths",

@@ -30,6 +30,7 @@ class GlobalMicrobatch:
     lane: (n,) its language lane. start: (n,) its first token in the lane's packed sequence.
     length, loss_tokens: (n,) tokens, and tokens that count in the loss.
     lane_tokens: (L,) packed length T of each lane, padding included.
+    media: names of the media. item_media: (m,) into these.
     item: (m,) number in its source's index. item_sample: (m,) ascending, into the samples.
     item_position: (m,) first placeholder in the lane's packed sequence.
     item_rows, item_cost: (m,) placeholders, and work of the encoder.
@@ -42,6 +43,8 @@ class GlobalMicrobatch:
     length: np.ndarray
     loss_tokens: np.ndarray
     lane_tokens: np.ndarray
+    media: tuple[str, ...]
+    item_media: np.ndarray
     item: np.ndarray
     item_sample: np.ndarray
     item_position: np.ndarray
@@ -57,6 +60,12 @@ class GlobalMicrobatch:
         """Numbers in this microbatch of the samples of one lane, in packed order."""
         return np.flatnonzero(self.lane == lane)
 
+    def items_of_media(self, media: str) -> np.ndarray:
+        """Numbers in this microbatch of the items of one media, in order."""
+        if media not in self.media:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.item_media == self.media.index(media))
+
     def without(self, unusable: Collection[int]) -> GlobalMicrobatch:
         """The same microbatch with some samples blanked: no items and no loss, tokens kept.
 
@@ -70,6 +79,7 @@ class GlobalMicrobatch:
         return replace(
             self,
             loss_tokens=np.where(blank, 0, self.loss_tokens),
+            item_media=self.item_media[kept],
             item=self.item[kept],
             item_sample=self.item_sample[kept],
             item_position=self.item_position[kept],
@@ -88,18 +98,20 @@ def plan_microbatch(
 ) -> GlobalMicrobatch:
     """The microbatch of ``lanes · samples_per_lane`` samples from ``first_position`` on.
 
-    A pure function of its arguments, so every rank plans the same. Each lane's packed length is
+    A pure function of its arguments, so every rank plans the same. All ``indexes`` have the same
+    media. Each lane's packed length is
     padded to ``token_multiple``.
     """
     count = lanes * samples_per_lane
     source, sample = order.at(np.arange(first_position, first_position + count))
     length = np.empty(count, np.int64)
     loss_tokens = np.empty(count, np.int64)
-    items, item_sample, placeholder, rows, cost = [], [], [], [], []
+    media, items, item_sample, placeholder, rows, cost = [], [], [], [], [], []
     for i in range(count):
         index, s = indexes[source[i]], sample[i]
         length[i], loss_tokens[i] = index.token_length[s], index.loss_tokens[s]
         own = np.arange(index.item_start[s], index.item_start[s + 1])
+        media.append(index.item_media[own])
         items.append(own)
         item_sample.append(np.full(own.size, i))
         placeholder.append(index.item_placeholder[own])
@@ -117,6 +129,8 @@ def plan_microbatch(
         length=length,
         loss_tokens=loss_tokens,
         lane_tokens=-(-per_lane.sum(axis=1) // token_multiple) * token_multiple,
+        media=indexes[0].media,
+        item_media=_concatenate(media),
         item=_concatenate(items),
         item_sample=of_sample,
         item_position=start[of_sample] + _concatenate(placeholder),
@@ -147,14 +161,13 @@ class PackedLane:
 def pack_lane(
     samples: Sequence[EncodedSample],
     grids: Sequence[Sequence[tuple[int, int, int]]],
-    merge_size: int,
     loss_tokens: Sequence[int],
     num_tokens: int,
     pad_token_id: int,
 ) -> PackedLane:
     """Pack a lane's samples one after the other into ``num_tokens`` tokens.
 
-    grids: per sample, the (t, h, w) of its images in patches. loss_tokens: per sample; a sample
+    grids: per sample, the (t, h, w) of its items in rows. loss_tokens: per sample; a sample
     planned with none (blanked) has its whole loss mask cleared.
     Positions restart in every segment.
     """
@@ -167,7 +180,7 @@ def pack_lane(
         for sample, count in zip(samples, loss_tokens, strict=True)
     ]
     positions = [
-        mrope_position_ids(len(sample.input_ids), sample.image_offsets, own, merge_size)
+        mrope_position_ids(len(sample.input_ids), sample.item_offsets, own)
         for sample, own in zip(samples, grids, strict=True)
     ]
     return PackedLane(

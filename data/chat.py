@@ -1,12 +1,12 @@
 """Chat messages to token ids, labels and loss mask, with a Hugging Face tokenizer and its template.
 
-Letters: `L` tokens of one sample, `I` images in it.
+Letters: `L` tokens of one sample, `I` items (images, videos, ...) in it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,30 +15,43 @@ import numpy as np
 
 Message = Mapping[str, Any]
 
+IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}
+
 
 class MessagesError(ValueError):
     """The messages of one sample are malformed, or its chat template refuses them."""
 
 
 class PlaceholderError(ValueError):
-    """A sample has more or fewer image placeholders than images."""
+    """A sample has more or fewer placeholders than items."""
 
-    def __init__(self, key: str, placeholders: int, images: int) -> None:
+    def __init__(self, key: str, placeholders: int, items: int) -> None:
         super().__init__(
-            f"sample {key!r} has {placeholders} image placeholders but {images} images: need one "
-            'content part {"type": "image"} per image; fix the messages or the image files'
+            f"sample {key!r} has {placeholders} placeholders but {items} items: need one content "
+            'part such as {"type": "image"} per item; fix the messages or the files of the items'
         )
-        self.key, self.placeholders, self.images = key, placeholders, images
+        self.key, self.placeholders, self.items = key, placeholders, items
+
+
+class UnknownMediaError(ValueError):
+    """A sample has an item that no encoder takes."""
+
+    def __init__(self, key: str, media: str, known: Collection[str]) -> None:
+        super().__init__(
+            f"sample {key!r} has a content part of type {media!r}, but there are encoders for "
+            f"{', '.join(known) or 'nothing'} only: give an encoder this media, or correct the type"
+        )
+        self.key, self.media = key, media
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One tokenized sample; every image is already `num_tokens(image)` placeholder ids long."""
+    """One tokenized sample; every item is already `num_tokens(item)` placeholder ids long."""
 
     input_ids: np.ndarray  # (L,) int64
     labels: np.ndarray  # (L,) int64: labels[i] = input_ids[i + 1], the last one is padding
     loss_mask: np.ndarray  # (L,) float32: 1 where labels[i] belongs to an assistant's answer
-    image_offsets: np.ndarray  # (I,) int64: first placeholder of each image
+    item_offsets: np.ndarray  # (I,) int64: first placeholder of each item
 
 
 class ChatTokenizer:
@@ -47,12 +60,15 @@ class ChatTokenizer:
     Safe to use from several threads: it only ever reads.
 
     directory: folder with tokenizer.json and a chat template; never downloads anything.
-    image_token: the placeholder that the template writes once per image.
+    placeholders: by media, which is the type of content part such as "image" or "video", the token
+    that the template writes once per item.
 
     Raises ValueError when the folder, its template, or a needed token is missing.
     """
 
-    def __init__(self, directory: str | Path, image_token: str = "<|image_pad|>") -> None:
+    def __init__(
+        self, directory: str | Path, placeholders: Mapping[str, str] = IMAGE_PLACEHOLDERS
+    ) -> None:
         from transformers import AutoTokenizer  # here, because it costs seconds to import
 
         self.directory = Path(directory)
@@ -81,37 +97,56 @@ class ChatTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer, self._backend = tokenizer, backend
-        self.image_token = image_token
+        self.placeholders = dict(placeholders)
         self.vocab_size: int = len(tokenizer)
-        self.image_token_id = self._required_id(image_token, "the image placeholder")
+        self.placeholder_ids: dict[str, int] = {
+            media: self._required_id(token, f"the {media} placeholder")
+            for media, token in placeholders.items()
+        }
         eos = "<|im_end|>" if backend.token_to_id("<|im_end|>") is not None else tokenizer.eos_token
         self.eos_token_id = self._required_id(eos, "the end of a turn")
         pad = tokenizer.pad_token
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
+    def media_of_items(self, messages: Sequence[Message], key: str) -> list[str]:
+        """The media of each item, in order of mention.
+
+        Raises MessagesError for malformed messages, UnknownMediaError for a media that has no
+        placeholder.
+        """
+        check_messages(messages, key)
+        contents = [m["content"] for m in messages if not isinstance(m["content"], str)]
+        types = [part["type"] for content in contents for part in content]
+        found = [media for media in types if media != "text"]
+        for media in found:
+            if media not in self.placeholders:
+                raise UnknownMediaError(key, media, self.placeholders)
+        return found
+
     def encode(
-        self, messages: Sequence[Message], rows_per_image: Sequence[int], key: str
+        self, messages: Sequence[Message], rows_per_item: Sequence[int], key: str
     ) -> EncodedSample:
         """Tokenize a finished conversation; the loss is on every assistant answer.
 
         An answer reaches from behind the template's generation prompt to its <|im_end|>, included.
-        rows_per_image: rows of each image, in order; that many placeholders stand for it.
+        rows_per_item: rows of each item, in order of mention over all media; that many
+        placeholders of its media stand for it.
         key: names the sample in errors.
 
-        Raises MessagesError for malformed messages, PlaceholderError when placeholders and images
-        differ in number, ValueError when the template cannot be cut at the answers.
+        Raises as `media_of_items`, PlaceholderError when placeholders and items differ in number,
+        ValueError when the template cannot be cut at the answers or writes another placeholder.
         """
-        check_messages(messages, key)
+        media = self.media_of_items(messages, key)
         ids = self._tokens(messages, key)
         answer = np.zeros(len(ids), dtype=bool)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 start, end = self._answer_span(messages, number, ids, key)
                 answer[start:end] = True
-        return self._expand(ids, answer, rows_per_image, key)
+        return self._expand(ids, answer, media, rows_per_item, key)
 
     def encode_prompt(
-        self, messages: Sequence[Message], rows_per_image: Sequence[int]
+        self, messages: Sequence[Message], rows_per_item: Sequence[int]
     ) -> EncodedSample:
         """Tokenize a conversation that waits for an answer: ends with the generation prompt.
 
@@ -119,18 +154,19 @@ class ChatTokenizer:
 
         Raises as `encode`, and MessagesError when the last message already is the assistant's.
         """
-        check_messages(messages, "prompt")
+        media = self.media_of_items(messages, "prompt")
         if messages[-1]["role"] == "assistant":
             raise MessagesError(
                 "the last message of a prompt is the assistant's: leave the answer out"
             )
         ids = self._tokens(messages, "prompt", add_generation_prompt=True)
-        sample = self._expand(ids, np.zeros(len(ids), dtype=bool), rows_per_image, "prompt")
+        answer = np.zeros(len(ids), dtype=bool)
+        sample = self._expand(ids, answer, media, rows_per_item, "prompt")
         return EncodedSample(
             input_ids=sample.input_ids,
             labels=np.full_like(sample.input_ids, self.pad_token_id),
             loss_mask=sample.loss_mask,
-            image_offsets=sample.image_offsets,
+            item_offsets=sample.item_offsets,
         )
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -145,7 +181,7 @@ class ChatTokenizer:
             sorted(
                 (name, str(token)) for name, token in self._tokenizer.special_tokens_map.items()
             ),
-            (self.image_token, self.eos_token_id, self.pad_token_id),
+            (sorted(self.placeholders.items()), self.eos_token_id, self.pad_token_id),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -161,7 +197,7 @@ class ChatTokenizer:
     def _tokens(
         self, messages: Sequence[Message], key: str, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Token ids of rendered messages, one placeholder per image."""
+        """Token ids of rendered messages, one placeholder per item."""
         from jinja2 import TemplateError
 
         try:  # transformers compiles a template once per process and keeps it
@@ -201,15 +237,27 @@ class ChatTokenizer:
         return len(before), end
 
     def _expand(
-        self, ids: list[int], answer: np.ndarray, rows_per_image: Sequence[int], key: str
+        self,
+        ids: list[int],
+        answer: np.ndarray,
+        media: Sequence[str],
+        rows_per_item: Sequence[int],
+        key: str,
     ) -> EncodedSample:
-        """Repeat each placeholder rows_per_image[k] times; shift labels and mask by one."""
+        """Repeat each placeholder rows_per_item[k] times; shift labels and mask by one."""
         compact = np.array(ids, dtype=np.int64)
-        placeholders = np.flatnonzero(compact == self.image_token_id)
-        if len(placeholders) != len(rows_per_image):
-            raise PlaceholderError(key, len(placeholders), len(rows_per_image))
+        placeholders = np.flatnonzero(np.isin(compact, list(self.placeholder_ids.values())))
+        for count in (len(media), len(placeholders)):
+            if count != len(rows_per_item):
+                raise PlaceholderError(key, count, len(rows_per_item))
+        wanted = [self.placeholder_ids[one] for one in media]
+        if compact[placeholders].tolist() != wanted:
+            raise ValueError(
+                f"sample {key!r}: the chat template of {self.directory} does not write the "
+                f"placeholders {self.placeholders} for items of {', '.join(media)}, in this order"
+            )
         repeats = np.ones(len(compact), dtype=np.int64)
-        repeats[placeholders] = rows_per_image
+        repeats[placeholders] = rows_per_item
         input_ids = np.repeat(compact, repeats)
         labels = np.append(input_ids[1:], self.pad_token_id)
         loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)
@@ -218,7 +266,7 @@ class ChatTokenizer:
 
 
 def check_messages(messages: object, key: str) -> None:
-    """Raise MessagesError unless `messages` is a chat list of text and image parts."""
+    """Raise MessagesError unless `messages` is a chat list of text parts and items."""
 
     def fail(problem: str) -> MessagesError:
         return MessagesError(
@@ -239,10 +287,10 @@ def check_messages(messages: object, key: str) -> None:
             raise fail(f"the content of message {number} is {_short(content)}")
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind != "image" and not (kind == "text" and isinstance(part.get("text"), str)):
-                raise fail(
-                    f"message {number} has the content part {_short(part)}, neither text nor image"
-                )
+            has_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            if not isinstance(kind, str) or (kind == "text" and not has_text):
+                shown = _short(part)
+                raise fail(f"message {number} has the content part {shown}, neither text nor item")
 
 
 def _short(value: object) -> str:

@@ -192,10 +192,14 @@ class ImageProcessor:
         new_width, new_height = self.resized(width, height)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
+    def row_grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """(t, h, w) in rows of an image of `width` x `height` pixels: its grid after merging."""
+        t, h, w = self.grid(width, height)
+        return t, h // self.merge_size, w // self.merge_size
+
     def num_tokens(self, width: int, height: int) -> int:
         """Rows, and so placeholder tokens, of an image: t·h·w / M²."""
-        t, h, w = self.grid(width, height)
-        return t * h * w // self.merge_size**2
+        return math.prod(self.row_grid(width, height))
 
     def cost(self, width: int, height: int) -> int:
         """Relative work to encode an image, for load balance: n² + 7680·n with n = t·h·w patches.

@@ -19,18 +19,17 @@ from typing import Any
 import numpy as np
 
 from data.chat import ChatTokenizer
-from data.images import ImageProcessor
 from data.index import (
     INDEX_VERSION,
     ITEM_DTYPES,
     SAMPLE_DTYPES,
     Index,
-    Progress,
+    Processors,
     SkippedSample,
-    build_index,
     index_fingerprint,
     make_index,
 )
+from data.index_build import Progress, build_index
 from data.tar_shards import match_shards, pattern_root
 
 _META = "meta.json"
@@ -61,6 +60,7 @@ def save_index(index: Index, directory: str | Path) -> None:
         "version": INDEX_VERSION,
         "fingerprint": index.fingerprint,
         "files": files,
+        "media": index.media,
         "shards": [os.path.relpath(shard, directory) for shard in index.shards],
         "skipped": [[os.path.relpath(s.shard, directory), s.key, s.reason] for s in index.skipped],
     }
@@ -87,6 +87,7 @@ def load_index(directory: str | Path) -> Index:
         columns |= {name: items[name].to_numpy() for name in ITEM_DTYPES}
         return make_index(
             shards=[_resolve(directory, shard) for shard in meta["shards"]],
+            media=meta["media"],
             keys=samples["key"].to_pylist(),
             item_counts=samples["item_count"].to_numpy(),
             columns=columns,
@@ -101,7 +102,7 @@ def load_index(directory: str | Path) -> Index:
 
 
 def load_or_build_index(
-    pattern: str, chat: ChatTokenizer, processor: ImageProcessor, progress: Progress | None = None
+    pattern: str, chat: ChatTokenizer, processors: Processors, progress: Progress | None = None
 ) -> Index:
     """The index of the shards that `pattern` names: loaded if it is current, else built and stored.
 
@@ -124,13 +125,13 @@ def load_or_build_index(
                 f"shards of the index {directory} are missing: {', '.join(missing[:3])}{more}; put "
                 "them back, or delete that folder to go on with the shards that are left"
             )
-        expected = index_fingerprint(pattern, match_shards(pattern), chat, processor)
+        expected = index_fingerprint(pattern, match_shards(pattern), chat, processors)
         if meta["fingerprint"] == expected:
             try:
                 return load_index(directory)
             except ValueError:
                 pass  # a damaged file: build again
-    index = build_index(pattern, chat, processor, progress)
+    index = build_index(pattern, chat, processors, progress)
     try:
         save_index(index, directory)
     except OSError as error:

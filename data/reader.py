@@ -1,4 +1,4 @@
-"""Reading single samples and images of an index by byte offset; only what is asked is decoded."""
+"""Reading single samples and items of an index by byte offset; only what is asked is decoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from data.chat import ChatTokenizer, EncodedSample
 from data.images import ImageProcessor, open_image
-from data.index import Index, count_loss_tokens, parse_messages
+from data.index import Index, Processors
+from data.index_build import count_loss_tokens, parse_messages
 
 _MAX_OPEN_SHARDS = 256
 
@@ -18,7 +19,7 @@ _MAX_OPEN_SHARDS = 256
 class UnreadableSample(Exception):
     """A sample that cannot be used: corrupt, or no longer what the index says.
 
-    item: number of the image in the index, or None when the text is at fault.
+    item: its number in the index, or None when the text is at fault.
     """
 
     def __init__(self, shard: str, key: str, item: int | None, reason: str) -> None:
@@ -28,13 +29,13 @@ class UnreadableSample(Exception):
 
 
 class SampleReader:
-    """Samples and images of an index. Safe to use from several threads at once.
+    """Samples and items of an index. Safe to use from several threads at once.
 
     Keeps the files of up to 256 shards open.
     """
 
-    def __init__(self, index: Index, chat: ChatTokenizer, processor: ImageProcessor) -> None:
-        self.index, self.chat, self.processor = index, chat, processor
+    def __init__(self, index: Index, chat: ChatTokenizer, processors: Processors) -> None:
+        self.index, self.chat, self.processors = index, chat, processors
         self._lock = threading.Lock()
         self._open_shards: OrderedDict[int, _Shard] = OrderedDict()
 
@@ -53,52 +54,62 @@ class SampleReader:
             raise self._unreadable(sample, None, str(error)) from error
 
     def sample(self, sample: int) -> EncodedSample:
-        """Tokens, labels and loss mask of a sample; no image is read.
+        """Tokens, labels and loss mask of a sample; no item is read.
 
         Raises UnreadableSample when it cannot be encoded or differs from the index.
         """
         index = self.index
         items = slice(int(index.item_start[sample]), int(index.item_start[sample + 1]))
-        messages = self.messages(sample)
+        messages, key = self.messages(sample), str(index.keys[sample])
         try:
-            encoded = self.chat.encode(
-                messages, index.item_rows[items].tolist(), str(index.keys[sample])
-            )
+            encoded = self.chat.encode(messages, index.item_rows[items].tolist(), key)
+            media = self.chat.media_of_items(messages, key)
         except ValueError as error:
             raise self._unreadable(sample, None, str(error)) from error
-        got = (len(encoded.input_ids), count_loss_tokens(encoded), encoded.image_offsets.tolist())
+        got = (
+            len(encoded.input_ids),
+            count_loss_tokens(encoded),
+            encoded.item_offsets.tolist(),
+            media,
+        )
         expected = (
             int(index.token_length[sample]),
             int(index.loss_tokens[sample]),
             index.item_placeholder[items].tolist(),
+            [index.media[number] for number in index.item_media[items]],
         )
         if got != expected:
             raise self._unreadable(
                 sample,
                 None,
-                f"tokens, loss tokens and image offsets are {got}, the index says {expected}: the "
-                "shard or the tokenizer changed since it was built; delete the index folder",
+                f"tokens, loss tokens, item offsets and media are {got}, the index says "
+                f"{expected}: the shard or the tokenizer changed since it was built; delete the "
+                "index folder",
             )
         return encoded
 
-    def image_bytes(self, item: int) -> bytes:
-        """The undecoded file of an image. Raises UnreadableSample."""
+    def processor(self, item: int) -> ImageProcessor:
+        """The processor of the item's media."""
+        return self.processors[self.index.media[self.index.item_media[item]]]
+
+    def item_bytes(self, item: int) -> bytes:
+        """The undecoded file of an item. Raises UnreadableSample."""
         index = self.index
         sample = index.sample_of_item(item)
         return self._read(sample, item, int(index.item_offset[item]), int(index.item_size[item]))
 
     def patches(self, item: int) -> np.ndarray:
-        """float32 (t·h·w, 3·T·P·P): the patches of an image, see ImageProcessor.patches.
+        """float32 (t·h·w, 3·T·P·P): the patches of an item, see ImageProcessor.patches.
 
         Raises UnreadableSample when it cannot be decoded or its size differs from the index.
         """
-        data = self.image_bytes(item)
+        data = self.item_bytes(item)
         sample = self.index.sample_of_item(item)
         try:
             image = open_image(data)
         except ValueError as error:
             raise self._unreadable(sample, item, str(error)) from error
-        expected = (int(self.index.item_width[item]), int(self.index.item_height[item]))
+        expected = self._size(item)
         if image.size != expected:
             raise self._unreadable(
                 sample,
@@ -108,20 +119,25 @@ class SampleReader:
                 "index folder",
             )
         try:
-            return self.processor.patches(image)
+            return self.processor(item).patches(image)
         except (OSError, ValueError) as error:  # a colour mode that Pillow cannot convert
             raise self._unreadable(sample, item, str(error)) from error
 
     def grid(self, item: int) -> tuple[int, int, int]:
-        """(t, h, w) in patches of an image, from the index alone."""
-        return self.processor.grid(
-            int(self.index.item_width[item]), int(self.index.item_height[item])
-        )
+        """(t, h, w) in patches of an item, from the index alone."""
+        return self.processor(item).grid(*self._size(item))
+
+    def row_grid(self, item: int) -> tuple[int, int, int]:
+        """(t, h, w) in rows of an item, from the index alone."""
+        return self.processor(item).row_grid(*self._size(item))
 
     def close(self) -> None:
         """Close all files. The reader can still be used: it opens them again."""
         with self._lock:
             self._open_shards.clear()
+
+    def _size(self, item: int) -> tuple[int, int]:
+        return int(self.index.item_width[item]), int(self.index.item_height[item])
 
     def _read(self, sample: int, item: int | None, offset: int, size: int) -> bytes:
         try:

@@ -1,8 +1,8 @@
 """Webdataset tar shards: which files a pattern names, and the samples in one file by byte offset.
 
 A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
-images `<key>.0.png`, `<key>.1.jpg`, ... Members are stored uncompressed, so that any of them can be
-read later by one seek.
+items `<key>.0.png`, `<key>.1.jpg`, ... in order of mention, whatever their media. Members are
+stored uncompressed, so that any of them can be read later by one seek.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-_IMAGE_SUFFIX = re.compile(r"(\d+)\.(?:png|jpg|jpeg|webp|gif|bmp)", re.IGNORECASE)
+_ITEM_SUFFIX = re.compile(r"(\d+)\.(?:png|jpg|jpeg|webp|gif|bmp)", re.IGNORECASE)
 _TAR_BLOCK = 512
 
 
@@ -59,7 +59,7 @@ class RawSample:
 
     key: str
     json: Member | None = None
-    images: dict[int, Member] = field(default_factory=dict)
+    items: dict[int, Member] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -121,15 +121,15 @@ def _add_member(samples: dict[str, RawSample], member: tarfile.TarInfo) -> None:
     key = folder + slash + stem
     sample = samples.setdefault(key, RawSample(key))
     place = Member(member.offset_data, member.size)
-    image = _IMAGE_SUFFIX.fullmatch(suffix)
+    item = _ITEM_SUFFIX.fullmatch(suffix)
     if suffix == "json":
         if sample.json is not None:
             sample.problem = "two .json members: keys need to be unique inside a shard"
         sample.json = place
-    elif image:
-        if int(image[1]) in sample.images:
-            sample.problem = f"two images number {image[1]}: keys need to be unique inside a shard"
-        sample.images[int(image[1])] = place
+    elif item:
+        if int(item[1]) in sample.items:
+            sample.problem = f"two items number {item[1]}: keys need to be unique inside a shard"
+        sample.items[int(item[1])] = place
 
 
 def _damaged(path: str, reason: str) -> ValueError:

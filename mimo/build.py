@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bridge import BridgeEnd, BridgeReceiver, BridgeSender, ColocatedBridge
-from mimo.device import local_device
+from mimo.device import has_gpu, local_device
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.layout import LANGUAGE, run_ahead
 from mimo.megatron.config import ModuleContext
@@ -20,6 +20,7 @@ from mimo.megatron.parallel import (
     wrap_data_parallel,
 )
 from mimo.model import MimoModel, Module
+from mimo.partition import PartitionAdapter
 from mimo.recipe import Encoder, Language, Recipe
 from mimo.topology import Topology
 
@@ -39,10 +40,15 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
         for encoder in recipe.encoders.values()
         if encoder.placement == "colocated" and encoder.encode_group != "all"
     }
+    partition = None
+    if topology.owns(LANGUAGE) and recipe.bridge.delivery == "replicated":
+        partition = PartitionAdapter(topology.modules[LANGUAGE].tp, recipe.language.grid.sp)
     model = MimoModel(
         modules={},
         device=local_device(),
+        partition=partition,
         encode_group=min(groups_of_microbatches, default=None),
+        trains_encoders=not all(encoder.freeze for encoder in recipe.encoders.values()),
     )
     for name, groups in topology.modules.items():
         part = recipe.language if name == LANGUAGE else recipe.encoders[name]
@@ -56,6 +62,7 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
                 virtual_stages=stages,
                 vp_stage=stage if stages > 1 else None,
                 recompute=part.recompute,
+                scatter_embedding=recipe.bridge.delivery == "sharded",
             )
             if name == LANGUAGE:
                 chunk = language_family(recipe).build(
@@ -130,11 +137,14 @@ def _add_bridges(
                 device=model.device,
                 trainable=not recipe.encoders[name].freeze,
                 gather=gather,
+                # On a GPU waiting must not block the host: the backend watches its own timeout.
+                timeout_seconds=None if has_gpu() else recipe.bridge.timeout_seconds,
             )
 
-        # With sequence parallelism each rank needs just its slice: nothing to gather.
+        # Nothing to gather where each rank needs just its slice, or gets all rows anyway.
+        slices = recipe.language.grid.sp or recipe.bridge.delivery == "replicated"
         tp = topology.modules[LANGUAGE].tp if topology.owns(LANGUAGE) else None
-        whole_lane = tp if tp and tp.size() > 1 and not recipe.language.grid.sp else None
+        whole_lane = tp if tp and tp.size() > 1 and not slices else None
         shares, lane = None, 0
         if topology.owns(name):
             own = topology.modules[name]

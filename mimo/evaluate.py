@@ -65,22 +65,23 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
     if not getattr(recipe.data, split):
         raise RecipeError(f"data.{split}: no shards are given, so there is nothing to evaluate")
     generator = Generator(run)
-    dataset = open_dataset(recipe, split, generator.chat, generator.processor)
+    dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
     waiting: list[tuple[Request, str, str]] = []
     for index, reader in zip(dataset.indexes, dataset.readers, strict=True):
         for sample in range(len(index)):
             messages = reader.messages(sample)
             items = range(int(index.item_start[sample]), int(index.item_start[sample + 1]))
-            images = [open_image(reader.image_bytes(item)) for item in items]
-            request = Request(messages[:-1], images)
+            request = Request(
+                messages[:-1], [open_image(reader.item_bytes(item)) for item in items]
+            )
             waiting.append((request, _text(messages[-2]), _text(messages[-1])))
     answered = []
     for first in range(0, len(waiting), _BATCH):
         batch = waiting[first : first + _BATCH]
         given = generator.answer([request for request, _, _ in batch], max_new_tokens=16)
         answered += [
-            Answered(request.images, question, answer, expected)
+            Answered(request.items, question, answer, expected)
             for (request, question, expected), answer in zip(batch, given, strict=True)
         ]
     return answered

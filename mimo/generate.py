@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from data.batch import pack_lane
-from data.chat import ChatTokenizer, EncodedSample
-from data.images import ImageProcessor, open_image
+from data.chat import ChatTokenizer, EncodedSample, PlaceholderError
+from data.images import open_image
 from mimo.checkpoint import find_checkpoint
-from mimo.dataset import image_processor, open_tokenizer
+from mimo.dataset import item_processors, open_tokenizer
 from mimo.local import LocalModel, join_world_of_one
 from mimo.recipe import load_recipe
 from mimo.recipe_errors import InputError
@@ -22,21 +22,34 @@ from mimo.recipe_errors import InputError
 
 @dataclass(frozen=True)
 class Request:
-    """A chat without its answer. messages: Hugging Face chat list; images in order of mention."""
+    """A chat without its answer. messages: Hugging Face chat list; items in order of mention."""
 
     messages: Sequence[dict]
-    images: Sequence[Image.Image]
+    items: Sequence[Image.Image]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one encoder for all requests together.
+
+    values: (N, H). request: (N,) that each belongs to. place: (N,) position in its prompt.
+    """
+
+    values: torch.Tensor
+    request: np.ndarray
+    place: np.ndarray
 
 
 class Generator:
-    """A model with its tokenizer and processor, ready to answer."""
+    """A model with its tokenizer and processors, ready to answer."""
 
     def __init__(self, path: Path) -> None:
         """path: a run or checkpoint folder. Raises InputError when it holds no checkpoint."""
         join_world_of_one()
         recipe = load_recipe(find_checkpoint(path) / "recipe.yaml")
         self.chat: ChatTokenizer = open_tokenizer(recipe)
-        self.processor: ImageProcessor = image_processor(recipe)
+        self.processors = item_processors(recipe)
+        self.encoders = {encoder.media: name for name, encoder in recipe.encoders.items()}
         self.model = LocalModel.from_checkpoint(path, self.chat.vocab_size)
 
     @torch.no_grad()
@@ -45,24 +58,25 @@ class Generator:
 
         Every step runs over the whole sequences; there is no cache of keys and values.
         """
-        prompts, grids, rows = [], [], []
-        for request in requests:
-            sizes = [self.processor.grid(*image.size) for image in request.images]
-            counts = [self.processor.num_tokens(*image.size) for image in request.images]
+        media = [self.chat.media_of_items(one.messages, "prompt") for one in requests]
+        prompts, grids = [], []
+        for request, own in zip(requests, media, strict=True):
+            if len(own) != len(request.items):
+                raise PlaceholderError("prompt", len(own), len(request.items))
+            items = list(zip([self.processors[one] for one in own], request.items, strict=True))
+            counts = [processor.num_tokens(*image.size) for processor, image in items]
             prompts.append(self.chat.encode_prompt(request.messages, counts))
-            grids.append(sizes)
-            rows += [self.processor.patches(image) for image in request.images]
-        flat_grids = np.array([g for own in grids for g in own], np.int64).reshape(-1, 3)
-        encoded = self.model.encode(np.concatenate(rows), flat_grids) if rows else None
+            grids.append([processor.row_grid(*image.size) for processor, image in items])
+        rows = [
+            self._encode(one, requests, media, prompts)
+            for one in self.processors
+            if any(one in own for own in media)
+        ]
 
         sequences = [prompt.input_ids.tolist() for prompt in prompts]
         open_requests = list(range(len(requests)))
-        # A finished request leaves the pack, so its rows leave with it.
-        owner = np.concatenate([np.full(len(p.input_ids), i) for i, p in enumerate(prompts)])[
-            np.concatenate([p.input_ids for p in prompts]) == self.chat.image_token_id
-        ]
         for _ in range(max_new_tokens):
-            nexts = self._next_tokens(open_requests, sequences, prompts, grids, encoded, owner)
+            nexts = self._next_tokens(open_requests, sequences, prompts, grids, rows)
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
             open_requests = [
@@ -83,38 +97,65 @@ class Generator:
             for sequence, prompt in zip(sequences, prompts, strict=True)
         ]
 
+    def _encode(
+        self,
+        media: str,
+        requests: Sequence[Request],
+        media_of_items: Sequence[Sequence[str]],
+        prompts: Sequence[EncodedSample],
+    ) -> _Rows:
+        """All items of one media."""
+        processor = self.processors[media]
+        images = [
+            image
+            for request, own in zip(requests, media_of_items, strict=True)
+            for image, one in zip(request.items, own, strict=True)
+            if one == media
+        ]
+        patches = np.concatenate([processor.patches(image) for image in images])
+        grids = np.array([processor.grid(*image.size) for image in images], np.int64)
+        token = self.chat.placeholder_ids[media]
+        places = [np.flatnonzero(prompt.input_ids == token) for prompt in prompts]
+        return _Rows(
+            values=self.model.encode(self.encoders[media], patches, grids),
+            request=np.repeat(np.arange(len(prompts)), [len(own) for own in places]),
+            place=np.concatenate(places),
+        )
+
     def _next_tokens(
         self,
         open_requests: list[int],
         sequences: list[list[int]],
         prompts: list[EncodedSample],
         grids: list[list[tuple[int, int, int]]],
-        encoded: torch.Tensor | None,
-        owner: np.ndarray,
+        rows: Sequence[_Rows],
     ) -> list[int]:
         samples = [
             EncodedSample(
                 input_ids=np.array(sequences[r], np.int64),
                 labels=np.zeros(len(sequences[r]), np.int64),
                 loss_mask=np.zeros(len(sequences[r]), np.float32),
-                image_offsets=prompts[r].image_offsets,
+                item_offsets=prompts[r].item_offsets,
             )
             for r in open_requests
         ]
-        lengths = [len(sample.input_ids) for sample in samples]
+        lengths = np.array([len(sample.input_ids) for sample in samples])
         lane = pack_lane(
             samples,
             [grids[r] for r in open_requests],
-            self.processor.merge_size,
             [0] * len(samples),
-            sum(lengths),
+            int(lengths.sum()),
             self.chat.pad_token_id,
         )
-        places = np.flatnonzero(lane.input_ids == self.chat.image_token_id)
-        chosen = None
-        if encoded is not None:
-            chosen = encoded[torch.from_numpy(np.isin(owner, open_requests))]
-        logits = self.model.forward(lane, chosen, places, with_labels=False)
+        # A finished request leaves the pack, so its rows leave with it.
+        start = np.zeros(len(sequences), np.int64)
+        start[open_requests] = np.cumsum(lengths) - lengths
+        placed = []
+        for own in rows:
+            kept = np.isin(own.request, open_requests)
+            values = own.values[torch.from_numpy(kept).to(own.values.device)]
+            placed.append((values, start[own.request[kept]] + own.place[kept]))
+        logits = self.model.forward(lane, placed, with_labels=False)
         last = torch.from_numpy(np.cumsum(lengths) - 1)
         # Rows that pad the vocabulary are no tokens.
         return logits[0, last, : self.model.num_tokens].argmax(-1).tolist()
@@ -131,6 +172,9 @@ def main(path: Path, images: Sequence[Path], prompt: str, max_new_tokens: int) -
         except ValueError as error:
             raise InputError(f"--image {image}: {error}") from error
     generator = Generator(path)
+    if opened and "image" not in generator.processors:
+        known = ", ".join(generator.processors) or "nothing but text"
+        raise InputError(f"--image: no encoder of this run takes images; it takes {known}")
     content = [{"type": "image"} for _ in opened] + [{"type": "text", "text": prompt}]
     request = Request([{"role": "user", "content": content}], opened)
     print(generator.answer([request], max_new_tokens)[0])

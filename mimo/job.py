@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mimo.dataset import image_processor, open_dataset, open_tokenizer
+from mimo.dataset import check_media, item_processors, open_dataset, open_tokenizer
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.launch import launch, rank_environment
 from mimo.layout import Layout, build_layout
@@ -24,10 +24,6 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     """
     layout = build_layout(recipe, num_ranks)
     problems: list[str] = []
-    if len(recipe.encoders) > 1:
-        problems.append(
-            recipe.problem(("encoders",), "this version supports one encoder; keep one of them")
-        )
     if recipe.language.freeze and all(e.freeze for e in recipe.encoders.values()):
         problems.append(
             recipe.problem(("language", "freeze"), "every module is frozen; train at least one")
@@ -41,6 +37,10 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
                 settings, grid.tp, grid.pp * grid.vpp, settings.padded_vocab_size(1)
             )
         ]
+    except RecipeError as error:
+        problems += error.problems
+    try:
+        check_media(recipe)
     except RecipeError as error:
         problems += error.problems
     for name, spec in layout.encoders.items():
@@ -59,11 +59,11 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
 
 def check_data(recipe: Recipe) -> None:
     """Open all splits, building indexes where there are none. Raises RecipeError."""
-    chat, processor = open_tokenizer(recipe), image_processor(recipe)
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
     problems: list[str] = []
     for split in ("sources", "validation", "test"):
         try:
-            open_dataset(recipe, split, chat, processor)
+            open_dataset(recipe, split, chat, processors)
         except RecipeError as error:
             problems += error.problems
     if problems:

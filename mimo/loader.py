@@ -1,7 +1,7 @@
 """Reads what this rank owns of each step, in a background thread, one or more steps ahead.
 
-An encoder rank decodes the items of its lane and no others; a language rank tokenizes the
-samples of its lane and decodes no image.
+A rank decodes the items of its lane of each encoder that it owns and no others; a language rank
+tokenizes the samples of its lane.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -116,11 +116,11 @@ class StepLoader:
         self, planned: PlannedMicrobatch, first: int, unusable: dict[int, UnreadableSample]
     ) -> dict[tuple[int, int], np.ndarray]:
         decoded = {}
-        for grid in self.layout.encoders.values():
+        for name, grid in self.layout.encoders.items():
             if self.rank not in grid.ranks or grid.coords(self.rank).pp > 0:
                 continue
             samples = planned.samples
-            for k in planned.items_of_lane(grid.coords(self.rank).dp).tolist():
+            for k in planned.encoders[name].of_lane(grid.coords(self.rank).dp).tolist():
                 owner = int(samples.item_sample[k])
                 source, item = int(samples.source[owner]), int(samples.item[k])
                 try:
@@ -136,7 +136,7 @@ def _stand_in(length: int) -> EncodedSample:
         input_ids=np.zeros(length, np.int64),
         labels=np.zeros(length, np.int64),
         loss_mask=np.zeros(length, np.float32),
-        image_offsets=np.zeros(0, np.int64),
+        item_offsets=np.zeros(0, np.int64),
     )
 
 
@@ -161,23 +161,24 @@ def pack_language(
         for i, sample in zip(mine, encoded, strict=True):
             reader = readers[int(samples.source[i])]
             own = np.flatnonzero(samples.item_sample == i)
-            rows = int(samples.item_rows[own].sum())
-            placeholders = int((sample.input_ids == reader.chat.image_token_id).sum())
-            if samples.loss_tokens[i] > 0 and rows != placeholders:
-                key = reader.index.keys[samples.sample[i]]
-                raise ValueError(
-                    f"sample {key!r}: {placeholders} placeholder tokens, but its images encode to "
-                    f"{rows} rows; the index does not fit the data"
-                )
-            # A blanked sample keeps its placeholders but has no images: plain text positions.
-            grids.append([reader.grid(int(item)) for item in samples.item[own]])
-            if not own.size and placeholders:
-                encoded[len(grids) - 1] = _without_images(sample)
+            for media, token in reader.chat.placeholder_ids.items():
+                of_media = np.intersect1d(own, samples.items_of_media(media))
+                rows = int(samples.item_rows[of_media].sum())
+                placeholders = int((sample.input_ids == token).sum())
+                if samples.loss_tokens[i] > 0 and rows != placeholders:
+                    key = reader.index.keys[samples.sample[i]]
+                    raise ValueError(
+                        f"sample {key!r}: {placeholders} {media} placeholder tokens, but its items "
+                        f"encode to {rows} rows; the index does not fit the data"
+                    )
+            # A blanked sample keeps its placeholders but has no items: plain text positions.
+            grids.append([reader.row_grid(int(item)) for item in samples.item[own]])
+            if not own.size:
+                encoded[len(grids) - 1] = replace(sample, item_offsets=np.zeros(0, np.int64))
         packed.append(
             pack_lane(
                 encoded,
                 grids,
-                readers[0].processor.merge_size,
                 samples.loss_tokens[mine].tolist(),
                 int(samples.lane_tokens[lane]),
                 pad_token_id,
@@ -186,36 +187,35 @@ def pack_language(
     return packed
 
 
-def _without_images(sample: EncodedSample) -> EncodedSample:
-    return EncodedSample(
-        input_ids=sample.input_ids,
-        labels=sample.labels,
-        loss_mask=sample.loss_mask,
-        image_offsets=np.zeros(0, np.int64),
-    )
-
-
 def gather_items(
-    loaded: LoadedStep, plan: StepPlan, readers: Sequence[SampleReader], coords: Coords
+    loaded: LoadedStep,
+    plan: StepPlan,
+    readers: Sequence[SampleReader],
+    encoder: str,
+    coords: Coords,
+    patch_dim: int,
 ) -> list[EncoderItems]:
-    """The items of the encoder lane at ``coords``, microbatch by microbatch, in plan order."""
+    """The items of the encoder's lane at ``coords``, microbatch by microbatch, in plan order.
+
+    patch_dim: C of the encoder's patches (P, C), also where there are none.
+    """
     gathered = []
     for m, planned in enumerate(plan.microbatches):
-        samples = planned.samples
-        mine = planned.items_of_lane(coords.dp)
+        samples, own = planned.samples, planned.encoders[encoder]
+        mine = own.of_lane(coords.dp)
         sources = samples.source[samples.item_sample[mine]].tolist()
         items = list(zip(sources, samples.item[mine].tolist(), strict=True))
         patches = None
         if coords.pp == 0:
-            nothing = np.zeros((0, readers[0].processor.patch_dim), np.float32)
+            nothing = np.zeros((0, patch_dim), np.float32)
             patches = np.concatenate([nothing, *(loaded.patches[m][item] for item in items)])
         grids = [readers[source].grid(item) for source, item in items]
-        assert planned.bridge is not None
+        assert own.bridge is not None
         gathered.append(
             EncoderItems(
                 patches=patches,
                 grids=np.array(grids, np.int64).reshape(-1, 3),
-                split_sizes=planned.bridge.split_sizes[coords.dp],
+                split_sizes=own.bridge.split_sizes[coords.dp],
             )
         )
     return gathered

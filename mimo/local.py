@@ -8,6 +8,7 @@ Letters: T packed tokens, N rows, H hidden, V padded vocabulary.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -89,25 +90,24 @@ class LocalModel:
         """The language model, as a `GPTModel`."""
         return self.model.modules[LANGUAGE].raw[0]
 
-    def encode(self, patches: np.ndarray, grids: np.ndarray) -> Tensor:
-        """patches (P, C) float32, grids (I, 3) int64 -> rows (N, H) of the one encoder."""
-        (name,) = [name for name in self.model.modules if name != LANGUAGE]
-        tower = self.model.modules[name].raw[0]
+    def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
+        """patches (P, C) float32, grids (I, 3) int64 -> the encoder's rows (N, H)."""
+        tower = self.model.modules[encoder].raw[0]
         dtype = next(tower.parameters()).dtype
         return tower(torch.from_numpy(patches).to(self.device, dtype), torch.from_numpy(grids))
 
     def forward(
-        self, lane: PackedLane, rows: Tensor | None, places: np.ndarray, with_labels: bool
+        self, lane: PackedLane, rows: Sequence[tuple[Tensor, np.ndarray]], with_labels: bool
     ) -> Tensor:
         """Per-token losses (1, T) fp32 with labels, else logits (1, T, V).
 
-        rows: (N, H) in order of ``places`` (N,), their positions; None for text alone.
+        rows: of each encoder that has items, (N, H) and their positions (N,).
         """
         ids = torch.from_numpy(lane.input_ids).to(self.device)[None]
         positions = torch.from_numpy(lane.position_ids).to(self.device)[:, None, :]
         hidden = self.language.embedding(input_ids=ids, position_ids=positions)  # type: ignore[operator]
-        if rows is not None:
-            hidden = place_rows(hidden, rows, torch.from_numpy(places).to(self.device))
+        for values, places in rows:
+            hidden = place_rows(hidden, values, torch.from_numpy(places).to(self.device))
         return self.language(
             input_ids=ids,
             position_ids=positions,

@@ -11,7 +11,7 @@ Letters: T packed tokens of this lane, N rows, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bridge import BridgeReceiver, BridgeSender, ColocatedBridge, FlatEmbeddings, check_plans
+from bridge import (
+    BridgeReceiver,
+    BridgeSender,
+    ColocatedBridge,
+    FlatEmbeddings,
+    SampleKeys,
+    check_plans,
+)
 from data.batch import PackedLane
 from mimo.alignment import place_rows
 from mimo.layout import LANGUAGE
@@ -30,6 +37,7 @@ from mimo.megatron.attention import PackedSegments
 from mimo.megatron.groups import ProcessGroupCollection
 from mimo.megatron.parallel import MegatronOptimizer, finish_gradients, zero_gradients
 from mimo.megatron.schedule import accumulate_only, run_schedule
+from mimo.partition import PartitionAdapter
 from mimo.step_plan import StepPlan
 
 
@@ -68,6 +76,9 @@ class MimoModel:
     senders: by disjoint encoder, on its last stage. receivers: by disjoint encoder, on the
     language model's first stage. colocated: by colocated encoder.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
+    trains_encoders: whether any encoder of the recipe trains, on whatever rank: gradients then
+    pass all stages of the language model, frozen or not.
+    partition: with `delivery: replicated`, cuts the whole sequence with all rows in place.
     """
 
     modules: dict[str, Module]
@@ -76,19 +87,23 @@ class MimoModel:
     receivers: dict[str, BridgeReceiver] = field(default_factory=dict)
     colocated: dict[str, ColocatedBridge] = field(default_factory=dict)
     encode_group: int | None = None
+    trains_encoders: bool = False
+    partition: PartitionAdapter | None = None
 
     def run(
         self,
         plan: StepPlan,
         language: Sequence[PackedLane],
-        items: Sequence[EncoderItems],
+        items: Mapping[str, Sequence[EncoderItems]],
         forward_only: bool = False,
         check: bool = False,
+        sample_keys: SampleKeys | None = None,
     ) -> float:
         """All microbatches of one step, forward and backward; every rank of the world calls it.
 
-        language: this lane's packed microbatches, on language ranks. items: this lane's items,
-        on encoder ranks. check: compare plan digests over the bridge first.
+        language: this lane's packed microbatches, on language ranks. items: by encoder
+        of this rank, its lane's items. check: compare plan digests over the bridge first, and
+        with ``sample_keys`` also which samples each microbatch has.
         Returns the summed loss of this lane on tensor-parallel rank 0 of the last language stage,
         else 0. Gradients are complete after `finish_gradients`.
         """
@@ -99,15 +114,16 @@ class MimoModel:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
         bridges = [*self.senders.values(), *self.receivers.values(), *self.colocated.values()]
         for bridge in bridges:
+            plans = plan.bridges(bridge.end.name)
             if check:
-                check_plans(bridge.end, plan.bridges)
-            bridge.begin(plan.bridges, forward_only)
+                check_plans(bridge.end, plans, sample_keys)
+            bridge.begin(plans, forward_only)
         loss = 0.0
         for name, module in self.modules.items():
             if name == LANGUAGE:
                 loss = self._run_groups(module, language, items, forward_only)
             elif name not in self.colocated:
-                self._run_encoder(module, items, forward_only)
+                self._run_encoder(module, items[name], forward_only)
         for bridge in bridges:
             bridge.finish()
         return loss
@@ -153,7 +169,7 @@ class MimoModel:
         self,
         module: Module,
         batches: Sequence[PackedLane],
-        items: Sequence[EncoderItems],
+        items: Mapping[str, Sequence[EncoderItems]],
         forward_only: bool,
     ) -> float:
         """The language model's schedule, once or, with colocated encoders, group by group."""
@@ -168,7 +184,8 @@ class MimoModel:
                     trained = [m for m in self.modules.values() if m.trains]
                     stack.enter_context(accumulate_only([c for m in trained for c in m.chunks]))
                 rows = {
-                    name: self._encode(name, items, group, forward_only) for name in self.colocated
+                    name: self._encode(name, items[name], group, forward_only)
+                    for name in self.colocated
                 }
                 loss += self._run_language(module, batches, group, forward_only)
                 for name, bridge in self.colocated.items():
@@ -179,7 +196,7 @@ class MimoModel:
     def _encode(
         self, name: str, items: Sequence[EncoderItems], group: range, forward_only: bool
     ) -> Tensor:
-        """One forward of a colocated encoder over a group's items; its rows (N, H) are delivered."""
+        """One forward of a colocated encoder over a group's items; delivers its rows (N, H)."""
         module = self.modules[name]
         own = [items[m] for m in group]
         patches = np.concatenate([one.patches for one in own if one.patches is not None])
@@ -195,8 +212,7 @@ class MimoModel:
         self, module: Module, batches: Sequence[PackedLane], group: range, forward_only: bool
     ) -> float:
         raw_of = dict(zip(map(id, module.chunks), module.raw, strict=True))
-        receivers = {**self.receivers, **self.colocated}
-        trains = module.trains or any(r.end.trainable for r in receivers.values())
+        trains = module.trains or self.trains_encoders
 
         def forward_step(numbers: Iterator[int], chunk: nn.Module):
             number = next(numbers)
@@ -231,7 +247,7 @@ class MimoModel:
         for receiver in (*self.receivers.values(), *self.colocated.values()):
             rows, places = receiver.receive(number)
             hidden = place_rows(hidden, rows, places)
-        return hidden
+        return hidden if self.partition is None else self.partition.shard(hidden)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -26,7 +26,6 @@ NOT_YET = (
     NotYet("encoders.*.grid.cp", 1, "context parallelism in an encoder"),
     NotYet("encoders.*.grid.vpp", 1, "interleaved pipeline stages in an encoder"),
     NotYet("data.packing", True, "padding samples instead of packing them"),
-    NotYet("bridge.delivery", "sharded", "delivery of all rows to every rank of a lane"),
 )
 
 

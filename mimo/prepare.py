@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 
 from data.digits import prepare_digits
-from mimo.dataset import image_processor, open_dataset, open_tokenizer
+from mimo.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.recipe import Recipe, load_recipe
 from mimo.recipe_errors import RecipeError, suggestion
 
@@ -35,10 +35,10 @@ def prepare(recipe: Recipe) -> None:
     """
     if recipe.data.prepare is not None:
         _generate(recipe, recipe.data.prepare)
-    chat, processor = open_tokenizer(recipe), image_processor(recipe)
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
     for split in ("sources", "validation", "test"):
         with _bar(f"indexing {split}") as progress:
-            open_dataset(recipe, split, chat, processor, progress)
+            open_dataset(recipe, split, chat, processors, progress)
 
 
 def _generate(recipe: Recipe, name: str) -> None:

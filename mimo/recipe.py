@@ -90,11 +90,15 @@ def _encode_group(value: Any) -> int | Literal["all"]:
 class Encoder(Section):
     """An encoder with its projector.
 
+    `media`: the type of content part that it encodes, such as `image`, `video` or `audio`.
+    `placeholder`: the token that the chat template writes once for each such item.
     `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.
     `encode_group`: microbatches encoded in one go, where ranks are colocated.
     """
 
     family: str
+    media: str = "image"
+    placeholder: str = "<|image_pad|>"
     placement: Literal["disjoint", "colocated"] = "disjoint"
     grid: Grid = Grid()
     freeze: bool = False

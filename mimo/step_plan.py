@@ -5,7 +5,7 @@ Every rank computes it from the data index alone and gets the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,11 +13,12 @@ import numpy as np
 from bridge import (
     BridgePlan,
     ItemRuns,
+    LaneSegments,
+    ReplicatedSource,
     assign_items,
-    gathered_destination,
     imbalance,
-    replicated_source,
-    sequence_parallel_destination,
+    replicated_destination,
+    sharded_destination,
 )
 from data.batch import GlobalMicrobatch, plan_microbatch
 from data.index import Index
@@ -26,19 +27,28 @@ from mimo.layout import GridSpec, Layout
 
 
 @dataclass(frozen=True)
-class PlannedMicrobatch:
-    """One global microbatch and how its items are encoded and delivered.
+class PlannedItems:
+    """The items of one encoder in a global microbatch, and how their rows are delivered.
 
-    item_lane: (m,) the encoder lane of each item. bridge: None without an encoder.
+    item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
+    bridge: planned once it is known which samples are unusable.
     """
 
-    samples: GlobalMicrobatch
-    item_lane: np.ndarray
-    bridge: BridgePlan | None
+    item: np.ndarray
+    lane: np.ndarray
+    bridge: BridgePlan | None = None
 
-    def items_of_lane(self, lane: int) -> np.ndarray:
-        """Numbers in this microbatch of the items that an encoder lane owns, in order."""
-        return np.flatnonzero(self.item_lane == lane)
+    def of_lane(self, lane: int) -> np.ndarray:
+        """Numbers in the microbatch of the items that one encoder lane owns, in order."""
+        return self.item[self.lane == lane]
+
+
+@dataclass(frozen=True)
+class PlannedMicrobatch:
+    """One global microbatch and how its items are encoded and delivered, by encoder."""
+
+    samples: GlobalMicrobatch
+    encoders: dict[str, PlannedItems]
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,8 @@ class StepPlan:
     """All microbatches of a step.
 
     num_loss_tokens: N, of the whole global batch. num_tokens: real tokens, without padding.
-    encoder_imbalance: largest lane load over the mean, averaged over microbatches.
+    encoder_imbalance: largest lane load over the mean, averaged over microbatches, of the encoder
+    where it is worst.
     """
 
     microbatches: tuple[PlannedMicrobatch, ...]
@@ -54,25 +65,33 @@ class StepPlan:
     num_tokens: int
     encoder_imbalance: float
 
-    @property
-    def bridges(self) -> list[BridgePlan]:
-        """The bridge's plan of each microbatch; none without an encoder."""
-        return [m.bridge for m in self.microbatches if m.bridge is not None]
+    def bridges(self, encoder: str) -> list[BridgePlan]:
+        """The plan of the encoder's bridge for each microbatch."""
+        planned = [m.encoders[encoder].bridge for m in self.microbatches]
+        return [bridge for bridge in planned if bridge is not None]
 
 
 class StepPlanner:
-    """Plans steps of a fixed shape over a fixed order of samples."""
+    """Plans steps of a fixed shape over a fixed order of samples.
+
+    media: by encoder, the media of the items that it encodes.
+    delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
+        language lane).
+    """
 
     def __init__(
         self,
         layout: Layout,
+        media: Mapping[str, str],
         indexes: Sequence[Index],
         order: SampleOrder,
         micro_batch_size: int,
         num_microbatches: int,
+        delivery: str = "sharded",
     ) -> None:
-        assert len(layout.encoders) <= 1, "items of several encoders need an index of their own"
+        self.delivery = delivery
         self.layout = layout
+        self.media = media
         self.indexes = indexes
         self.order = order
         self.micro_batch_size = micro_batch_size
@@ -95,14 +114,18 @@ class StepPlanner:
                 self.micro_batch_size,
                 self.token_multiple,
             )
-            lanes = self._encoder_grid().dp if self.layout.encoders else 1
-            planned.append(PlannedMicrobatch(samples, assign_items(samples.item_cost, lanes), None))
+            encoders = {}
+            for name, grid in self.layout.encoders.items():
+                item = samples.items_of_media(self.media[name])
+                lane = assign_items(samples.item_cost[item], grid.dp)
+                encoders[name] = PlannedItems(item, lane)
+            planned.append(PlannedMicrobatch(samples, encoders))
         return planned
 
     def finish(
         self, microbatches: Sequence[PlannedMicrobatch], unusable: Sequence[int] = ()
     ) -> StepPlan:
-        """Blank the unusable samples and plan the bridge.
+        """Blank the unusable samples and plan the bridges.
 
         unusable: sample numbers in the step, the same on every rank.
         """
@@ -113,49 +136,62 @@ class StepPlanner:
             first = m * self.samples_per_microbatch
             here = [s - first for s in unusable if 0 <= s - first < self.samples_per_microbatch]
             kept = ~np.isin(planned.samples.item_sample, here)
+            renumbered = np.cumsum(kept) - 1
             samples = planned.samples.without(here)
-            item_lane = planned.item_lane[kept]
-            bridge = self._bridge(samples, item_lane) if self.layout.encoders else None
-            finished.append(PlannedMicrobatch(samples, item_lane, bridge))
-        lanes = self._encoder_grid().dp if self.layout.encoders else 1
-        imbalances = [imbalance(m.samples.item_cost, m.item_lane, lanes) for m in finished]
+            encoders = {}
+            for name, items in planned.encoders.items():
+                usable = kept[items.item]
+                item, lane = renumbered[items.item[usable]], items.lane[usable]
+                encoders[name] = PlannedItems(item, lane, self._bridge(name, samples, item, lane))
+            finished.append(PlannedMicrobatch(samples, encoders))
         return StepPlan(
             microbatches=tuple(finished),
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
             num_tokens=int(sum(m.samples.length.sum() for m in finished)),
-            encoder_imbalance=float(np.mean(imbalances)),
+            encoder_imbalance=max(
+                (self._imbalance(name, finished) for name in self.layout.encoders), default=1.0
+            ),
         )
 
-    def _encoder_grid(self) -> GridSpec:
-        (grid,) = self.layout.encoders.values()
-        return grid
+    def _imbalance(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> float:
+        lanes = self.layout.encoders[encoder].dp
+        planned = [(m.samples, m.encoders[encoder]) for m in microbatches]
+        return float(
+            np.mean([imbalance(s.item_cost[own.item], own.lane, lanes) for s, own in planned])
+        )
 
-    def _bridge(self, samples: GlobalMicrobatch, item_lane: np.ndarray) -> BridgePlan:
-        encoder, language = self._encoder_grid(), self.layout.language
+    def _bridge(
+        self, name: str, samples: GlobalMicrobatch, item: np.ndarray, item_lane: np.ndarray
+    ) -> BridgePlan:
+        encoder, language = self.layout.encoders[name], self.layout.language
         runs = ItemRuns(
-            sample=samples.item_sample,
+            sample=samples.item_sample[item],
             source_lane=item_lane,
-            destination_lane=samples.lane[samples.item_sample],
-            position=samples.item_position,
-            rows=samples.item_rows,
+            destination_lane=samples.lane[samples.item_sample[item]],
+            position=samples.item_position[item],
+            rows=samples.item_rows[item],
             num_samples=samples.num_samples,
         )
-        rows = np.bincount(item_lane, weights=samples.item_rows, minlength=encoder.dp)
-        source = replicated_source(
-            rows.astype(np.int64).tolist(),
-            encoder.tp,
-            lambda lane, t: encoder.rank(dp=lane, pp=encoder.pp - 1, tp=t),
+        rows = np.bincount(item_lane, weights=runs.rows, minlength=encoder.dp).astype(np.int64)
+        source = ReplicatedSource(rows, _ranks(encoder, encoder.pp - 1)[:, 0, :])
+        ranks, segments = _ranks(language, 0), LaneSegments.whole(samples.lane_tokens)
+        if self.delivery == "replicated":
+            return BridgePlan.build(
+                runs,
+                source,
+                replicated_destination(segments.tokens, ranks),
+                # Every TP rank has a row's whole gradient: they return even shares.
+                returning=sharded_destination(segments, ranks, False, runs),
+            )
+        return BridgePlan.build(
+            runs, source, sharded_destination(segments, ranks, language.sp, runs)
         )
-        tokens = samples.lane_tokens.tolist()
-        if language.sp:
-            destination = sequence_parallel_destination(
-                tokens, language.tp, lambda lane, t: language.rank(dp=lane, tp=t)
-            )
-        else:
-            destination = gathered_destination(
-                tokens, runs, language.tp, lambda lane, t: language.rank(dp=lane, tp=t)
-            )
-        return BridgePlan.build(runs, source, destination)
+
+
+def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
+    """(lanes, cp, tp) global ranks of one pipeline stage."""
+    first = grid.rank(pp=stage)
+    return np.arange(first, first + grid.dp * grid.cp * grid.tp).reshape(grid.dp, grid.cp, grid.tp)
 
 
 def _equal_lengths(microbatches: Sequence[PlannedMicrobatch]) -> list[PlannedMicrobatch]:

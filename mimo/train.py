@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from bridge import BridgeError
 from mimo.build import build_model
 from mimo.checkpoint import Progress, load_checkpoint, save_checkpoint
-from mimo.dataset import Dataset, image_processor, open_dataset, open_tokenizer
+from mimo.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.device import initialize_distributed, local_device, peak_flops, set_threads, synchronize
 from mimo.exchange import sum_over_world
 from mimo.families import language_settings
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 # Steps in which plan digests are compared over the bridge under `bridge.check: first_steps`.
 _CHECKED_STEPS = 3
+# Transfers over the bridge say what is missing, so they give up before any other collective does.
+_COLLECTIVE_PATIENCE = 1.5
+_SHOWN_SAMPLES = 16  # in one error message
 
 
 class Trainer:
@@ -46,7 +50,7 @@ class Trainer:
         self.topology = topology
         self.run_dir = run_dir
         self.chat = open_tokenizer(recipe)
-        self.processor = image_processor(recipe)
+        self.processors = item_processors(recipe)
         self.model: MimoModel = build_model(recipe, topology, self.chat.vocab_size)
         self.progress = Progress(step=0, samples=0)
 
@@ -55,10 +59,12 @@ class Trainer:
     def _planner(self, dataset: Dataset) -> StepPlanner:
         return StepPlanner(
             self.topology.layout,
+            {name: encoder.media for name, encoder in self.recipe.encoders.items()},
             dataset.indexes,
             dataset.order,
             self.recipe.train.micro_batch_size,
             num_microbatches(self.recipe, self.topology.layout),
+            self.recipe.bridge.delivery,
         )
 
     def _loader(self, dataset: Dataset, first: int, last: int, ahead: int) -> StepLoader:
@@ -98,14 +104,31 @@ class Trainer:
     ) -> float:
         """Forward (and backward) of this rank's modules; returns its part of the summed loss."""
         layout, rank = self.topology.layout, self.topology.rank
-        packed, items = [], []
+        packed, items = [], {}
         if self.topology.owns(LANGUAGE):
             lane = layout.language.coords(rank).dp
             packed = pack_language(loaded, plan, dataset.readers, lane, self.chat.pad_token_id)
         for name, grid in layout.encoders.items():
             if self.topology.owns(name):
-                items = gather_items(loaded, plan, dataset.readers, grid.coords(rank))
-        return self.model.run(plan, packed, items, forward_only, check)
+                dim = self.processors[self.recipe.encoders[name].media].patch_dim
+                items[name] = gather_items(
+                    loaded, plan, dataset.readers, name, grid.coords(rank), dim
+                )
+
+        def sample_keys(microbatch: int) -> list[str]:
+            return dataset.sample_keys(plan.microbatches[microbatch].samples)
+
+        try:
+            return self.model.run(plan, packed, items, forward_only, check, sample_keys)
+        except BridgeError as error:
+            where = f"{'validation batch' if forward_only else 'step'} {loaded.step}"
+            if error.microbatch is not None:
+                keys = sample_keys(error.microbatch)
+                more = f" and {len(keys) - _SHOWN_SAMPLES} more" if keys[_SHOWN_SAMPLES:] else ""
+                where += f", samples of microbatch {error.microbatch}: "
+                where += ", ".join(keys[:_SHOWN_SAMPLES]) + more
+            error.add_note(f"in {where}")
+            raise
 
     def _update(self, step: int, squared_norm: float) -> float:
         """Clip by the norm over all modules and step every optimizer; returns the norm."""
@@ -283,7 +306,7 @@ def join_world(recipe: Recipe) -> RankEnv:
         environment.rank,
         environment.world_size,
         environment.rendezvous,
-        recipe.bridge.timeout_seconds,
+        recipe.bridge.timeout_seconds * _COLLECTIVE_PATIENCE,
         environment.local_rank,
     )
     return environment
@@ -295,8 +318,8 @@ def train_in_world(recipe: Recipe, run_dir: Path, resume_from: Path | None) -> N
     _log_to(run_dir / f"log_rank_{dist.get_rank()}.txt")
     topology = build_topology(layout)
     trainer = Trainer(recipe, topology, run_dir)
-    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processor)
-    validation = open_dataset(recipe, "validation", trainer.chat, trainer.processor)
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"
     if resume_from is not None:
         trainer.progress = load_checkpoint(trainer.model, resume_from)

@@ -32,7 +32,7 @@ def run_ranks() -> RunRanks:
     the CPU. `function` is at the top level of its module; arguments and results are pickled.
     A rank's exception fails the test with its traceback, a hang with the stacks of every rank.
     """
-    warm_up(["mimo.megatron.preload", "pytest", "torch.distributed"])
+    warm_up(["mimo.megatron.preload", "mimo.train", "transformers", "pytest", "torch.distributed"])
 
     def run(
         function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60

@@ -20,6 +20,9 @@ class ModuleContext:
     groups: the module's own process groups, made by the topology.
     vp_stage: virtual pipeline stage of the chunk to build; None without interleaving.
     recompute: "none", "selective" (core attention) or "full" (whole layers).
+    scatter_embedding: whether the embedding itself scatters its output over a sequence-parallel
+        group. If not, the caller may write rows into the whole sequence and scatter then; a
+        forward from token ids alone still scatters inside.
     """
 
     groups: ProcessGroupCollection
@@ -28,6 +31,7 @@ class ModuleContext:
     virtual_stages: int = 1
     vp_stage: int | None = None
     recompute: str = "none"
+    scatter_embedding: bool = True
 
     @property
     def is_first_stage(self) -> bool:

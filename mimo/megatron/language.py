@@ -60,8 +60,9 @@ def build_gpt(
 ) -> LanguageModel:
     """This rank's part of a causal language model.
 
-    The embedding scatters its output itself under sequence parallelism (a reduce-scatter inside
-    the vocabulary-parallel lookup), so a forward from `input_ids` alone keeps its length.
+    Under sequence parallelism the embedding scatters its own output (a reduce-scatter inside the
+    vocabulary-parallel lookup) unless ``ctx.scatter_embedding`` is off; then `GPTModel` scatters
+    behind it. Either way a forward from `input_ids` alone keeps its length.
     """
     # Megatron's mrope branch hands 3-D positions through; the class itself is replaced below.
     section = getattr(config, "mrope_section", None)
@@ -75,6 +76,7 @@ def build_gpt(
         pre_process=ctx.is_first_stage,
         post_process=ctx.is_last_stage,
         parallel_output=True,
+        scatter_embedding_sequence_parallel=ctx.scatter_embedding,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="mrope",
         pg_collection=ctx.groups,

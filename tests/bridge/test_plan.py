@@ -185,6 +185,23 @@ def test_rows_that_a_rank_of_both_grids_holds_are_copied_there() -> None:
         assert plan.sends(rank).peers == plan.receives(rank).peers == (rank,)
 
 
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_a_message_holds_rows_in_order_of_their_positions(case: Case) -> None:
+    plan = case.build()
+    for rank in case.local_sequence:
+        exchange = plan.receives(rank)
+        for message in np.split(exchange.index, np.cumsum(exchange.counts)[:-1].astype(int)):
+            assert (np.diff(message) > 0).all()
+
+
+def test_as_many_replicas_as_copies_send_one_copy_each_in_one_message() -> None:
+    case = filled((1, 4), (1, 2, 2), "replicated")
+    plan = case.build()
+    assert all(len(plan.receives(rank).peers) == 1 for rank in case.local_sequence)
+    assert all(len(plan.sends(rank).peers) == 1 for rank in case.held)
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_without_context_parallelism_the_short_builders_give_the_same_map(
     sequence_parallel: bool,

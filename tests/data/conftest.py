@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import ChatTokenizer, ImageProcessor, prepare_digits
+from data import ChatTokenizer, ImageProcessor, Processors, prepare_digits
 
 WriteShard = Callable[[Path, Mapping[str, bytes]], Path]
 Ask = Callable[..., bytes]
@@ -37,6 +37,22 @@ def processor() -> ImageProcessor:
     return ImageProcessor(min_pixels=28 * 28)
 
 
+@pytest.fixture(scope="session")
+def processors(processor: ImageProcessor) -> Processors:
+    return {"image": processor}
+
+
+@pytest.fixture(scope="session")
+def two_media_chat(digits: Path) -> ChatTokenizer:
+    return ChatTokenizer(digits / "tokenizer", {"video": "<|video_pad|>", "image": "<|image_pad|>"})
+
+
+@pytest.fixture(scope="session")
+def two_media_processors(processor: ImageProcessor) -> Processors:
+    """Videos are cut into patches of half the size: four times the rows."""
+    return {"video": ImageProcessor(patch_size=7, min_pixels=28 * 28), "image": processor}
+
+
 @pytest.fixture
 def write_shard() -> WriteShard:
     """Writes members, by name, into an uncompressed tar file."""
@@ -54,10 +70,11 @@ def write_shard() -> WriteShard:
 
 @pytest.fixture
 def ask() -> Ask:
-    """The JSON of a sample with so many image placeholders."""
+    """The JSON of a sample with so many images, or items of the given media."""
 
-    def make(num_placeholders: int = 0, answer: str = "3 7") -> bytes:
-        content: list[dict[str, Any]] = [{"type": "image"}] * num_placeholders
+    def make(items: int | Sequence[str] = 0, answer: str = "3 7") -> bytes:
+        media = ["image"] * items if isinstance(items, int) else items
+        content: list[dict[str, Any]] = [{"type": one} for one in media]
         messages = [
             {"role": "user", "content": [*content, {"type": "text", "text": "read the digits ."}]},
             {"role": "assistant", "content": [{"type": "text", "text": answer}]},

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import ChatTokenizer, MessagesError, PlaceholderError
+from data import ChatTokenizer, MessagesError, PlaceholderError, UnknownMediaError
 
 
 def user(text: str, num_images: int = 0) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def test_each_placeholder_becomes_as_many_ids_as_its_image_has_rows(chat: ChatTo
     short = chat.encode(messages, [1, 1, 1], "k")
     sample = chat.encode(messages, [4, 1, 2], "k")
     assert len(sample.input_ids) == len(short.input_ids) + 4
-    assert sample.image_offsets.tolist() == [3, 9, 12]
-    is_image = np.flatnonzero(sample.input_ids == chat.image_token_id)
+    assert sample.item_offsets.tolist() == [3, 9, 12]
+    is_image = np.flatnonzero(sample.input_ids == chat.placeholder_ids["image"])
     assert is_image.tolist() == [3, 4, 5, 6, 9, 12, 13]
 
 
@@ -46,7 +46,7 @@ def test_labels_are_the_next_tokens_and_the_mask_covers_the_answer_with_its_end(
 ):
     sample = chat.encode([user("what digit is this ?", 1), assistant("7")], [2], "k")
     assert (sample.input_ids.dtype, sample.labels.dtype) == (np.int64, np.int64)
-    assert (sample.loss_mask.dtype, sample.image_offsets.dtype) == (np.float32, np.int64)
+    assert (sample.loss_mask.dtype, sample.item_offsets.dtype) == (np.float32, np.int64)
     np.testing.assert_array_equal(sample.labels[:-1], sample.input_ids[1:])
     assert sample.labels[-1] == chat.pad_token_id
     assert learned(chat, sample.labels[sample.loss_mask == 1]) == ["7", "<|im_end|>"]
@@ -84,7 +84,7 @@ def test_a_prompt_is_the_beginning_of_the_finished_conversation(chat: ChatTokeni
     prompt, whole = chat.encode_prompt(messages[:1], [1, 4]), chat.encode(messages, [1, 4], "k")
     length = len(prompt.input_ids)
     np.testing.assert_array_equal(prompt.input_ids, whole.input_ids[:length])
-    np.testing.assert_array_equal(prompt.image_offsets, whole.image_offsets)
+    np.testing.assert_array_equal(prompt.item_offsets, whole.item_offsets)
     assert whole.loss_mask[: length - 1].sum() == 0
     assert whole.loss_mask[length - 1] == 1  # the last token of the prompt predicts the answer
     assert prompt.loss_mask.sum() == 0
@@ -100,9 +100,39 @@ def test_a_prompt_that_already_has_its_answer_is_refused(chat: ChatTokenizer):
 def test_more_or_fewer_placeholders_than_images_names_sample_and_both_counts(
     chat: ChatTokenizer, placeholders: int, images: int
 ):
-    message = f"'shelf/12' has {placeholders} image placeholders but {images} images"
+    message = f"'shelf/12' has {placeholders} placeholders but {images} items"
     with pytest.raises(PlaceholderError, match=message):
         chat.encode([user("read", placeholders), assistant("1")], [1] * images, "shelf/12")
+
+
+def test_items_of_several_media_each_get_their_own_placeholder(two_media_chat: ChatTokenizer):
+    content = [{"type": "video"}, {"type": "image"}, {"type": "video"}]
+    messages = [{"role": "user", "content": content}, assistant("3")]
+    assert two_media_chat.media_of_items(messages, "k") == ["video", "image", "video"]
+    sample = two_media_chat.encode(messages, [2, 1, 3], "k")
+    image, video = (two_media_chat.placeholder_ids[media] for media in ("image", "video"))
+    kinds = sample.input_ids[np.isin(sample.input_ids, [image, video])]
+    assert kinds.tolist() == [video, video, image, video, video, video]
+    assert sample.input_ids[sample.item_offsets].tolist() == [video, image, video]
+
+
+def test_a_media_without_placeholder_names_the_sample_and_the_known_ones(chat: ChatTokenizer):
+    messages = [{"role": "user", "content": [{"type": "video"}]}, assistant("3")]
+    with pytest.raises(UnknownMediaError, match=r"'k' has .* 'video', .* encoders for image only"):
+        chat.encode(messages, [1], "k")
+
+
+def test_a_placeholder_typed_as_text_is_no_item(chat: ChatTokenizer):
+    with pytest.raises(PlaceholderError, match="has 1 placeholders but 0 items"):
+        chat.encode([user("read <|image_pad|>"), assistant("1")], [], "k")
+    with pytest.raises(PlaceholderError, match="has 0 placeholders but 1 items"):
+        chat.encode([user("read <|image_pad|>"), assistant("1")], [1], "k")
+
+
+def test_a_template_that_writes_the_placeholder_of_another_media_is_refused(chat: ChatTokenizer):
+    swapped = ChatTokenizer(chat.directory, {"image": "<|video_pad|>", "video": "<|image_pad|>"})
+    with pytest.raises(ValueError, match=r"'k': .* does not write the placeholders .* items of im"):
+        swapped.encode([user("read", 1), assistant("1")], [1], "k")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +144,7 @@ def test_more_or_fewer_placeholders_than_images_names_sample_and_both_counts(
         [{"content": "no role"}],
         ["hello"],
         [{"role": "user"}],
-        [{"role": "user", "content": [{"type": "video"}]}],
+        [{"role": "user", "content": [{"kind": "image"}]}],
         [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": ["hello"]}],
     ],
@@ -158,7 +188,7 @@ def test_answers_survive_encoding_and_decoding(chat: ChatTokenizer):
 
 def test_a_tokenizer_without_the_placeholder_is_refused(chat: ChatTokenizer):
     with pytest.raises(ValueError, match=r"no token '<\|picture\|>' for the image placeholder"):
-        ChatTokenizer(chat.directory, image_token="<|picture|>")
+        ChatTokenizer(chat.directory, {"image": "<|picture|>"})
 
 
 def test_a_folder_without_tokenizer_or_template_is_refused(chat: ChatTokenizer, tmp_path: Path):
@@ -177,7 +207,7 @@ def test_special_tokens_and_sizes_come_from_the_tokenizer(chat: ChatTokenizer):
     assert chat.vocab_size == len(vocabulary)
     assert chat.eos_token_id == vocabulary["<|im_end|>"]
     assert chat.pad_token_id == vocabulary["<|endoftext|>"]
-    assert chat.image_token_id == vocabulary["<|image_pad|>"]
+    assert chat.placeholder_ids["image"] == vocabulary["<|image_pad|>"]
 
 
 def test_the_fingerprint_follows_the_template_and_not_the_folder(
@@ -187,6 +217,8 @@ def test_the_fingerprint_follows_the_template_and_not_the_folder(
     same = copy_with_template(chat, tmp_path / "same", template)
     other = copy_with_template(chat, tmp_path / "other", template + " ")
     assert same.fingerprint() == chat.fingerprint() != other.fingerprint()
+    more = ChatTokenizer(chat.directory, {**chat.placeholders, "video": "<|video_pad|>"})
+    assert more.fingerprint() != chat.fingerprint()
 
 
 def test_threads_can_encode_at_the_same_time(chat: ChatTokenizer):

@@ -95,7 +95,9 @@ def test_an_image_shows_the_scan_it_was_drawn_from():
 
 
 def test_rows_per_image_average_about_two(digits: Path, chat: ChatTokenizer):
-    index = build_index(str(digits / "train-*.tar"), chat, ImageProcessor(min_pixels=28 * 28))
+    index = build_index(
+        str(digits / "train-*.tar"), chat, {"image": ImageProcessor(min_pixels=28 * 28)}
+    )
     assert set(index.item_rows.tolist()) == {1, 2, 4}
     assert 1.5 < index.item_rows.mean() < 2.3
 
@@ -143,6 +145,17 @@ def test_other_settings_replace_the_data_and_report_progress_to_the_end(tmp_path
     after = digests(folder)
     assert before["train-00000.tar"] != after["train-00000.tar"]
     assert before["tokenizer/tokenizer.json"] == after["tokenizer/tokenizer.json"]
+
+
+def test_data_of_another_version_of_the_generator_is_replaced(tmp_path: Path):
+    folder = prepare_digits(tmp_path / "a", 40, 4, 4)
+    template = folder / "tokenizer" / "chat_template.jinja"
+    template.write_text("of the older version")
+    marker = json.loads((folder / ".complete").read_text())
+    marker["version"] -= 1
+    (folder / ".complete").write_text(json.dumps(marker))
+    prepare_digits(folder, 40, 4, 4)
+    assert "<|video_pad|>" in template.read_text()
 
 
 def test_a_folder_with_other_things_is_never_replaced(tmp_path: Path):

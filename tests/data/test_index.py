@@ -12,6 +12,7 @@ from data import (
     ChatTokenizer,
     ImageProcessor,
     Index,
+    Processors,
     build_index,
     check_lengths,
     load_index,
@@ -32,9 +33,9 @@ def assert_equal(one: Index, other: Index):
 
 
 def test_offsets_point_at_the_members_of_the_tar(
-    digits: Path, chat: ChatTokenizer, processor: ImageProcessor
+    digits: Path, chat: ChatTokenizer, processors: Processors
 ):
-    index = build_index(str(digits / "train-*.tar"), chat, processor)
+    index = build_index(str(digits / "train-*.tar"), chat, processors)
     assert len(index) == 96
     assert index.skipped == ()
     with tarfile.open(index.shards[0]) as tar:
@@ -49,9 +50,9 @@ def test_offsets_point_at_the_members_of_the_tar(
 
 
 def test_dtypes_and_lengths_are_as_documented(
-    digits: Path, chat: ChatTokenizer, processor: ImageProcessor
+    digits: Path, chat: ChatTokenizer, processors: Processors
 ):
-    index = build_index(str(digits / "test-*.tar"), chat, processor)
+    index = build_index(str(digits / "test-*.tar"), chat, processors)
     for name in ("shard", "token_length", "loss_tokens"):
         assert getattr(index, name).dtype == np.int32
         assert len(getattr(index, name)) == len(index)
@@ -61,12 +62,14 @@ def test_dtypes_and_lengths_are_as_documented(
     for name in ("json_offset", "json_size", "item_start", "item_offset", "item_cost"):
         assert getattr(index, name).dtype == np.int64
     sizes = zip(index.item_width, index.item_height, strict=True)
-    rows = [processor.num_tokens(int(width), int(height)) for width, height in sizes]
+    rows = [processors["image"].num_tokens(int(width), int(height)) for width, height in sizes]
     assert index.item_rows.tolist() == rows
+    assert (index.item_media.dtype, index.media) == (np.int32, ("image",))
+    assert index.item_media.tolist() == [0] * index.num_items
 
 
 def test_unusable_samples_are_left_out_and_listed_with_their_reason(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, make_image
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
 ):
     picture = make_image(28, 56)
     shard = write_shard(
@@ -90,7 +93,7 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
             "last.json": ask(0),
         },
     )
-    index = build_index(str(shard), chat, processor)
+    index = build_index(str(shard), chat, processors)
     assert index.keys.tolist() == ["dir.v2/good", "last"]
     assert index.item_start.tolist() == [0, 2, 2]
     assert (index.item_width.tolist(), index.item_rows.tolist()) == ([28, 56], [2, 4])
@@ -102,7 +105,7 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
         "bad-role": "without a role",
         "no-json": "no .json member",
         "gap": "numbered [1], need 0, 1, 2",
-        "bad-header": "image 0: the image header cannot be read",
+        "bad-header": "item 0: the image header cannot be read",
         "long": "aspect ratio",
     }.items():
         assert reason in reasons.pop(key)
@@ -110,22 +113,22 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
 
 
 def test_a_corrupt_image_body_is_not_read_when_indexing(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, make_image
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
 ):
     members = {"a.json": ask(1), "a.0.png": make_image(500, 500)[:5000]}
-    index = build_index(str(write_shard(tmp_path / "a.tar", members)), chat, processor)
+    index = build_index(str(write_shard(tmp_path / "a.tar", members)), chat, processors)
     assert index.item_width.tolist() == [500]
 
 
 def test_wrong_numbers_of_placeholders_are_counted_and_the_first_ten_named(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, make_image
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
 ):
     members: dict[str, bytes] = {"fine.json": ask(0)}
     for number in range(12):
         members |= {f"s{number:02}.json": ask(2), f"s{number:02}.0.png": make_image()}
     shard = write_shard(tmp_path / "a.tar", members)
-    with pytest.raises(ValueError, match="12 samples have more or fewer image placeholders") as e:
-        build_index(str(shard), chat, processor)
+    with pytest.raises(ValueError, match="12 samples have more or fewer placeholders") as e:
+        build_index(str(shard), chat, processors)
     message = str(e.value)
     assert f"{shard}: s00: 2 / 1" in message
     assert "s09" in message
@@ -133,18 +136,70 @@ def test_wrong_numbers_of_placeholders_are_counted_and_the_first_ten_named(
     assert "and 2 more" in message
 
 
+def test_items_of_several_media_are_numbered_in_order_of_mention(
+    tmp_path: Path,
+    two_media_chat: ChatTokenizer,
+    two_media_processors: Processors,
+    write_shard,
+    ask,
+    make_image,
+):
+    members = {
+        "a.json": ask(["video", "image", "video"]),
+        "a.0.png": make_image(28, 28),
+        "a.1.png": make_image(28, 56),
+        "a.2.png": make_image(56, 28),
+        "text.json": ask(),
+        "b.json": ask(["image"]),
+        "b.0.png": make_image(56, 56),
+    }
+    shard = write_shard(tmp_path / "a.tar", members)
+    index = build_index(str(shard), two_media_chat, two_media_processors)
+    assert [index.media[number] for number in index.item_media] == [
+        "video",
+        "image",
+        "video",
+        "image",
+    ]
+    assert index.item_start.tolist() == [0, 3, 3, 4]
+    # A video has patches of half the size, so four rows to each 28 x 28 pixels.
+    assert index.item_rows.tolist() == [4, 2, 8, 4]
+    save_index(index, tmp_path / "index")
+    assert_equal(index, load_index(tmp_path / "index"))
+
+
+def test_items_of_a_media_without_an_encoder_are_listed_with_the_known_media(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+):
+    members = {
+        "film.json": ask(["image", "video"]),
+        "film.0.png": make_image(),
+        "film.1.png": make_image(),
+        "short.json": ask(2),
+    }
+    shard = write_shard(tmp_path / "a.tar", members)
+    with pytest.raises(ValueError, match="1 samples have items of a media") as e:
+        build_index(str(shard), chat, processors)
+    assert f"{shard}: film: video" in str(e.value)
+    assert "the encoders take image;" in str(e.value)
+    assert f"{shard}: short: 2 / 0" in str(e.value)  # reported together
+    no_encoder = ChatTokenizer(chat.directory, {})
+    with pytest.raises(ValueError, match="the encoders take none"):
+        build_index(str(shard), no_encoder, {})
+
+
 def test_a_pattern_without_shards_says_to_prepare_the_data(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors
 ):
     with pytest.raises(ValueError, match=r"no shard matches .*none-\*\.tar.*prepare the data"):
-        build_index(str(tmp_path / "none-*.tar"), chat, processor)
+        build_index(str(tmp_path / "none-*.tar"), chat, processors)
     with pytest.raises(ValueError, match="Braces are not understood"):
-        build_index(str(tmp_path / "train-{00000..00001}.tar"), chat, processor)
+        build_index(str(tmp_path / "train-{00000..00001}.tar"), chat, processors)
 
 
 @pytest.mark.parametrize("kept", ["inside-data", "inside-header", "between-members", "nothing"])
 def test_a_truncated_shard_is_named(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, kept: str
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, kept: str
 ):
     shard = write_shard(tmp_path / "cut.tar", {f"{i}.json": ask(0) for i in range(4)})
     with tarfile.open(shard) as tar:
@@ -157,11 +212,11 @@ def test_a_truncated_shard_is_named(
     }[kept]
     shard.write_bytes(shard.read_bytes()[:size])
     with pytest.raises(ValueError, match=r"shard .*cut\.tar is not a whole uncompressed tar"):
-        build_index(str(shard), chat, processor)
+        build_index(str(shard), chat, processors)
 
 
 def test_a_shard_with_a_damaged_or_compressed_body_is_named(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
 ):
     shard = write_shard(tmp_path / "a.tar", {f"{i}.json": ask(0) for i in range(4)})
     whole = shard.read_bytes()
@@ -169,21 +224,21 @@ def test_a_shard_with_a_damaged_or_compressed_body_is_named(
         third = tar.getmembers()[2].offset
     shard.write_bytes(whole[:third] + b"\x07" * 512 + whole[third + 512 :])
     with pytest.raises(ValueError, match=r"a\.tar is not a whole"):
-        build_index(str(shard), chat, processor)
+        build_index(str(shard), chat, processors)
     with tarfile.open(shard, "w:gz") as tar:
         tar.add(__file__, "a.json")
     with pytest.raises(ValueError, match="or compressed"):
-        build_index(str(shard), chat, processor)
+        build_index(str(shard), chat, processors)
 
 
 def test_a_saved_index_loads_equal_and_moves_with_its_shards(
-    tmp_path: Path, digits: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask
+    tmp_path: Path, digits: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
 ):
     home = tmp_path / "home"
     home.mkdir()
     shutil.copy(digits / "validation-00000.tar", home)
     write_shard(home / "validation-1.tar", {"x.json": ask(0), "bad.json": b"{"})
-    index = load_or_build_index(str(home / "validation-*.tar"), chat, processor)
+    index = load_or_build_index(str(home / "validation-*.tar"), chat, processors)
     directory = index_directory(str(home / "validation-*.tar"))
     assert directory.parent == home / ".index"
     assert len(index.skipped) == 1
@@ -195,25 +250,32 @@ def test_a_saved_index_loads_equal_and_moves_with_its_shards(
 
 
 def test_an_index_without_images_and_one_without_samples_can_be_saved(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
 ):
     for name, members in {"text": {"x.json": ask(0)}, "none": {"README": b""}}.items():
         shard = write_shard(tmp_path / f"{name}.tar", members)
-        index = build_index(str(shard), chat, processor)
+        index = build_index(str(shard), chat, processors)
         save_index(index, tmp_path / name)
         assert_equal(index, load_index(tmp_path / name))
 
 
 def test_a_current_index_is_loaded_and_a_stale_one_is_built_again(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask, make_image
+    tmp_path: Path,
+    chat: ChatTokenizer,
+    processors: Processors,
+    two_media_chat: ChatTokenizer,
+    two_media_processors: Processors,
+    write_shard,
+    ask,
+    make_image,
 ):
     write_shard(tmp_path / "a.tar", {"a.json": ask(1), "a.0.png": make_image(56, 56)})
     pattern = str(tmp_path / "*.tar")
     scans: list[tuple[int, int]] = []
 
-    def load(with_processor: ImageProcessor = processor) -> Index:
+    def load(with_chat: ChatTokenizer = chat, given: Processors = processors) -> Index:
         return load_or_build_index(
-            pattern, chat, with_processor, lambda done, total: scans.append((done, total))
+            pattern, with_chat, given, lambda done, total: scans.append((done, total))
         )
 
     def num_scans() -> int:
@@ -225,8 +287,18 @@ def test_a_current_index_is_loaded_and_a_stale_one_is_built_again(
     assert num_scans() == 1
     load()
     assert num_scans() == 0
-    assert load(ImageProcessor(max_pixels=56 * 28, min_pixels=28 * 28)).item_rows.tolist() == [1]
+    smaller = {"image": ImageProcessor(max_pixels=56 * 28, min_pixels=28 * 28)}
+    assert load(given=smaller).item_rows.tolist() == [1]
     assert num_scans() == 1
+    assert load(two_media_chat, two_media_processors).media == ("image", "video")
+    assert num_scans() == 1
+    # The order in which a recipe names its encoders does not matter.
+    load(two_media_chat, dict(sorted(two_media_processors.items())))
+    assert num_scans() == 0
+    other = ChatTokenizer(chat.directory, {"image": "<|video_pad|>", "video": "<|image_pad|>"})
+    with pytest.raises(ValueError, match="does not write the placeholders"):
+        load(other, two_media_processors)
+    scans.clear()
     write_shard(tmp_path / "b.tar", {"b.json": ask(0)})
     assert load().keys.tolist() == ["a", "b"]
     assert num_scans() == 1
@@ -236,27 +308,27 @@ def test_a_current_index_is_loaded_and_a_stale_one_is_built_again(
 
 @pytest.mark.parametrize("damage", ["meta.json", "samples-*.parquet", "items-*.parquet"])
 def test_a_damaged_index_is_refused_when_loaded_and_built_again_when_needed(
-    tmp_path: Path, digits: Path, chat: ChatTokenizer, processor: ImageProcessor, damage: str
+    tmp_path: Path, digits: Path, chat: ChatTokenizer, processors: Processors, damage: str
 ):
     shutil.copy(digits / "test-00000.tar", tmp_path)
     pattern = str(tmp_path / "test-*.tar")
-    index = load_or_build_index(pattern, chat, processor)
+    index = load_or_build_index(pattern, chat, processors)
     directory = index_directory(pattern)
     next(directory.glob(damage)).write_bytes(b"{}")
     with pytest.raises(ValueError, match="no usable index in"):
         load_index(directory)
-    assert_equal(index, load_or_build_index(pattern, chat, processor))
+    assert_equal(index, load_or_build_index(pattern, chat, processors))
 
 
 def test_a_missing_shard_of_a_stored_index_is_named(
-    tmp_path: Path, chat: ChatTokenizer, processor: ImageProcessor, write_shard, ask
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
 ):
     for name in "ab":
         write_shard(tmp_path / f"{name}.tar", {f"{name}.json": ask(0)})
-    load_or_build_index(str(tmp_path / "*.tar"), chat, processor)
+    load_or_build_index(str(tmp_path / "*.tar"), chat, processors)
     (tmp_path / "b.tar").unlink()
     with pytest.raises(ValueError, match=r"shards of the index .* are missing: .*b\.tar; put them"):
-        load_or_build_index(str(tmp_path / "*.tar"), chat, processor)
+        load_or_build_index(str(tmp_path / "*.tar"), chat, processors)
 
 
 def test_different_patterns_have_different_index_folders():
@@ -265,9 +337,9 @@ def test_different_patterns_have_different_index_folders():
 
 
 def test_samples_that_are_too_long_are_listed(
-    digits: Path, chat: ChatTokenizer, processor: ImageProcessor
+    digits: Path, chat: ChatTokenizer, processors: Processors
 ):
-    index = build_index(str(digits / "train-*.tar"), chat, processor)
+    index = build_index(str(digits / "train-*.tar"), chat, processors)
     longest = int(index.token_length.max())
     check_lengths(index, longest)
     with pytest.raises(ValueError, match=f"longer than sequence_length {longest - 1}") as e:

@@ -55,6 +55,10 @@ def layout(
     return len(types), offsets, torch.tensor([types], dtype=torch.int32)
 
 
+def in_rows(grids: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    return [(t, h // MERGE, w // MERGE) for t, h, w in grids]
+
+
 # Images of one sample are always apart: the template writes <|vision_end|><|vision_start|>.
 CASES = [
     ([5], []),
@@ -76,7 +80,7 @@ def test_positions_equal_those_of_transformers(
         mm_token_type_ids=types,
         image_grid_thw=grid_tensor,
     )
-    positions = mrope_position_ids(length, offsets, grids, MERGE)
+    positions = mrope_position_ids(length, offsets, in_rows(grids))
     assert positions.dtype == np.int64
     np.testing.assert_array_equal(positions, expected[:, 0].numpy())
     assert positions.max() + 1 == length + int(delta)
@@ -89,7 +93,7 @@ def test_text_goes_on_one_past_the_largest_position_before_it(data: st.DataObjec
     grids = data.draw(st.lists(st.tuples(st.just(1), side, side), max_size=4))
     gaps = [data.draw(st.integers(1, 5)) for _ in range(len(grids) + 1)]
     length, offsets, _ = layout(gaps, grids)
-    positions = mrope_position_ids(length, offsets, grids, MERGE)
+    positions = mrope_position_ids(length, offsets, in_rows(grids))
     is_image = np.zeros(length, dtype=bool)
     for offset, (_, h, w) in zip(offsets, grids, strict=True):
         is_image[offset : offset + h * w // MERGE**2] = True
@@ -101,19 +105,19 @@ def test_text_goes_on_one_past_the_largest_position_before_it(data: st.DataObjec
         highest = max(highest, positions[:, token].max())
 
 
-def test_images_that_overlap_or_stick_out_are_refused():
-    with pytest.raises(ValueError, match=r"image 1 covers the tokens 3\.\.6: need them between 4"):
-        mrope_position_ids(20, [0, 3], [(1, 4, 4), (1, 4, 4)], MERGE)
-    with pytest.raises(ValueError, match=r"image 0 covers the tokens 2\.\.5"):
-        mrope_position_ids(5, [2], [(1, 4, 4)], MERGE)
+def test_items_that_overlap_or_stick_out_are_refused():
+    with pytest.raises(ValueError, match=r"item 1 covers the tokens 3\.\.6: need them between 4"):
+        mrope_position_ids(20, [0, 3], [(1, 2, 2), (1, 2, 2)])
+    with pytest.raises(ValueError, match=r"item 0 covers the tokens 2\.\.5"):
+        mrope_position_ids(5, [2], [(1, 2, 2)])
 
 
-@pytest.mark.parametrize("grid", [(2, 4, 4), (1, 3, 4), (1, 0, 4)])
+@pytest.mark.parametrize("grid", [(2, 4, 4), (1, 0, 4), (1, 4, 0)])
 def test_a_grid_that_is_no_still_image_is_refused(grid: tuple[int, int, int]):
-    with pytest.raises(ValueError, match="need t = 1, and h and w positive multiples"):
-        mrope_position_ids(20, [0], [grid], MERGE)
+    with pytest.raises(ValueError, match="need t = 1, and h and w of at least 1"):
+        mrope_position_ids(20, [0], [grid])
 
 
-def test_an_image_without_a_grid_is_refused():
-    with pytest.raises(ValueError, match="1 image offsets but 0 grids"):
-        mrope_position_ids(20, [0], [], MERGE)
+def test_an_item_without_a_grid_is_refused():
+    with pytest.raises(ValueError, match="1 item offsets but 0 grids"):
+        mrope_position_ids(20, [0], [])

@@ -1,7 +1,8 @@
 """Any layout takes the same steps as one rank: loss, gradient norm, every gradient, weights.
 
 Two steps, fp32, SGD, real ranks on CPU. The batch has samples with 0-4 images of different sizes,
-uneven token counts, and one whole microbatch without any image.
+uneven token counts, and one whole microbatch without any image. With two encoders, samples have
+items of both, of either or of none.
 """
 
 from __future__ import annotations
@@ -111,11 +112,75 @@ LAYOUTS = {
     ),
 }
 
+# Two encoders, `vision` for images and `glyphs` for videos.
+SECOND = tiny.SECOND_ENCODER
+SECOND_COLOCATED = [SECOND, "encoders.glyphs.placement=colocated", "encoders.glyphs.grid={tp: 1}"]
+TWO_ENCODERS = {
+    "both disjoint": (3, [SECOND]),
+    "both disjoint, 3 lanes and 1 lane tp2 to 2": (
+        7,
+        [
+            SECOND,
+            "encoders.vision.grid.dp=3",
+            "encoders.glyphs.grid.tp=2",
+            "language.grid.dp=2",
+            "train.micro_batch_size=2",
+        ],
+    ),
+    "both disjoint, interleaved, tp2 with sp": (
+        7,
+        [
+            SECOND,
+            *INTERLEAVED,
+            "encoders.glyphs.grid.dp=2",
+            "language.grid={tp: 2, sp: true, pp: 2, vpp: 2}",
+        ],
+    ),
+    "mixed with pp2": (4, [*SECOND_COLOCATED, "encoders.vision.grid.dp=2", "language.grid.pp=2"]),
+    "mixed in groups of two microbatches": (
+        3,
+        [
+            *SECOND_COLOCATED,
+            "encoders.glyphs.encode_group=2",
+            "language.grid.pp=2",
+            "train.overlap_grad_reduce=true",
+        ],
+    ),
+    "mixed with sp, the first encoder frozen": (
+        3,
+        [
+            *SECOND_COLOCATED,
+            "encoders.vision.freeze=true",
+            "language.grid={tp: 2, sp: true}",
+        ],
+    ),
+    "both colocated": (
+        4,
+        [
+            *SECOND_COLOCATED,
+            *COLOCATED,
+            "encoders.glyphs.grid={tp: 2}",
+            "language.grid={tp: 2, pp: 2}",
+        ],
+    ),
+    "both colocated with lanes": (
+        2,
+        [*SECOND_COLOCATED, *COLOCATED, "language.grid.dp=2", "train.micro_batch_size=2"],
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     tiny.write_samples(directory)
+    return tiny.write_recipe(directory)
+
+
+@pytest.fixture(scope="module")
+def two_encoder_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny_two")
+    tiny.write_samples(directory, videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
     return tiny.write_recipe(directory)
 
 
@@ -146,6 +211,13 @@ def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout
     check(run_ranks, recipe, *LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("layout", TWO_ENCODERS)
+def test_steps_with_two_encoders_equal_those_of_one_rank(
+    run_ranks: RunRanks, two_encoder_recipe: Path, layout: str
+) -> None:
+    check(run_ranks, two_encoder_recipe, *TWO_ENCODERS[layout])
+
+
 @pytest.mark.parametrize("layout", ["1 lane to 2", "2 lanes to 1", "2 lanes to 2", "1 lane to 1"])
 def test_steps_equal_those_of_one_rank_when_gradients_reduce_during_backward(
     run_ranks: RunRanks, recipe: Path, layout: str
@@ -154,9 +226,10 @@ def test_steps_equal_those_of_one_rank_when_gradients_reduce_during_backward(
     check(run_ranks, recipe, ranks, [*overrides, "train.overlap_grad_reduce=true"])
 
 
+@pytest.mark.parametrize("layout", ["1 lane to 2", "language pp2"])
 @pytest.mark.parametrize("module", ["language", "encoders.vision"])
 def test_frozen_module_keeps_its_weights_and_the_other_learns_as_on_one_rank(
-    run_ranks: RunRanks, recipe: Path, module: str
+    run_ranks: RunRanks, recipe: Path, module: str, layout: str
 ) -> None:
-    ranks, overrides = LAYOUTS["1 lane to 2"]
+    ranks, overrides = LAYOUTS[layout]
     check(run_ranks, recipe, ranks, [*overrides, f"{module}.freeze=true"])

@@ -37,8 +37,8 @@ NUM_TOKENS = 100
 NUM_ROWS = 128
 # Segments of unequal, equal and the smallest length; the sum is even for two ranks.
 LENGTHS = [23, 9, 1, 23, 14]
-# (offset, grid in patches) of the images in each segment.
-IMAGES = [[(2, (1, 4, 6)), (12, (1, 6, 6))], [(0, (1, 2, 8))], [], [(5, (1, 8, 4))], []]
+# (offset, grid in rows) of the images in each segment.
+IMAGES = [[(2, (1, 2, 3)), (12, (1, 3, 3))], [(0, (1, 1, 4))], [], [(5, (1, 4, 2))], []]
 
 
 def text_positions() -> Tensor:
@@ -49,7 +49,7 @@ def text_positions() -> Tensor:
 def image_positions() -> Tensor:
     """(3, T) int64: with blocks in which height and width positions count up on their own."""
     parts = [
-        mrope_position_ids(n, [o for o, _ in images], [g for _, g in images], merge_size=2)
+        mrope_position_ids(n, [o for o, _ in images], [g for _, g in images])
         for n, images in zip(LENGTHS, IMAGES, strict=True)
     ]
     return torch.cat([torch.from_numpy(part) for part in parts], dim=1)

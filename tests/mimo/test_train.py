@@ -107,8 +107,28 @@ def test_corrupt_image_is_skipped_counted_and_named(run_ranks: RunRanks, recipe:
     assert "train-00000.tar" in logs
 
 
+def test_corrupt_video_blanks_the_images_of_its_sample_too(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    tiny.write_samples(tmp_path, videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
+    recipe = tiny.write_recipe(tmp_path)
+    corrupt(recipe)  # sample0000 begins with a video
+    run(run_ranks, recipe, tiny.SECOND_ENCODER, "encoders.vision.grid.dp=2", "train.steps=1")
+    (got,) = metrics(recipe)
+    # The same samples, with text of the same length in place of that sample's items.
+    (expected,) = run_ranks(_loss_without_first_sample, 1, recipe)
+    assert got["skipped_samples"] == 1
+    assert got["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def _loss_without_first_sample(rank: int, recipe: Path) -> float:
+    return tiny.run_reference_steps(
+        rank, recipe, [tiny.SECOND_ENCODER], unusable=frozenset({"sample0000"})
+    )["steps"][0]["loss"]
+
+
 def corrupt(recipe: Path) -> None:
-    """Break pixels inside the first image: its header, which the index reads, stays good."""
+    """Break pixels inside the first item: its header, which the index reads, stays good."""
     shard = recipe.parent / "train-00000.tar"
     data = bytearray(shard.read_bytes())
     first = data.index(b"IDAT")
@@ -160,6 +180,16 @@ def test_sample_with_more_placeholders_than_images_is_bad_input(recipe: Path) ->
         ("language.family=qwen4", ["language.family", "qwen3"]),
         ("encoders.vision.family=siglop", ["encoders.vision.family", "qwen_vl"]),
         ("data.sequence_length=8", ["data.sources.0.path", "8"]),
+        (
+            "encoders.other={family: qwen_vl}",
+            [
+                "encoders.other.media: got 'image', which encoders.vision.media is already",
+                "encoders.other.placeholder: got '<|image_pad|>', which encoders.vision.pl",
+            ],
+        ),
+        ("encoders.vision.media=text", ["encoders.vision.media", "language model's own"]),
+        ("encoders.vision.media=video", ["data.sources.0.path", "sample0000: image", "take video"]),
+        ("encoders.vision.placeholder='<|no|>'", ["data.tokenizer", "'<|no|>' for the image"]),
     ],
 )
 def test_bad_input_ends_with_one_message_and_exit_code_2(
@@ -202,6 +232,34 @@ def _answer(rank: int, folder: Path, image: Path) -> str:
     # What else is in the pack changes nothing.
     assert generator.answer([other, request, other], 64)[1] == alone[0]
     return alone[0]
+
+
+def test_two_encoders_answer_about_items_of_both(run_ranks: RunRanks, tmp_path: Path) -> None:
+    tiny.write_samples(tmp_path, videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
+    recipe = tiny.write_recipe(tmp_path)
+    test = f"data.test=[{{path: '{tmp_path}/train-*.tar'}}]"
+    run(run_ranks, recipe, tiny.SECOND_ENCODER, "train.steps=1", test)
+    run_ranks(_answer_both, 1, tmp_path / "runs" / "tiny")
+
+
+def _answer_both(rank: int, folder: Path) -> None:
+    from mimo.evaluate import answer_split
+    from mimo.generate import Generator, Request
+
+    generator = Generator(folder)
+    items = [Image.linear_gradient("L").resize(size) for size in ((56, 28), (28, 56), (28, 28))]
+    media = ["video", "image", "video"]
+
+    def request(*numbers: int) -> Request:
+        content = [{"type": media[n]} for n in numbers] + [{"type": "text", "text": "read"}]
+        return Request([{"role": "user", "content": content}], [items[n] for n in numbers])
+
+    requests = [request(0, 1, 2), request(2), request(1), request(), request(1, 0)]
+    # What else is in the pack changes nothing.
+    assert generator.answer(requests, 8) == [generator.answer([one], 8)[0] for one in requests]
+    answered = answer_split(folder)
+    numbers = zip(tiny.IMAGES_PER_SAMPLE, tiny.VIDEOS_PER_SAMPLE, strict=True)
+    assert [len(one.images) for one in answered] == [sum(both) for both in numbers]
 
 
 def test_generate_without_a_checkpoint_says_what_to_give(tmp_path: Path) -> None:

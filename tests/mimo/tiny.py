@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from data.digits_text import write_tokenizer
 # The second step starts over, with stale gradients to clear.
 NUM_STEPS = 2
 IMAGES_PER_SAMPLE = (2, 0, 1, 3, 0, 0, 0, 0, 1, 4, 1, 2)
+# Videos (items of a second encoder) in the same samples, where a test asks for them: samples with
+# items of both kinds, of either kind and of none.
+VIDEOS_PER_SAMPLE = (1, 2, 0, 2, 0, 0, 0, 0, 0, 1, 3, 0)
 _SIZES = ((28, 28), (56, 28), (28, 56), (56, 56), (84, 28))
 
 RECIPE = """
@@ -66,17 +70,36 @@ train:
 """
 
 
+# A second tower of another size, with smaller patches, hence more rows per item.
+SECOND_ENCODER = (
+    "encoders.glyphs={family: qwen_vl, media: video, placeholder: '<|video_pad|>', grid: {dp: 1}, "
+    "model: {num_layers: 1, hidden_size: 24, ffn_hidden_size: 32, num_attention_heads: 2, "
+    "patch_size: 7, temporal_patch_size: 1, min_pixels: 784, max_pixels: 3136, init_std: 0.2}}"
+)
+
+
 def write_samples(
-    directory: Path, images_per_sample: Sequence[int] = IMAGES_PER_SAMPLE, name: str = "train"
+    directory: Path,
+    images_per_sample: Sequence[int] = IMAGES_PER_SAMPLE,
+    name: str = "train",
+    videos_per_sample: Sequence[int] | None = None,
 ) -> None:
-    """A shard of noise images of different sizes with questions and answers, and a tokenizer."""
+    """A shard of noise images of different sizes with questions and answers, and a tokenizer.
+
+    Videos are still images, too; they stand between the images of their sample.
+    """
     rng = np.random.default_rng(0)
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory / "tokenizer")
     with tarfile.open(directory / f"{name}-00000.tar", "w") as tar:
-        for number, count in enumerate(images_per_sample):
+        for number, images in enumerate(images_per_sample):
+            videos = videos_per_sample[number] if videos_per_sample else 0
+            count = images + videos
+            media = ["image"] * images
+            for video in range(videos):
+                media.insert(2 * video, "video")
             digits = " ".join(str(d) for d in rng.integers(0, 10, max(count, 2)))
-            content = [{"type": "image"}] * count + [
+            content = [{"type": one} for one in media] + [
                 {"type": "text", "text": "what is this ?" if number % 3 else "read the digits"}
             ]
             messages = [
@@ -85,12 +108,12 @@ def write_samples(
             ]
             document = json.dumps({"messages": messages}).encode()
             _add(tar, f"sample{number:04d}.json", document)
-            for image in range(count):
+            for item in range(count):
                 width, height = _SIZES[int(rng.integers(len(_SIZES)))]
                 pixels = rng.integers(0, 256, (height, width), dtype=np.uint8)
                 buffer = io.BytesIO()
                 Image.fromarray(pixels).save(buffer, "PNG")
-                _add(tar, f"sample{number:04d}.{image}.png", buffer.getvalue())
+                _add(tar, f"sample{number:04d}.{item}.png", buffer.getvalue())
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -122,7 +145,7 @@ def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict:
     recipe = load_recipe(path, overrides)
     topology = build_topology(build_layout(recipe, dist.get_world_size()))
     trainer = Trainer(recipe, topology, path.parent / "run")
-    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processor)
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     steps = trainer.train(dataset, None)
     metrics = [next(steps) for _ in range(NUM_STEPS)]
@@ -157,12 +180,17 @@ def _shards(name: str, module: Any) -> list[dict]:
     return found
 
 
-def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict:
-    """The same steps on one rank: no DDP, no bridge, no schedule, plain autograd and SGD."""
+def run_reference_steps(
+    rank: int, path: Path, overrides: list[str], unusable: frozenset[str] = frozenset()
+) -> dict:
+    """The same steps on one rank: no DDP, no bridge, no schedule, plain autograd and SGD.
+
+    unusable: keys of samples whose items and loss are left out.
+    """
     import torch
 
     from data.batch import pack_lane, plan_microbatch
-    from mimo.dataset import image_processor, open_dataset, open_tokenizer
+    from mimo.dataset import item_processors, open_dataset, open_tokenizer
     from mimo.layout import build_layout, num_microbatches
     from mimo.learning_rate import learning_rate
     from mimo.local import LocalModel
@@ -170,8 +198,8 @@ def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict:
 
     recipe = load_recipe(path, overrides)
     layout = build_layout(recipe)
-    chat, processor = open_tokenizer(recipe), image_processor(recipe)
-    dataset = open_dataset(recipe, "sources", chat, processor)
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    dataset = open_dataset(recipe, "sources", chat, processors)
     assert dataset is not None
     local = LocalModel(recipe, chat.vocab_size, freeze=True)
     frozen = {"language": recipe.language.freeze} | {
@@ -192,26 +220,33 @@ def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict:
 
     def loss_of(m: int) -> tuple[torch.Tensor, int]:
         samples = plan_microbatch(dataset.indexes, dataset.order, m * per_step, 1, per_step)
+        blank = [n for n, key in enumerate(dataset.sample_keys(samples)) if key in unusable]
+        samples = samples.without(blank)
         encoded = [reader.sample(int(s)) for s in samples.sample]
+        for n in blank:
+            encoded[n] = replace(encoded[n], item_offsets=np.zeros(0, np.int64))
         grids = [
-            [reader.grid(int(i)) for i in samples.item[samples.item_sample == n]]
+            [reader.row_grid(int(i)) for i in samples.item[samples.item_sample == n]]
             for n in range(per_step)
         ]
         lane = pack_lane(
             encoded,
             grids,
-            processor.merge_size,
             samples.loss_tokens.tolist(),
             int(samples.lane_tokens[0]),
             chat.pad_token_id,
         )
-        flat = [g for own in grids for g in own]
-        rows = None
-        if flat:
-            patches = np.concatenate([reader.patches(int(i)) for i in samples.item])
-            rows = local.encode(patches, np.array(flat, np.int64))
-        places = np.flatnonzero(lane.input_ids == chat.image_token_id)
-        per_token = local.forward(lane, rows, places, with_labels=True)
+        rows = []
+        for name, encoder in recipe.encoders.items():
+            items = samples.item[samples.items_of_media(encoder.media)].tolist()
+            if items:
+                patches = np.concatenate([reader.patches(i) for i in items])
+                shapes = np.array([reader.grid(i) for i in items], np.int64)
+                token = chat.placeholder_ids[encoder.media]
+                kept = np.repeat(~np.isin(np.arange(len(lane.lengths)), blank), lane.lengths)
+                places = np.flatnonzero((lane.input_ids == token) & kept)
+                rows.append((local.encode(name, patches, shapes), places))
+        per_token = local.forward(lane, rows, with_labels=True)
         loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
         return loss, int(samples.loss_tokens.sum())
 

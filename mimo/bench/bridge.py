@@ -1,0 +1,162 @@
+"""`mimo bench bridge`: what the bridge is worth, measured, and whether it keeps its promises.
+
+Its four parts: against Megatron's bridge, sharded against replicated delivery, the time to plan,
+and the balance of items over lanes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mimo.bench.bridge_bounds import bounds
+from mimo.bench.bridge_contest import Contest, Rival, Traffic
+from mimo.bench.bridge_picture import draw
+from mimo.bench.bridge_planning import (
+    BALANCE_ITEMS,
+    PLAN_RANKS,
+    measure_balance,
+    time_plan,
+)
+from mimo.bench.bridge_report import Report, machine, notes
+from mimo.bench.bridge_tables import print_tables
+from mimo.bench.bridge_workload import Case
+from mimo.launch import launch, warm_up
+from mimo.recipe_errors import InputError
+
+PRELOAD = ("mimo.megatron.preload", "mimo.bench.bridge_contest")
+
+# Layouts that both bridges support: no CP, and lane counts that divide. The first is the headline.
+CASES = (
+    Case(encoder_tp=1, encoder_lanes=1, language_tp=4, language_lanes=1),
+    Case(encoder_tp=1, encoder_lanes=2, language_tp=4, language_lanes=1),
+    Case(encoder_tp=2, encoder_lanes=2, language_tp=4, language_lanes=1),
+    Case(encoder_tp=1, encoder_lanes=1, language_tp=2, language_lanes=1),
+    Case(encoder_tp=1, encoder_lanes=1, language_tp=2, language_lanes=2),
+    Case(encoder_tp=1, encoder_lanes=1, language_tp=4, language_lanes=1, sp=False),
+)
+_WIDTH = 140
+_SECOND_SIZE = 4  # the second size has this many times fewer rows
+
+
+def check_sizes(rows: int, hidden: int, cases: Sequence[Case] = CASES) -> None:
+    """Raise InputError when lanes could not get equal rows in both sizes."""
+    problems = []
+    step = _SECOND_SIZE * max(case.lanes_once for case in cases)
+    if rows < 4 * step or rows % step:
+        problems.append(f"--rows: got {rows}, needs a multiple of {step} from {4 * step} on")
+    if hidden < 1:
+        problems.append(f"--hidden: got {hidden}, needs at least 1")
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+class RanksFailed(RuntimeError):
+    """The ranks of a comparison failed and said why; `exit_code` is theirs."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"the ranks of the benchmark failed with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+def contest(case: Case, rows: int, hidden: int, repeats: int, rival: Rival) -> Contest:
+    """Start the ranks of one layout and return what they measured. Raises RanksFailed."""
+    with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
+        found = Path(directory) / "contest.json"
+        code = launch(
+            "mimo.bench.bridge_contest:in_world",
+            (found, case, rows, hidden, repeats, rival),
+            case.layout.world_size,
+            PRELOAD,
+        )
+        if code != 0:
+            raise RanksFailed(code)
+        values = json.loads(found.read_text())
+    for key in ("rows_received", "gradients_received"):
+        values[key] = Traffic(**values[key])
+    return Contest(**values)
+
+
+def measure(
+    rows: int, hidden: int, repeats: int, cases: Sequence[Case], console: Console
+) -> Report:
+    """Run all parts, one after the other, showing how far they are."""
+    warm_up(PRELOAD)  # the engine loads while the parts without ranks run; those are repeated
+    sizes = (rows, rows // _SECOND_SIZE)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        steps = progress.add_task("", total=len(sizes) * (len(cases) + 1) + 5)
+
+        def step[T](what: str, part: Callable[[], T]) -> T:
+            progress.update(steps, description=what)
+            if not console.is_terminal:
+                print(f"{what} ...", file=sys.stderr, flush=True)
+            found = part()
+            progress.advance(steps)
+            return found
+
+        def against(rival: Rival, case: Case, size: int) -> Contest:
+            what = f"{case}, {size} rows, against {rival}"
+            return step(what, lambda: contest(case, size, hidden, repeats, rival))
+
+        megatron = [against("megatron", case, size) for size in sizes for case in cases]
+        replicated = [against("replicated", cases[0], size) for size in sizes]
+        # After the ranks: their processes have ended, and nothing else runs.
+        plans = [step(f"plan for {n} ranks", lambda n=n: time_plan(n)) for n in PLAN_RANKS]
+        balance = [
+            step(f"balance of {n} items", lambda n=n: measure_balance(n)) for n in BALANCE_ITEMS
+        ]
+    return Report(
+        machine=machine(),
+        notes=notes(),
+        repeats=repeats,
+        against_megatron=megatron,
+        against_replicated=replicated,
+        plan=plans,
+        balance=balance,
+        bounds=bounds(megatron, plans, balance),
+    )
+
+
+def main(
+    rows: int,
+    hidden: int,
+    repeats: int,
+    json_path: Path | None,
+    picture: Path,
+    cases: Sequence[Case] = CASES,
+) -> int:
+    """Measure, print, draw and judge; returns 1 when a bound is missed."""
+    check_sizes(rows, hidden, cases)
+    # Into a file, tables as wide as they need.
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    try:
+        report = measure(rows, hidden, repeats, cases, console)
+    except RanksFailed as failed:
+        return failed.exit_code
+    print_tables(report, console)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw(report, picture)
+    print(f"picture: {picture}")
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(report.to_json())
+        print(f"figures: {json_path}")
+    missed = [bound for bound in report.bounds if not bound.holds]
+    for bound in missed:
+        print(f"missed: {bound}")
+    kept = len(report.bounds) - len(missed)
+    print(f"bounds_kept={kept} bounds_missed={len(missed)}")
+    return 1 if missed else 0

@@ -1,0 +1,79 @@
+"""What the bridge promises, judged on what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mimo.bench.bridge_contest import Contest
+from mimo.bench.bridge_planning import PLAN_RANKS, Balance, PlanTime
+
+_BYTES_OVER_BOUND = 1.01
+_FEWER_BYTES = 3.9
+_FASTER_FORWARD = 5.0
+_FASTER_BOTH = 3.0
+_PLAN_MS = 5.0
+_IMBALANCE_OVER_BOUND = 1.05
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One promise: `value` at most, or at least, `limit`."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was kept."""
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    def __str__(self) -> str:
+        """For example `plan for 1024 ranks, ms: 3.1, at most 5`."""
+        way = "at most" if self.at_most else "at least"
+        return f"{self.name}: {self.value:.4g}, {way} {self.limit:g}"
+
+
+def median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Median over alternating pairs of runs: how many times longer theirs took."""
+    return statistics.median(t / o for t, o in zip(theirs, ours, strict=True))
+
+
+def bounds(
+    contests: Sequence[Contest], plans: Sequence[PlanTime], balances: Sequence[Balance]
+) -> list[Bound]:
+    """Every promise, kept or not. Of the contests, those into tp 4 with SP are judged."""
+    found: list[Bound] = []
+    for contest in contests:
+        if contest.rival == "megatron" and contest.sp and contest.language_tp == 4:
+            found += _of_contest(contest)
+    found += [
+        Bound(f"plan for {plan.num_ranks} ranks, ms", plan.ms, _PLAN_MS, True)
+        for plan in plans
+        if plan.num_ranks == PLAN_RANKS[0]
+    ]
+    found += [
+        Bound(
+            f"imbalance of {balance.num_items} items / its lower bound, worst draw",
+            balance.worst,
+            _IMBALANCE_OVER_BOUND,
+            True,
+        )
+        for balance in balances
+    ]
+    return found
+
+
+def _of_contest(contest: Contest) -> Iterator[Bound]:
+    where = f"{contest.case}, {contest.rows} rows"
+    received = contest.rows_received
+    ours, theirs, least = sum(received.ours), sum(received.theirs), sum(received.bound)
+    yield Bound(f"{where}: bytes / lower bound", ours / least, _BYTES_OVER_BOUND, True)
+    yield Bound(f"{where}: Megatron's bytes / ours", theirs / ours, _FEWER_BYTES, False)
+    forward = median_ratio(contest.forward_theirs_ms, contest.forward_ours_ms)
+    yield Bound(f"{where}: forward, times faster", forward, _FASTER_FORWARD, False)
+    both = median_ratio(contest.both_theirs_ms, contest.both_ours_ms)
+    yield Bound(f"{where}: forward + backward, times faster", both, _FASTER_BOTH, False)

@@ -1,0 +1,69 @@
+"""Everything that `mimo bench bridge` found, in one object."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+from mimo.bench.bridge_bounds import Bound, median_ratio
+from mimo.bench.bridge_contest import Contest
+from mimo.bench.bridge_planning import Balance, PlanTime
+from mimo.device import backend
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured and judged, as it is written to `--json`."""
+
+    machine: dict[str, Any]
+    notes: list[str]
+    repeats: int
+    against_megatron: list[Contest]
+    against_replicated: list[Contest]
+    plan: list[PlanTime]
+    balance: list[Balance]
+    bounds: list[Bound]
+
+    def to_json(self) -> str:
+        """As JSON; each contest with its ratios, each bound with whether it holds."""
+        found = asdict(self)
+        for contests in (found["against_megatron"], found["against_replicated"]):
+            for contest in contests:
+                for way in ("forward", "both"):
+                    contest[f"{way}_times_faster"] = median_ratio(
+                        contest[f"{way}_theirs_ms"], contest[f"{way}_ours_ms"]
+                    )
+        for bound, entry in zip(self.bounds, found["bounds"], strict=True):
+            entry["holds"] = bound.holds
+        return json.dumps(found, indent=1) + "\n"
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "megatron-core": version("megatron-core"),
+        "backend": backend(),
+    }
+
+
+def notes() -> list[str]:
+    """What a reader must know to judge the comparison."""
+    return [
+        "Megatron's bridge hard-codes nccl for its groups; its group calls were mapped to "
+        f"{backend()}, the backend of ours.",
+        "Bytes are what the language model's ranks receive from anyone, their own module's ranks "
+        "included, until each holds its first layer's input.",
+        "Megatron's ranks were given complete gradients for nothing; with SP a gather over the "
+        "TP group would come first, so its backward is flattered.",
+        "Megatron's bridge sums the tensors that it receives for its debug log, also when that log "
+        "is off; this is part of its time.",
+        "A run lasts from a start common to all ranks until the last rank is done; a ratio is "
+        "the median over alternating pairs of runs.",
+    ]

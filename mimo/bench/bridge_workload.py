@@ -1,0 +1,174 @@
+"""What both bridges carry: a layout of two modules, its items, and what must arrive where.
+
+Letters: N rows of the global microbatch, H hidden, T packed tokens of one language lane.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bridge import (
+    BridgePlan,
+    ItemRuns,
+    LaneSegments,
+    ReplicatedSource,
+    replicated_destination,
+    sharded_destination,
+)
+from mimo.layout import LANGUAGE, GridSpec, Layout
+
+Delivery = Literal["sharded", "replicated"]
+ENCODER = "vision"
+_ROWS_PER_ITEM = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of the comparison: the encoder's ranks first, the language model's behind them."""
+
+    encoder_tp: int
+    encoder_lanes: int
+    language_tp: int
+    language_lanes: int
+    sp: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """Both grids, disjoint."""
+        encoder = GridSpec(ENCODER, tp=self.encoder_tp, dp=self.encoder_lanes)
+        language = GridSpec(
+            LANGUAGE,
+            tp=self.language_tp,
+            sp=self.sp,
+            dp=self.language_lanes,
+            rank_offset=encoder.size,
+        )
+        return Layout(language, {ENCODER: encoder}, encoder.size + language.size)
+
+    @property
+    def lanes_once(self) -> int:
+        """Equal shares of the rows that make up whole lanes on both sides."""
+        return math.lcm(self.encoder_lanes, self.language_lanes)
+
+    def __str__(self) -> str:
+        """For example `2×tp1 → 1×tp4 sp`: lanes × tensor parallelism on both sides."""
+        sequence = " sp" if self.sp else ""
+        return (
+            f"{self.encoder_lanes}×tp{self.encoder_tp} → "
+            f"{self.language_lanes}×tp{self.language_tp}{sequence}"
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Items of about 128 rows with text between them, equal rows on every lane of a side.
+
+    Equal rows, in the order of the lanes, because Megatron's bridge supports nothing else on all
+    of these layouts; ours would take any.
+
+    rows: N, a multiple of the case's `lanes_once`. The content follows from the row's number, so
+    that every rank can check what arrives.
+    """
+
+    case: Case
+    rows: int
+    hidden: int
+    runs: ItemRuns = field(init=False)
+    tokens: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        runs, tokens = _items(self.case, self.rows)
+        object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "tokens", tokens)
+
+    def build_plan(self, delivery: Delivery) -> BridgePlan:
+        """A fresh plan, so that nothing is remembered from the last run."""
+        encoder, language = self.case.layout.encoders[ENCODER], self.case.layout.language
+        rows = np.full(encoder.dp, self.rows // encoder.dp, np.int64)
+        source = ReplicatedSource(rows, np.array(encoder.ranks).reshape(encoder.dp, encoder.tp))
+        ranks = np.array(language.ranks).reshape(language.dp, 1, language.tp)
+        segments = LaneSegments.whole(self.tokens)
+        if delivery == "sharded":
+            destination = sharded_destination(segments, ranks, language.sp, self.runs)
+            return BridgePlan.build(self.runs, source, destination)
+        destination = replicated_destination(self.tokens, ranks)
+        returning = sharded_destination(segments, ranks, False, self.runs)
+        return BridgePlan.build(self.runs, source, destination, returning)
+
+    def encoder_values(self, lane: int) -> Tensor:
+        """(N / encoder lanes, H) fp32: the rows that one encoder lane produces."""
+        share = self.rows // self.case.encoder_lanes
+        return self._values(torch.arange(lane * share, (lane + 1) * share))
+
+    def language_values(self, lane: int) -> Tensor:
+        """(N / language lanes, H) fp32: the rows of one language lane, in order of position."""
+        share = self.rows // self.case.language_lanes
+        return self._values(torch.arange(lane * share, (lane + 1) * share))
+
+    def values_at(self, rank: int, places: Tensor, delivery: Delivery) -> Tensor:
+        """(n, H) fp32: what `rank` must find at its local positions `places` (n,)."""
+        language = self.case.layout.language
+        coords = language.coords(rank)
+        sliced = language.sp and delivery == "sharded"
+        first = coords.tp * self.tokens[coords.dp] // language.tp if sliced else 0
+        return self._values(self._row_at(coords.dp)[places + first])
+
+    def needed_rows(self, rank: int) -> int:
+        """Rows that language `rank` needs before its first layer and does not hold: the bound."""
+        language = self.case.layout.language
+        coords = language.coords(rank)
+        row_at = self._row_at(coords.dp)
+        if language.sp:
+            row_at = row_at.chunk(language.tp)[coords.tp]
+        return int((row_at >= 0).sum())
+
+    def _row_at(self, lane: int) -> Tensor:
+        """(T,) the number of the row at each position of a language lane, -1 for text."""
+        row_at = torch.full((self.tokens[lane],), -1)
+        number = np.cumsum(self.runs.rows) - self.runs.rows
+        for item in np.flatnonzero(self.runs.destination_lane == lane).tolist():
+            at, count = int(self.runs.position[item]), int(self.runs.rows[item])
+            row_at[at : at + count] = torch.arange(int(number[item]), int(number[item]) + count)
+        return row_at
+
+    def _values(self, numbers: Tensor) -> Tensor:
+        columns = torch.arange(self.hidden, dtype=torch.float32) / self.hidden
+        return numbers.to(torch.float32).unsqueeze(1) + columns
+
+
+def _items(case: Case, num_rows: int) -> tuple[ItemRuns, tuple[int, ...]]:
+    """The items, one per sample, and the tokens of each language lane; the same on all ranks."""
+    shares = case.lanes_once
+    assert num_rows % shares == 0, f"{num_rows} rows are not a multiple of {shares}"
+    draw = np.random.default_rng(0)
+    share = num_rows // shares
+    num_items = max(1, min(share, round(share / _ROWS_PER_ITEM)))
+    rows, source, destination, position, tokens = [], [], [], [], []
+    at = np.zeros(case.language_lanes, np.int64)
+    for number in range(shares):
+        cuts = np.sort(draw.choice(np.arange(1, share), num_items - 1, replace=False))
+        lane = number * case.language_lanes // shares
+        for count in np.diff(np.concatenate(([0], cuts, [share]))).tolist():
+            at[lane] += int(draw.integers(1, 32))  # text before the item
+            rows.append(count)
+            source.append(number * case.encoder_lanes // shares)
+            destination.append(lane)
+            position.append(int(at[lane]))
+            at[lane] += count
+    for end in at.tolist():
+        tokens.append(-(-(end + 1) // case.language_tp) * case.language_tp)
+    runs = ItemRuns(
+        sample=np.arange(len(rows)),
+        source_lane=np.array(source, np.int64),
+        destination_lane=np.array(destination, np.int64),
+        position=np.array(position, np.int64),
+        rows=np.array(rows, np.int64),
+        num_samples=len(rows),
+    )
+    return runs, tuple(tokens)
