@@ -10,7 +10,7 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -100,7 +100,8 @@ class QwenVLTower(nn.Module):
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Called by the schedule with what the previous stage sent; None on the first."""
-        self.blocks.set_input_tensor(input_tensor[0])
+        # Megatron's annotation leaves out that it may be None.
+        self.blocks.set_input_tensor(cast("Tensor", input_tensor[0]))
 
     def rotary_frequencies(self, grids: Tensor) -> Tensor:
         """grids (I, 3) int64 as (t, h, w) in patches -> (P, 1, 1, head size) fp32.
