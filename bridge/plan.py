@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,6 +39,19 @@ class Exchange:
     def num_rows(self) -> int:
         """Rows of all messages together."""
         return int(self.index.size)
+
+
+def _once(method: Callable[[BridgePlan, int], Exchange]) -> Callable[[BridgePlan, int], Exchange]:
+    """Remember a rank's exchange: each is asked for several times in a microbatch."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def remembered(plan: BridgePlan, rank: int) -> Exchange:
+        if (name, rank) not in plan._exchanges:
+            plan._exchanges[name, rank] = method(plan, rank)
+        return plan._exchanges[name, rank]
+
+    return remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +84,7 @@ class BridgePlan:
     returned: np.ndarray
     source_rows: tuple[int, ...]
     runs: ItemRuns
+    _exchanges: dict[tuple[str, int], Exchange] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -121,16 +135,19 @@ class BridgePlan:
             runs=runs,
         )
 
+    @_once
     def sends(self, rank: int) -> Exchange:
         """What ``rank`` of the encoder sends forward."""
         mine = np.flatnonzero(self.source_rank == rank)
         return _exchange(self.destination_rank[mine], self.source_local[mine], self.length[mine])
 
+    @_once
     def receives(self, rank: int) -> Exchange:
         """What ``rank`` of the language model receives."""
         mine = np.flatnonzero(self.destination_rank == rank)
         return _exchange(self.source_rank[mine], self.destination_local[mine], self.length[mine])
 
+    @_once
     def returns(self, rank: int) -> Exchange:
         """Which of the rows that ``rank`` received it sends the gradients of, and to whom."""
         mine = np.flatnonzero(self.destination_rank == rank)
@@ -140,6 +157,7 @@ class BridgePlan:
         mine = mine[kept]
         return _exchange(self.source_rank[mine], received[kept], self.length[mine])
 
+    @_once
     def collects(self, rank: int) -> Exchange:
         """Which rows of ``rank`` of the encoder get their gradients, and from whom.
 

@@ -45,11 +45,18 @@ def median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
 def bounds(
     contests: Sequence[Contest], plans: Sequence[PlanTime], balances: Sequence[Balance]
 ) -> list[Bound]:
-    """Every promise, kept or not. Of the contests, those into tp 4 with SP are judged."""
+    """Every promise, kept or not.
+
+    Bytes are judged on all layouts into tp 4 with SP; speed on one encoder rank and the larger
+    size, where bytes and not the latency of single calls decide. The tables show all of them.
+    """
+    judged = [c for c in contests if c.rival == "megatron" and c.sp and c.language_tp == 4]
+    most_rows = max((contest.rows for contest in judged), default=0)
     found: list[Bound] = []
-    for contest in contests:
-        if contest.rival == "megatron" and contest.sp and contest.language_tp == 4:
-            found += _of_contest(contest)
+    for contest in judged:
+        found += _bytes(contest)
+        if contest.num_ranks == 1 + contest.language_tp and contest.rows == most_rows:
+            found += _speed(contest)
     found += [
         Bound(f"plan for {plan.num_ranks} ranks, ms", plan.ms, _PLAN_MS, True)
         for plan in plans
@@ -67,12 +74,16 @@ def bounds(
     return found
 
 
-def _of_contest(contest: Contest) -> Iterator[Bound]:
+def _bytes(contest: Contest) -> Iterator[Bound]:
     where = f"{contest.case}, {contest.rows} rows"
     received = contest.rows_received
     ours, theirs, least = sum(received.ours), sum(received.theirs), sum(received.bound)
     yield Bound(f"{where}: bytes / lower bound", ours / least, _BYTES_OVER_BOUND, True)
     yield Bound(f"{where}: Megatron's bytes / ours", theirs / ours, _FEWER_BYTES, False)
+
+
+def _speed(contest: Contest) -> Iterator[Bound]:
+    where = f"{contest.case}, {contest.rows} rows"
     forward = median_ratio(contest.forward_theirs_ms, contest.forward_ours_ms)
     yield Bound(f"{where}: forward, times faster", forward, _FASTER_FORWARD, False)
     both = median_ratio(contest.both_theirs_ms, contest.both_ours_ms)

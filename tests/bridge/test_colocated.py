@@ -1,0 +1,207 @@
+"""Both directions of a colocated bridge on eight ranks, bit for bit, and feature levels on ranks.
+
+Letters: T tokens of a language lane, N rows of an encoder lane, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from bridge import (
+    BridgeEnd,
+    BridgePlan,
+    BridgeReceiver,
+    BridgeSender,
+    ColocatedBridge,
+    FlatEmbeddings,
+    ItemRuns,
+    LaneSegments,
+    ReplicatedSource,
+    plan_levels,
+    replicated_destination,
+    sharded_destination,
+)
+from tests.conftest import RunRanks
+
+HIDDEN = 3
+TOKENS = 16  # per language lane
+
+
+def runs_of(microbatch: int, encoder_lanes: int, language_lanes: int) -> ItemRuns:
+    """Items of uneven size on all lanes; in the second microbatch the last lane has none."""
+    generator = np.random.default_rng(microbatch)
+    lanes = language_lanes - (microbatch == 1)
+    destination = np.repeat(np.arange(lanes), 2)
+    rows = generator.integers(0, 7, destination.size)
+    return ItemRuns(
+        sample=np.arange(destination.size),
+        source_lane=generator.integers(0, encoder_lanes, destination.size),
+        destination_lane=destination,
+        position=np.tile([1, 9], lanes),
+        rows=rows,
+        num_samples=2 * language_lanes,
+    )
+
+
+def plan_of(runs: ItemRuns, encoder: np.ndarray, language: np.ndarray, delivery: str) -> BridgePlan:
+    """encoder: ranks [lane, tp]. language: ranks [lane, cp, tp]."""
+    rows = [sum(runs.split_sizes(lane)) for lane in range(len(encoder))]
+    source = ReplicatedSource(np.array(rows), encoder)
+    segments = LaneSegments.whole([TOKENS] * len(language))
+    if delivery == "replicated":
+        shared = sharded_destination(segments, language, False, runs)
+        return BridgePlan.build(
+            runs, source, replicated_destination(segments.tokens, language), shared
+        )
+    destination = sharded_destination(segments, language, delivery == "sp", runs)
+    return BridgePlan.build(runs, source, destination)
+
+
+def new_groups(rank: int, table: np.ndarray) -> Any:
+    """The group of the row of ``table`` that this rank is in."""
+    made = [dist.new_group(ranks.tolist()) for ranks in table]
+    return next((g for g, ranks in zip(made, table, strict=True) if rank in ranks), None)
+
+
+def there_and_back(rank: int, encoder_shape: Any, language_shape: Any, delivery: str) -> None:
+    encoder = np.arange(8).reshape(encoder_shape)
+    language = np.arange(8).reshape(language_shape[0], 1, language_shape[1])
+    encoder_tp, language_tp = new_groups(rank, encoder), new_groups(rank, language[:, 0])
+    lane = int(np.flatnonzero((encoder == rank).any(1))[0])
+    end = BridgeEnd(
+        name="vision",
+        rank=rank,
+        forward=cast("Any", dist.new_group()),
+        backward=cast("Any", dist.new_group()),
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        wire_dtype=torch.float32,
+        device=torch.device("cpu"),
+        trainable=True,
+        gather=language_tp if delivery == "gathered" else None,
+    )
+    bridge = ColocatedBridge(end, lane, True, encoder_tp if encoder.shape[1] > 1 else None)
+    all_runs = [runs_of(m, *(len(encoder), len(language))) for m in range(3)]
+    bridge.begin([plan_of(runs, encoder, language, delivery) for runs in all_runs])
+    for group in (range(0, 2), range(2, 3)):
+        # A row's content names its place: microbatch, language lane and position.
+        values = torch.cat([places(runs, lane, m) for m, runs in enumerate(all_runs) if m in group])
+        bridge.deliver(group, values)
+        mine = int(np.flatnonzero((language[:, 0] == rank).any(1))[0])
+        t = int(np.flatnonzero(language[mine, 0] == rank)[0])
+        shift = t * TOKENS // language.shape[2] if delivery == "sp" else 0
+        for m in group:
+            rows, positions = bridge.receive(m)
+            expected = content(m, mine, positions + shift)
+            assert torch.equal(rows.detach(), expected), "another row stands at this position"
+            wanted = wanted_rows(all_runs[m], mine, t, language.shape[2], delivery)
+            assert sorted((positions + shift).tolist()) == wanted
+            # Every copy of a row has the whole gradient, twice the row.
+            rows.grad = 2 * rows.detach()
+        gradient = bridge.collect(group)
+        assert torch.equal(gradient, 2 * values), "a gradient came back not at all or twice"
+    bridge.finish()
+
+
+def content(microbatch: int, lane: int, positions: torch.Tensor) -> torch.Tensor:
+    """(n, H) what stands at positions of a language lane."""
+    base = 1000.0 * microbatch + 100.0 * lane + positions.float()
+    return base[:, None] + torch.arange(HIDDEN) / 8
+
+
+def places(runs: ItemRuns, lane: int, microbatch: int) -> torch.Tensor:
+    """(N, H) the rows of one encoder lane, in plan order."""
+    parts = [torch.zeros(0, HIDDEN)]
+    for i in np.flatnonzero(runs.source_lane == lane):
+        positions = torch.arange(int(runs.rows[i])) + int(runs.position[i])
+        parts.append(content(microbatch, int(runs.destination_lane[i]), positions))
+    return torch.cat(parts)
+
+
+def wanted_rows(runs: ItemRuns, lane: int, t: int, tp: int, delivery: str) -> list[int]:
+    """Positions that a language rank must hold, by looking at every one."""
+    found = []
+    for i in np.flatnonzero(runs.destination_lane == lane):
+        for position in range(int(runs.position[i]), int(runs.position[i] + runs.rows[i])):
+            if delivery != "sp" or position // (TOKENS // tp) == t:
+                found.append(position)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("delivery", ["sp", "gathered", "replicated"])
+@pytest.mark.parametrize(
+    ("encoder", "language"),
+    [((2, 4), (4, 2)), ((4, 2), (2, 4)), ((8, 1), (2, 4)), ((2, 4), (8, 1))],
+)
+def test_rows_and_gradients_change_between_colocated_grids_bit_for_bit(
+    run_ranks: RunRanks, encoder: tuple[int, int], language: tuple[int, int], delivery: str
+) -> None:
+    run_ranks(there_and_back, 8, encoder, language, delivery)
+
+
+# --------------------------------------------------------------------- feature levels
+
+
+def levels_to_their_stages(rank: int) -> list[int]:
+    """Rank 0 encodes; ranks 1, 2 are the first stage (tp 2), ranks 3, 4 the second.
+
+    Level 0 belongs to the first stage, levels 1 and 2 to layers of the second.
+    """
+    encoder = np.array([[0]])
+    stages = [np.array([[[1, 2]]]), np.array([[[3, 4]]])]
+    groups = [[dist.new_group([0, *stage.ravel()]) for _ in range(2)] for stage in stages]
+    runs = runs_of(0, 1, 1)
+    source = ReplicatedSource(np.array([sum(runs.split_sizes(0))]), encoder)
+    segments = LaneSegments.whole([TOKENS])
+    maps = [sharded_destination(segments, stage, True, runs) for stage in stages]
+    plans = plan_levels(runs, source, [maps[0], maps[1], maps[1]])
+    assert [group.levels for group in plans] == [(0,), (1, 2)]
+    received = []
+    for number, level_group in enumerate(plans):
+        forward, backward = groups[number]
+        width = HIDDEN * len(level_group.levels)
+        end = BridgeEnd(
+            name="vision",
+            rank=rank,
+            forward=cast("Any", forward),
+            backward=cast("Any", backward),
+            hidden_size=width,
+            dtype=torch.float32,
+            wire_dtype=torch.float32,
+            device=torch.device("cpu"),
+            trainable=True,
+        )
+        rows = [level * 10_000 + places(runs, 0, 0) for level in level_group.levels]
+        if rank == 0:
+            values = torch.cat(rows, dim=-1).requires_grad_()
+            sender = BridgeSender(end, lane=0, run_ahead=1)
+            sender.begin([level_group.plan])
+            token = sender.send(0, FlatEmbeddings(values, runs.split_sizes(0)))
+            (gradient,) = torch.autograd.grad(token, values)
+            assert torch.equal(gradient, 2 * values)
+            sender.finish()
+        elif rank in stages[number]:
+            receiver = BridgeReceiver(end)
+            receiver.begin([level_group.plan])
+            arrived, positions = receiver.receive(0)
+            shift = (rank - int(stages[number][0, 0, 0])) * TOKENS // 2
+            expected = [
+                lvl * 10_000 + content(0, 0, positions + shift) for lvl in level_group.levels
+            ]
+            assert torch.equal(arrived.detach(), torch.cat(expected, dim=-1))
+            arrived.backward(2 * arrived.detach())
+            receiver.finish()
+            received.append(arrived.shape[1])
+    return received
+
+
+def test_each_feature_level_goes_to_the_stage_that_owns_its_layer_in_shared_messages(
+    run_ranks: RunRanks,
+) -> None:
+    widths = run_ranks(levels_to_their_stages, 5)
+    assert widths == [[], [HIDDEN], [HIDDEN], [2 * HIDDEN], [2 * HIDDEN]]
