@@ -10,17 +10,10 @@ from bridge.runs import ItemRuns
 from bridge.shard_map import (
     LaneSegments,
     ShardMap,
-    gathered_destination,
     replicated_destination,
-    sequence_parallel_destination,
     sharded_destination,
 )
-from bridge.source import (
-    ReplicatedSource,
-    SequenceShardedSource,
-    Source,
-    replicated_source,
-)
+from bridge.source import ReplicatedSource, SequenceShardedSource, Source
 from bridge.transfer import BridgeEnd
 from bridge.waiting import BridgeError
 
@@ -43,12 +36,9 @@ __all__ = [
     "Source",
     "assign_items",
     "check_plans",
-    "gathered_destination",
     "imbalance",
     "lower_bound_rows",
     "plan_levels",
     "replicated_destination",
-    "replicated_source",
-    "sequence_parallel_destination",
     "sharded_destination",
 ]

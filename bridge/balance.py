@@ -14,17 +14,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def assign_items(costs: Sequence[int] | NDArray, lanes: int) -> NDArray[np.int64]:
-    """(I,) costs -> (I,) lane of each item; ties go to the earlier item and the lower lane."""
+def assign_items(
+    costs: Sequence[int] | NDArray,
+    lanes: int,
+    loads: Sequence[int] | NDArray | None = None,
+    earlier: Sequence[int] | NDArray | None = None,
+) -> NDArray[np.int64]:
+    """(I,) costs -> (I,) lane of each item.
+
+    loads: (lanes,) work that the lanes already have in the same go. earlier: (lanes,) work that
+    they had before; it decides between lanes that are equally loaded, so that a single item does
+    not always meet the same lane. Further ties go to the earlier item and the lower lane.
+    """
     costs = np.asarray(costs, dtype=np.int64)
     assigned = np.zeros(costs.size, np.int64)
     if lanes == 1:
         return assigned
-    loads = [(0, lane) for lane in range(lanes)]
+    start = np.zeros(lanes, np.int64) if loads is None else np.asarray(loads, np.int64)
+    before = np.zeros(lanes, np.int64) if earlier is None else np.asarray(earlier, np.int64)
+    heap = list(zip(start.tolist(), before.tolist(), range(lanes), strict=True))
+    heapq.heapify(heap)
     for item in np.argsort(-costs, kind="stable").tolist():
-        load, lane = loads[0]
+        load, previous, lane = heap[0]
         assigned[item] = lane
-        heapq.heapreplace(loads, (load + int(costs[item]), lane))
+        heapq.heapreplace(heap, (load + int(costs[item]), previous, lane))
     return assigned
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bridge.plan import BridgePlan, Exchange
 from bridge.transfer import BridgeEnd, gather_shares
-from bridge.waiting import Message, UnexpectedRows, wait_for
+from bridge.waiting import BridgeError, Message, UnexpectedRows, wait_for
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,13 @@ class ColocatedBridge:
 
     def _own_gradient(self, microbatch: int) -> Tensor:
         """The gradient of the rows that this rank itself received, never of a gathered copy."""
-        leaf = self._leaves.pop(microbatch)
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        gradient = self._leaves.pop(microbatch).grad
+        if gradient is None:
+            raise BridgeError(
+                f"bridge {self.end.name}, microbatch {microbatch}: the plan expects gradients, but "
+                f"no backward reached the rows",
+                microbatch,
+            )
         shares, mine = self._shares(microbatch), self._sharers().index(self.end.rank)
         return gradient[sum(shares[:mine]) : sum(shares[: mine + 1])]
 

@@ -10,21 +10,13 @@ Letters: L language lanes, G packed segments, K stretches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bridge.runs import Ints, ItemRuns, count_up, ints, offsets, totals
-
-RankOf = Callable[[int, int], int]
-"""(lane, tensor-parallel index) -> global rank."""
-
-
-def rank_table(lanes: int, tp: int, rank_of: RankOf) -> Ints:
-    """(lanes, tp) ranks from a function; for many ranks give the builders an array instead."""
-    return ints([rank_of(lane, t) for lane in range(lanes) for t in range(tp)]).reshape(lanes, tp)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,25 +225,3 @@ def _share(chunks: _Chunks, lane_start: Ints, ranks: Ints, runs: ItemRuns) -> Sh
         rank=ranks.reshape(lanes * cp, tp)[shard[chunk], t],
         local=chunks.local[chunk] + start - chunks.start[chunk],
     )
-
-
-def sequence_parallel_destination(tokens: Sequence[int], tp: int, rank_of: RankOf) -> ShardMap:
-    """TP rank t of a lane holds tokens [t·T/tp, (t+1)·T/tp): `sharded_destination` without CP.
-
-    tokens: T per language lane, each a multiple of tp.
-    """
-    ranks = rank_table(len(tokens), tp, rank_of)[:, None, :]
-    no_runs = ItemRuns(*(np.zeros(0, np.int64) for _ in range(5)), num_samples=0)
-    return sharded_destination(LaneSegments.whole(tokens), ranks, True, no_runs)
-
-
-def gathered_destination(
-    tokens: Sequence[int], runs: ItemRuns, tp: int, rank_of: RankOf
-) -> ShardMap:
-    """Each TP rank of a lane receives an even share of its rows: no CP and no SP.
-
-    The TP group then all-gathers, so a row crosses between the grids only once. Local indices are
-    plain positions.
-    """
-    ranks = rank_table(len(tokens), tp, rank_of)[:, None, :]
-    return sharded_destination(LaneSegments.whole(tokens), ranks, False, runs)

@@ -6,15 +6,13 @@ Letters: L encoder lanes, Q pieces of consecutive rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bridge.runs import Ints, ints, offsets, totals
-from bridge.shard_map import RankOf, ShardMap, rank_table
+from bridge.shard_map import ShardMap
 
 
 class Source(Protocol):
@@ -115,11 +113,3 @@ class SequenceShardedSource:
 
     def _part(self) -> Ints:
         return -(-self.rows // self.ranks.shape[1])
-
-
-def replicated_source(rows: Sequence[int] | NDArray, tp: int, rank_of: RankOf) -> ReplicatedSource:
-    """Every TP rank of a lane holds all of its rows; each sends an even share.
-
-    rows: per encoder lane.
-    """
-    return ReplicatedSource(ints(rows), rank_table(len(rows), tp, rank_of))

@@ -30,9 +30,6 @@ _ORIENTATION_METHOD = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# A transformer layer of width d spends 24·d² FLOPs per patch in its matrices and 4·d per pair of
-# patches in attention: 4·d·(n² + 6·d·n). 1280 is the width of the Qwen2-VL and Qwen2.5-VL towers.
-_COST_LINEAR = 6 * 1280
 
 
 def image_size(
@@ -120,6 +117,7 @@ class ImageProcessor:
     temporal_patch_size: T, frames per patch; a still image is repeated T times.
     min_pixels, max_pixels: bounds on the pixels of the resized image.
     mean, std: per RGB channel, for values in 0..1.
+    tower_width: hidden size of the tower that encodes the patches; only `cost` depends on it.
 
     Raises ValueError when built with sizes that cannot work.
     """
@@ -131,6 +129,7 @@ class ImageProcessor:
     max_pixels: int = 28 * 28 * 1280
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    tower_width: int = 1280
 
     def __post_init__(self) -> None:
         # Lists from YAML become tuples, so that equal settings have equal fingerprints.
@@ -138,7 +137,13 @@ class ImageProcessor:
         object.__setattr__(self, "std", tuple(float(value) for value in self.std))
         problems = [
             f"{name} is {getattr(self, name)}, needs to be at least 1"
-            for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels")
+            for name in (
+                "patch_size",
+                "merge_size",
+                "temporal_patch_size",
+                "min_pixels",
+                "tower_width",
+            )
             if getattr(self, name) < 1
         ]
         block = self.patch_size * self.merge_size
@@ -202,13 +207,14 @@ class ImageProcessor:
         return math.prod(self.row_grid(width, height))
 
     def cost(self, width: int, height: int) -> int:
-        """Relative work to encode an image, for load balance: n² + 7680·n with n = t·h·w patches.
+        """Relative work to encode an image with n = t·h·w patches: n² + 6·tower_width·n.
 
-        The shape of a transformer layer's FLOPs, n² + 6·d·n, at the width d = 1280 of Qwen's.
+        The shape of a transformer layer's FLOPs: 24·d² per patch in its matrices and 4·d per pair
+        of patches in attention, so 4·d·(n² + 6·d·n) at width d.
         """
         t, h, w = self.grid(width, height)
         num_patches = t * h * w
-        return num_patches * (num_patches + _COST_LINEAR)
+        return num_patches * (num_patches + 6 * self.tower_width)
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """float32 (t·h·w, 3·T·P·P): normalised patches in Qwen's order.

@@ -86,16 +86,6 @@ class SampleOrder:
             sample[chosen] = self._samples_of(int(number), place[chosen])
         return source, sample
 
-    def drawn(self, position: int) -> np.ndarray:
-        """int64 (num_sources,): samples taken from each source before `position`."""
-        block, rest = divmod(int(position), self.block)
-        chunk = block // _CHUNK
-        in_chunk = self._source_of(np.arange(chunk * _CHUNK, block + 1))
-        whole = np.bincount(in_chunk[:-1], minlength=len(self.num_samples))
-        counts = (self._count_before(chunk) + whole) * self.block
-        counts[in_chunk[-1]] += rest
-        return counts
-
     def _check(self) -> None:
         problems: list[str] = []
         if not self.num_samples or len(self.num_samples) != len(self.weights):

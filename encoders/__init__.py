@@ -2,8 +2,16 @@
 
 An encoder file offers
 
-- ``Settings``: a strict pydantic model of the recipe keys under ``encoders.<name>.model``,
-  with ``processor()``, how an item becomes numbers (and how many rows it encodes to);
-- ``build(settings, ctx, output_size, seed)``: the tower and its projector to the language
-  model's hidden size, as a module whose ``forward(patches, grids)`` returns rows (N, H).
+- ``Settings``: a strict pydantic model of the recipe keys under ``encoders.<name>.model``, with
+  ``processor()``, the `data.images.ImageProcessor` that turns an item into patches and says how
+  many rows it encodes to.
+- ``check_grid(settings, tp, pp) -> list[str]``: problems of a grid with these sizes, one sentence
+  each.
+- ``build(settings, ctx, output_size, seed)``: this rank's chunk of the tower with its projector to
+  ``output_size``, the language model's hidden size, with freshly drawn weights, the same in every
+  layout. ctx: the `ModuleContext` with process groups and dtype. The module offers
+  ``set_input_tensor([tensor or None])`` and ``forward(patches, grids)``: patches (P, C) on the
+  first pipeline stage, else None; grids (I, 3) as (t, h, w) in patches; rows (N, H) on the last
+  stage, hidden states for the next one on others. No items at all give (0, H) rows that are part
+  of the graph. Its ``config`` is Megatron's `TransformerConfig`.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.images import ImageProcessor
@@ -41,6 +41,17 @@ class Settings(BaseModel):
     norm_eps: float = 1e-6
     init_std: float = Field(default=0.02, gt=0)
 
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Settings:
+        heads = self.num_attention_heads
+        if self.hidden_size % (4 * heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of 4 · num_attention_heads, "
+                f"{4 * heads}: rows and columns turn half of each head's channels, in pairs"
+            )
+        self.processor()  # raises ValueError for pixel limits that no image can meet
+        return self
+
     def processor(self) -> ImageProcessor:
         """How an image becomes patches, and how many rows it encodes to."""
         return ImageProcessor(
@@ -49,6 +60,7 @@ class Settings(BaseModel):
             temporal_patch_size=self.temporal_patch_size,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
+            tower_width=self.hidden_size,
         )
 
 

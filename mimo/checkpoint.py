@@ -69,22 +69,27 @@ def save_checkpoint(
     if rank == 0:
         (partial / _PROGRESS).write_text(json.dumps(asdict(progress)))
         (partial / "recipe.yaml").write_text(recipe_yaml)
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = checkpoints / f".step_{progress.step}.replaced"
+        if final.exists():
+            final.rename(replaced)
         partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         pointer = checkpoints / f".{_LATEST}"
         pointer.write_text(final.name)
         os.replace(pointer, checkpoints / _LATEST)
-        _drop_old(checkpoints, keep)
+        _drop_old(checkpoints, keep, newest=final)
     dist.barrier()
     return final
 
 
-def _drop_old(checkpoints: Path, keep: int) -> None:
-    steps = sorted(
-        (path for path in checkpoints.glob("step_*") if path.is_dir()),
-        key=lambda path: int(path.name.removeprefix("step_")),
-    )
-    for path in steps[:-keep]:
+def _drop_old(checkpoints: Path, keep: int, newest: Path) -> None:
+    """Keep ``newest`` and the ``keep`` - 1 written last before it, whatever their steps are.
+
+    After resuming from an earlier step, later steps of the abandoned run may stand beside it.
+    """
+    others = [p for p in checkpoints.glob("step_*") if p.is_dir() and p != newest]
+    others.sort(key=lambda path: path.stat().st_mtime)
+    for path in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(path, ignore_errors=True)
 
 

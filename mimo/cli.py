@@ -65,11 +65,12 @@ def check(
     num_ranks: NumRanksOption = None,
 ) -> None:
     """Validate a recipe and print which rank does what."""
-    from mimo.layout import build_layout, num_microbatches
+    from mimo.job import check_recipe
+    from mimo.layout import num_microbatches
     from mimo.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    layout = build_layout(loaded, num_ranks)
+    layout = check_recipe(loaded, num_ranks)
     print_layout(layout, num_microbatches(loaded, layout))
 
 

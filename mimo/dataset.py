@@ -91,6 +91,11 @@ def open_dataset(
         try:
             index = load_or_build_index(source.path, chat, processors, progress)
             check_lengths(index, recipe.data.sequence_length)
+            if len(index) == 0:
+                raise ValueError(
+                    f"{source.path}: none of {len(index.skipped)} samples is usable; the first: "
+                    + "; ".join(f"{s.key}: {s.reason}" for s in index.skipped[:3])
+                )
             indexes.append(index)
         except ValueError as error:
             problems.append(recipe.problem(("data", split, number, "path"), str(error)))

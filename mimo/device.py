@@ -17,6 +17,21 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def choose_before_fork(num_ranks: int) -> str | None:
+    """Settle the device of ``num_ranks`` ranks on this machine, before their processes exist.
+
+    Counting GPUs must not initialise CUDA in a process that forks, hence by NVML. With fewer GPUs
+    than ranks the ranks use the CPU: NCCL refuses two ranks on one device.
+    Returns a sentence for the console when GPUs are left unused, else None.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0 or num_gpus >= num_ranks:
+        return None
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return f"{num_ranks} ranks, but {num_gpus} GPU(s): running on the CPU"
+
+
 def local_device(local_rank: int | None = None) -> torch.device:
     """The device of this process; with ``local_rank`` on a GPU machine, makes it current."""
     if not has_gpu():

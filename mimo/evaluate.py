@@ -8,7 +8,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from data.images import open_image
+from data.images import open_image, to_rgb
+from data.reader import SampleReader, UnreadableSample
 from mimo.checkpoint import find_checkpoint
 from mimo.dataset import open_dataset
 from mimo.generate import Generator, Request
@@ -57,6 +58,7 @@ def score(answered: Sequence[Answered]) -> Score:
 def answer_split(run: Path, split: str = "test") -> list[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint.
 
+    Prints which samples cannot be read and are left out, and how many there are.
     Raises RecipeError when the recipe names no shards for the split.
     """
     if split not in ("validation", "test"):
@@ -68,14 +70,24 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
     waiting: list[tuple[Request, str, str]] = []
-    for index, reader in zip(dataset.indexes, dataset.readers, strict=True):
-        for sample in range(len(index)):
-            messages = reader.messages(sample)
-            items = range(int(index.item_start[sample]), int(index.item_start[sample + 1]))
-            request = Request(
-                messages[:-1], [open_image(reader.item_bytes(item)) for item in items]
-            )
+    skipped = [
+        f"sample {one.key!r} of {one.shard}: {one.reason}"
+        for index in dataset.indexes
+        for one in index.skipped
+    ]
+    for reader in dataset.readers:
+        for sample in range(len(reader.index)):
+            try:
+                messages, images = _read(reader, sample)
+            except UnreadableSample as error:
+                skipped.append(str(error))
+                continue
+            request = Request(messages[:-1], images)
             waiting.append((request, _text(messages[-2]), _text(messages[-1])))
+    if skipped:
+        for reason in skipped:
+            print(f"skipped {reason}")
+        print(f"skipped_samples={len(skipped)}", flush=True)
     answered = []
     for first in range(0, len(waiting), _BATCH):
         batch = waiting[first : first + _BATCH]
@@ -85,6 +97,20 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
             for (request, question, expected), answer in zip(batch, given, strict=True)
         ]
     return answered
+
+
+def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Image.Image]]:
+    """The messages and the RGB images of a sample. Raises UnreadableSample."""
+    index = reader.index
+    images = []
+    for item in range(int(index.item_start[sample]), int(index.item_start[sample + 1])):
+        data = reader.item_bytes(item)
+        try:
+            images.append(to_rgb(open_image(data)))
+        except (OSError, ValueError) as error:
+            shard, key = index.shards[index.shard[sample]], str(index.keys[sample])
+            raise UnreadableSample(shard, key, item, str(error)) from error
+    return reader.messages(sample), images
 
 
 def main(run: Path, split: str) -> int:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from data.batch import pack_lane
 from data.chat import ChatTokenizer, EncodedSample, PlaceholderError
-from data.images import open_image
+from data.images import open_image, to_rgb
 from mimo.checkpoint import find_checkpoint
 from mimo.dataset import item_processors, open_tokenizer
 from mimo.local import LocalModel, join_world_of_one
@@ -26,6 +26,15 @@ class Request:
 
     messages: Sequence[dict]
     items: Sequence[Image.Image]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A tokenized request. media: of each item; grids: (t, h, w) of each in rows."""
+
+    sample: EncodedSample
+    media: Sequence[str]
+    grids: Sequence[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -57,16 +66,12 @@ class Generator:
         """Greedy answers, one per request; all requests run packed together.
 
         Every step runs over the whole sequences; there is no cache of keys and values.
+        Raises InputError for a request that the tokenizer or a processor cannot take.
         """
-        media = [self.chat.media_of_items(one.messages, "prompt") for one in requests]
-        prompts, grids = [], []
-        for request, own in zip(requests, media, strict=True):
-            if len(own) != len(request.items):
-                raise PlaceholderError("prompt", len(own), len(request.items))
-            items = list(zip([self.processors[one] for one in own], request.items, strict=True))
-            counts = [processor.num_tokens(*image.size) for processor, image in items]
-            prompts.append(self.chat.encode_prompt(request.messages, counts))
-            grids.append([processor.row_grid(*image.size) for processor, image in items])
+        encoded = [self._encode_prompt(request) for request in requests]
+        media = [one.media for one in encoded]
+        prompts = [one.sample for one in encoded]
+        grids = [one.grids for one in encoded]
         rows = [
             self._encode(one, requests, media, prompts)
             for one in self.processors
@@ -96,6 +101,19 @@ class Generator:
             )
             for sequence, prompt in zip(sequences, prompts, strict=True)
         ]
+
+    def _encode_prompt(self, request: Request) -> _Prompt:
+        try:
+            media = self.chat.media_of_items(request.messages, "prompt")
+            if len(media) != len(request.items):
+                raise PlaceholderError("prompt", len(media), len(request.items))
+            items = list(zip([self.processors[one] for one in media], request.items, strict=True))
+            counts = [processor.num_tokens(*image.size) for processor, image in items]
+            sample = self.chat.encode_prompt(request.messages, counts)
+        except ValueError as error:
+            raise InputError(f"the prompt cannot be answered: {error}") from error
+        grids = [processor.row_grid(*image.size) for processor, image in items]
+        return _Prompt(sample, media, grids)
 
     def _encode(
         self,
@@ -127,7 +145,7 @@ class Generator:
         open_requests: list[int],
         sequences: list[list[int]],
         prompts: list[EncodedSample],
-        grids: list[list[tuple[int, int, int]]],
+        grids: list[Sequence[tuple[int, int, int]]],
         rows: Sequence[_Rows],
     ) -> list[int]:
         samples = [
@@ -168,13 +186,24 @@ def main(path: Path, images: Sequence[Path], prompt: str, max_new_tokens: int) -
         if not image.is_file():
             raise InputError(f"--image {image}: no such file")
         try:
-            opened.append(open_image(image.read_bytes()))
-        except ValueError as error:
+            opened.append(to_rgb(open_image(image.read_bytes())))
+        except (OSError, ValueError) as error:
             raise InputError(f"--image {image}: {error}") from error
     generator = Generator(path)
     if opened and "image" not in generator.processors:
         known = ", ".join(generator.processors) or "nothing but text"
         raise InputError(f"--image: no encoder of this run takes images; it takes {known}")
+    for image, pixels in zip(images, opened, strict=True):
+        try:
+            generator.processors["image"].resized(*pixels.size)
+        except ValueError as error:
+            raise InputError(f"--image {image}: {error}") from error
+    for media, token in generator.chat.placeholders.items():
+        if token in prompt:
+            raise InputError(
+                f"--prompt: {token!r} stands for an item of media {media!r} and is no text; leave "
+                "it out, a placeholder is added for each item that is given"
+            )
     content = [{"type": "image"} for _ in opened] + [{"type": "text", "text": prompt}]
     request = Request([{"role": "user", "content": content}], opened)
     print(generator.answer([request], max_new_tokens)[0])

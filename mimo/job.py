@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mimo.dataset import check_media, item_processors, open_dataset, open_tokenizer
+from mimo.device import choose_before_fork
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.launch import launch, rank_environment
 from mimo.layout import Layout, build_layout
@@ -105,6 +106,8 @@ def main(
     checkpoint = _checkpoint_to_resume(recipe, resume, resume_from)
     if environment is not None:
         return _run_in_place(recipe, checkpoint)
+    if (note := choose_before_fork(layout.world_size)) is not None:
+        print(note)
     run_dir = make_run_dir(recipe, resumes=checkpoint is not None)
     print(f"run folder: {run_dir}")
     sys.stdout.flush()

@@ -267,6 +267,27 @@ def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
                 (*_key(name), "grid", "pp"),
                 f"got {grid.pp}, but a colocated encoder runs on one stage; set it to 1",
             )
+        if recipe.encoders[name].grid.rank_offset is not None:
+            yield recipe.problem(
+                (*_key(name), "grid", "rank_offset"),
+                "a colocated encoder stands where the language model does; remove rank_offset",
+            )
+        group, first = (
+            recipe.encoders[n].encode_group for n in (name, sorted(layout.colocated)[0])
+        )
+        if group != first:
+            yield recipe.problem(
+                (*_key(name), "encode_group"),
+                f"got {group}, but encoders.{sorted(layout.colocated)[0]} has {first}; colocated "
+                f"encoders share their groups, give both the same",
+            )
+        stages = layout.language.pp if layout.language.vpp > 1 else 1
+        if group != "all" and group % stages:
+            yield recipe.problem(
+                (*_key(name), "encode_group"),
+                f"got {group}, needs a multiple of language.grid.pp {stages}, because its stages "
+                f"are interleaved",
+            )
 
 
 def _overlap(one: GridSpec, other: GridSpec) -> range:

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mimo import job
+from mimo.device import choose_before_fork
 from mimo.launch import warm_up
 from mimo.prepare import prepare
 from mimo.recipe import load_recipe
@@ -22,6 +23,7 @@ def main(overrides: Sequence[str]) -> int:
     """Run the quickstart; its last line is ``exact_match=0.944 per_digit=0.978``."""
     path = recipe_path()
     recipe = load_recipe(path, overrides)
+    choose_before_fork(job.check_recipe(recipe, None).world_size)
     # The engine loads in the background while the data is prepared.
     warm_up(job.PRELOAD)
     prepare(recipe)

@@ -184,14 +184,6 @@ class Train(Section):
     threads_per_rank: Positive | None = None
 
 
-class Cluster(Section):
-    """The machines that a job asks for."""
-
-    gpus_per_node: Positive = 8
-    partition: str | None = None
-    time_limit: str = "12:00:00"
-
-
 class Recipe(Section):
     """A whole training job. `init_from` is a folder of weights to start from."""
 
@@ -202,7 +194,6 @@ class Recipe(Section):
     bridge: Bridge = Bridge()
     data: Data
     train: Train
-    cluster: Cluster = Cluster()
 
     _source: YamlSource | None = PrivateAttr(default=None)
 

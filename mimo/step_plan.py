@@ -56,8 +56,8 @@ class StepPlan:
     """All microbatches of a step.
 
     num_loss_tokens: N, of the whole global batch. num_tokens: real tokens, without padding.
-    encoder_imbalance: largest lane load over the mean, averaged over microbatches, of the encoder
-    where it is worst.
+    encoder_imbalance: largest lane load over the mean, averaged over the microbatches (or
+    groups of them) that are encoded in one go, of the encoder where it is worst.
     """
 
     microbatches: tuple[PlannedMicrobatch, ...]
@@ -77,6 +77,9 @@ class StepPlanner:
     media: by encoder, the media of the items that it encodes.
     delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
         language lane).
+    encode_group: microbatches that colocated encoders encode in one go; None for all.
+    done: (steps, samples) before this run: with another batch size than before, the samples go on
+        where they stopped.
     """
 
     def __init__(
@@ -88,8 +91,12 @@ class StepPlanner:
         micro_batch_size: int,
         num_microbatches: int,
         delivery: str = "sharded",
+        encode_group: int | None = None,
+        done: tuple[int, int] = (0, 0),
     ) -> None:
         self.delivery = delivery
+        self.encode_group = encode_group
+        self.done = done
         self.layout = layout
         self.media = media
         self.indexes = indexes
@@ -101,10 +108,18 @@ class StepPlanner:
         self.samples_per_microbatch = micro_batch_size * language.dp
         self.samples_per_step = self.samples_per_microbatch * num_microbatches
 
+    def samples_before(self, step: int) -> int:
+        """The position of a step's first sample in the order of all samples."""
+        steps, samples = self.done
+        return samples + (step - steps) * self.samples_per_step
+
     def microbatches(self, step: int) -> list[PlannedMicrobatch]:
         """The microbatches of a step with items assigned to lanes, but nothing blanked yet."""
-        first = step * self.samples_per_step
+        first = self.samples_before(step)
         planned = []
+        grids = self.layout.encoders
+        step_loads = {name: np.zeros(grid.dp, np.int64) for name, grid in grids.items()}
+        group_loads = {name: np.zeros(grid.dp, np.int64) for name, grid in grids.items()}
         for m in range(self.num_microbatches):
             samples = plan_microbatch(
                 self.indexes,
@@ -115,12 +130,23 @@ class StepPlanner:
                 self.token_multiple,
             )
             encoders = {}
-            for name, grid in self.layout.encoders.items():
+            for name, grid in grids.items():
+                if m % self._group_size(name) == 0:
+                    group_loads[name][:] = 0
                 item = samples.items_of_media(self.media[name])
-                lane = assign_items(samples.item_cost[item], grid.dp)
+                cost = samples.item_cost[item]
+                lane = assign_items(cost, grid.dp, group_loads[name], step_loads[name])
+                for loads in (group_loads[name], step_loads[name]):
+                    np.add.at(loads, lane, cost)
                 encoders[name] = PlannedItems(item, lane)
             planned.append(PlannedMicrobatch(samples, encoders))
         return planned
+
+    def _group_size(self, encoder: str) -> int:
+        """Microbatches that the encoder encodes in one go, over which its lanes are balanced."""
+        if encoder not in self.layout.colocated:
+            return 1
+        return self.encode_group or self.num_microbatches
 
     def finish(
         self, microbatches: Sequence[PlannedMicrobatch], unusable: Sequence[int] = ()
@@ -154,11 +180,15 @@ class StepPlanner:
         )
 
     def _imbalance(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> float:
-        lanes = self.layout.encoders[encoder].dp
-        planned = [(m.samples, m.encoders[encoder]) for m in microbatches]
-        return float(
-            np.mean([imbalance(s.item_cost[own.item], own.lane, lanes) for s, own in planned])
-        )
+        size = self._group_size(encoder)
+        found = []
+        for first in range(0, len(microbatches), size):
+            group = microbatches[first : first + size]
+            planned = [(m.samples.item_cost[m.encoders[encoder].item], m) for m in group]
+            cost = np.concatenate([own for own, _ in planned])
+            lane = np.concatenate([m.encoders[encoder].lane for _, m in planned])
+            found.append(imbalance(cost, lane, self.layout.encoders[encoder].dp))
+        return float(np.mean(found))
 
     def _bridge(
         self, name: str, samples: GlobalMicrobatch, item: np.ndarray, item_lane: np.ndarray

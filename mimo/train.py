@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -19,7 +20,14 @@ from bridge import BridgeError
 from mimo.build import build_model
 from mimo.checkpoint import Progress, load_checkpoint, save_checkpoint
 from mimo.dataset import Dataset, item_processors, open_dataset, open_tokenizer
-from mimo.device import initialize_distributed, local_device, peak_flops, set_threads, synchronize
+from mimo.device import (
+    has_gpu,
+    initialize_distributed,
+    local_device,
+    peak_flops,
+    set_threads,
+    synchronize,
+)
 from mimo.exchange import sum_over_world
 from mimo.families import language_settings
 from mimo.launch import RankEnv, rank_environment
@@ -56,7 +64,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ data
 
-    def _planner(self, dataset: Dataset) -> StepPlanner:
+    def _planner(self, dataset: Dataset, done: tuple[int, int] = (0, 0)) -> StepPlanner:
         return StepPlanner(
             self.topology.layout,
             {name: encoder.media for name, encoder in self.recipe.encoders.items()},
@@ -65,11 +73,15 @@ class Trainer:
             self.recipe.train.micro_batch_size,
             num_microbatches(self.recipe, self.topology.layout),
             self.recipe.bridge.delivery,
+            self.model.encode_group,
+            done,
         )
 
-    def _loader(self, dataset: Dataset, first: int, last: int, ahead: int) -> StepLoader:
+    def _loader(
+        self, dataset: Dataset, planner: StepPlanner, first: int, last: int, ahead: int
+    ) -> StepLoader:
         return StepLoader(
-            self._planner(dataset),
+            planner,
             dataset.readers,
             self.topology.layout,
             self.topology.rank,
@@ -166,9 +178,11 @@ class Trainer:
         """Train from ``self.progress`` to the last step, yielding each step's metrics."""
         train = self.recipe.train
         first = self.progress.step
-        planner = self._planner(dataset)
-        loader = self._loader(dataset, first, train.steps, self.recipe.data.prefetch_steps)
-        skipped = self.progress.skipped_samples
+        planner = self._planner(dataset, (first, self.progress.samples))
+        ahead = self.recipe.data.prefetch_steps
+        loader = self._loader(dataset, planner, first, train.steps, ahead)
+        # A sample that stays unreadable counts once, however often its turn comes.
+        skipped_before, skipped_here = self.progress.skipped_samples, set[tuple[int, int]]()
         try:
             loaded = loader.next() if first < train.steps else None
             flags = sum_over_world(self._flags(loaded, planner)) if loaded else []
@@ -177,7 +191,8 @@ class Trainer:
                 synchronize()
                 started = time.perf_counter()
                 plan = self._finish_plan(loaded, flags, planner)
-                skipped += sum(flag > 0 for flag in flags)
+                skipped_here |= _samples_at(loaded, flags, planner)
+                skipped = skipped_before + len(skipped_here)
                 self._check_skipped(skipped)
                 loss = self._run(loaded, plan, dataset, check=self._checks(step - first))
                 self.model.finish_gradients(plan.num_loss_tokens)
@@ -187,7 +202,7 @@ class Trainer:
                     [self._squared_norm(), loss, idle, *self._flags(loaded, planner)]
                 )
                 norm = self._update(step, squared_norm)
-                self.progress = Progress(step + 1, (step + 1) * planner.samples_per_step, skipped)
+                self.progress = Progress(step + 1, planner.samples_before(step + 1), skipped)
                 synchronize()
                 seconds = time.perf_counter() - started
                 yield self._metrics(step, plan, loss, norm, idle, seconds, skipped)
@@ -227,7 +242,17 @@ class Trainer:
             for name, part in {LANGUAGE: self.recipe.language, **self.recipe.encoders}.items()
             if not part.freeze
         }
-        encoder_ranks = sum(grid.size for grid in self.topology.layout.encoders.values())
+        layout = self.topology.layout
+        # The ranks that send rows and wait; on a GPU waiting does not block the host.
+        waiting = (
+            0
+            if has_gpu()
+            else sum(
+                grid.dp * grid.tp
+                for name, grid in layout.encoders.items()
+                if name not in layout.colocated
+            )
+        )
         return {
             "step": step,
             "loss": loss / max(plan.num_loss_tokens, 1),
@@ -238,7 +263,7 @@ class Trainer:
             "loss_tokens": plan.num_loss_tokens,
             "tokens_per_second": plan.num_tokens / seconds,
             "mfu": self._utilisation(plan, seconds),
-            "encoder_idle_fraction": idle / (encoder_ranks * seconds) if encoder_ranks else None,
+            "encoder_idle_fraction": idle / (waiting * seconds) if waiting else None,
             "encoder_imbalance": plan.encoder_imbalance,
             "skipped_samples": skipped,
             "step_seconds": seconds,
@@ -258,7 +283,7 @@ class Trainer:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
         planner = self._planner(dataset)
         batches = self.recipe.train.validation_batches
-        loader = self._loader(dataset, 0, batches, ahead=0)
+        loader = self._loader(dataset, planner, 0, batches, ahead=0)
         total = tokens = 0.0
         try:
             for _ in range(batches):
@@ -285,6 +310,18 @@ class Trainer:
         )
 
 
+def _samples_at(
+    loaded: LoadedStep, flags: list[float], planner: StepPlanner
+) -> set[tuple[int, int]]:
+    """(data source, sample) of the flagged samples of a step."""
+    found = set()
+    for position in (i for i, flag in enumerate(flags) if flag > 0):
+        microbatch, number = divmod(position, planner.samples_per_microbatch)
+        samples = loaded.microbatches[microbatch].samples
+        found.add((int(samples.source[number]), int(samples.sample[number])))
+    return found
+
+
 # ---------------------------------------------------------------------- one rank
 
 
@@ -301,7 +338,8 @@ def join_world(recipe: Recipe) -> RankEnv:
     """Set threads and join torch.distributed with the rank that the environment names."""
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
-    set_threads(recipe.train.threads_per_rank, environment.world_size)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
+    set_threads(recipe.train.threads_per_rank, here)
     initialize_distributed(
         environment.rank,
         environment.world_size,

@@ -1,5 +1,6 @@
 """Fixtures: real ranks for a test's function, in a tenth of a second."""
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,17 @@ def run_ranks() -> RunRanks:
     the CPU. `function` is at the top level of its module; arguments and results are pickled.
     A rank's exception fails the test with its traceback, a hang with the stacks of every rank.
     """
+    # Tests run on the CPU also where there is a GPU, and a fork server must not initialise CUDA.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    before = {name: os.environ.get(name) for name in hidden}
+    os.environ.update(hidden)
     warm_up(["mimo.megatron.preload", "mimo.train", "transformers", "pytest", "torch.distributed"])
+
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
     def run(
         function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mimo.bench.bridge_bounds import bounds
-from mimo.bench.bridge_contest import Contest, Rival, Traffic
 from mimo.bench.bridge_picture import draw
 from mimo.bench.bridge_planning import (
     BALANCE_ITEMS,
@@ -25,6 +24,7 @@ from mimo.bench.bridge_planning import (
     time_plan,
 )
 from mimo.bench.bridge_report import Report, machine, notes
+from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_tables import print_tables
 from mimo.bench.bridge_workload import Case
 from mimo.launch import launch, warm_up

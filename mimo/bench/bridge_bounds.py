@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mimo.bench.bridge_contest import Contest
 from mimo.bench.bridge_planning import PLAN_RANKS, Balance, PlanTime
+from mimo.bench.bridge_result import Contest
 
 _BYTES_OVER_BOUND = 1.01
 _FEWER_BYTES = 3.9

@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bridge import BridgeEnd, BridgeReceiver, BridgeSender, FlatEmbeddings
+from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_workload import ENCODER, Case, Delivery, Workload
 from mimo.bench.received import count_received
 from mimo.device import backend, initialize_distributed, local_device, set_threads, synchronize
@@ -25,7 +26,6 @@ from mimo.layout import LANGUAGE
 from mimo.megatron.rival_bridge import MegatronBridge
 from mimo.topology import Topology, build_topology, comm_grid
 
-Rival = Literal["megatron", "replicated"]
 _TIMEOUT_SECONDS = 300
 _START_IN_SECONDS = 0.01  # until the common start, enough for every rank to hear of it
 DTYPE = torch.float32
@@ -157,34 +157,6 @@ class TheirBridge:
         arrived = self.run(backward=True)
         expected = 2 * self.values if self.encodes else self.values
         assert torch.equal(arrived, expected), "Megatron's bridge was used wrongly"
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes received by each rank of one module, in order of rank, and all of them."""
-
-    ours: list[int]
-    theirs: list[int]
-    bound: list[int]
-
-
-@dataclass(frozen=True)
-class Contest:
-    """What one layout and size gave. Milliseconds, one value per pair of runs."""
-
-    case: str
-    rival: Rival
-    rows: int
-    hidden: int
-    num_ranks: int
-    language_tp: int
-    sp: bool
-    forward_ours_ms: list[float]
-    forward_theirs_ms: list[float]
-    both_ours_ms: list[float]
-    both_theirs_ms: list[float]
-    rows_received: Traffic
-    gradients_received: Traffic
 
 
 def _traffic(ranks: Sequence[int], received: list[list[int]], bound: list[int]) -> Traffic:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mimo.bench.bridge_bounds import median_ratio
-from mimo.bench.bridge_contest import Contest
 from mimo.bench.bridge_report import Report
+from mimo.bench.bridge_result import Contest
 
 _OURS, _THEIRS, _OTHER, _BOUND = "#1f6feb", "#d4722b", "#8b949e", "#222222"
 

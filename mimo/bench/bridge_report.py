@@ -10,8 +10,8 @@ from importlib.metadata import version
 from typing import Any
 
 from mimo.bench.bridge_bounds import Bound, median_ratio
-from mimo.bench.bridge_contest import Contest
 from mimo.bench.bridge_planning import Balance, PlanTime
+from mimo.bench.bridge_result import Contest
 from mimo.device import backend
 
 

@@ -1,7 +1,13 @@
-"""Language model families: one file each, found by the name in the recipe.
+"""Language model families: one file each, found by the name in the recipe (``language.family``).
 
 A family file offers
 
-- ``Settings``: a strict pydantic model of the recipe keys under ``language.model``;
-- ``build(settings, ctx, seed)``: this rank's chunk as a Megatron `GPTModel`.
+- ``Settings``: a strict pydantic model of the recipe keys under ``language.model``. The project
+  reads ``hidden_size`` and calls ``padded_vocab_size(num_tokens)``, the rows of the embedding, and
+  ``flops_per_token(vocab_size)``, forward and backward.
+- ``check_grid(settings, tp, pp, vocab_size) -> list[str]``: problems of a grid with these sizes,
+  one sentence each; pp counts virtual stages too, vocab_size is padded.
+- ``build(settings, ctx, vocab_size, max_sequence_length, seed)``: this rank's chunk as a Megatron
+  `GPTModel` with freshly drawn weights, the same in every layout. ctx: the `ModuleContext` with
+  process groups, dtype and virtual stage; it is called once per virtual stage.
 """

@@ -2,7 +2,7 @@
 
 Gradients are summed over data parallelism, never averaged (DESIGN §5.4): every module's config
 has `calculate_per_token_loss`, and the one division by the global token count happens in
-`scale_gradients`.
+`finish_gradients`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mimo.megatron.cpu import adapt_to_machine
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW or SGD; `clip_grad_norm` 0 switches clipping off."""
+    """AdamW ("adam") or plain SGD ("sgd"). Clipping is not the optimizer's: its norm is global."""
 
     name: str
     weight_decay: float

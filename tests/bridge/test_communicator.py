@@ -28,10 +28,10 @@ from bridge import (
     BridgeSender,
     FlatEmbeddings,
     ItemRuns,
+    LaneSegments,
+    ReplicatedSource,
     check_plans,
-    gathered_destination,
-    replicated_source,
-    sequence_parallel_destination,
+    sharded_destination,
 )
 from tests.conftest import RunRanks
 
@@ -83,20 +83,16 @@ class Case:
 
     def plan(self, microbatch: int) -> BridgePlan:
         runs = self.runs(microbatch)
-        source = replicated_source(
-            [sum(runs.split_sizes(lane)) for lane in range(self.lanes)],
-            self.tp,
-            lambda lane, t: lane * self.tp + t,
+        rows = np.array([sum(runs.split_sizes(lane)) for lane in range(self.lanes)])
+        source = ReplicatedSource(rows, np.arange(self.encoder_ranks).reshape(-1, self.tp))
+        ranks = np.arange(self.encoder_ranks, self.num_ranks)
+        destination = sharded_destination(
+            LaneSegments.whole([self.tokens] * self.language_lanes),
+            ranks.reshape(self.language_lanes, 1, self.language_tp),
+            self.sequence_parallel,
+            runs,
         )
-        tokens, tp = [self.tokens] * self.language_lanes, self.language_tp
-        if self.sequence_parallel:
-            destination = sequence_parallel_destination(tokens, tp, self.language_rank)
-        else:
-            destination = gathered_destination(tokens, runs, tp, self.language_rank)
         return BridgePlan.build(runs, source, destination)
-
-    def language_rank(self, lane: int, t: int) -> int:
-        return self.encoder_ranks + lane * self.language_tp + t
 
     def plans(self) -> list[BridgePlan]:
         return [self.plan(microbatch) for microbatch in range(len(SAMPLES))]

@@ -11,16 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge import (
-    BridgePlan,
     LaneSegments,
-    ReplicatedSource,
     assign_items,
-    gathered_destination,
     imbalance,
     lower_bound_rows,
     plan_levels,
-    replicated_source,
-    sequence_parallel_destination,
     sharded_destination,
 )
 from tests.bridge.layouts import Case, Traffic, cases, filled, simulate
@@ -203,28 +198,16 @@ def test_as_many_replicas_as_copies_send_one_copy_each_in_one_message() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_without_context_parallelism_the_short_builders_give_the_same_map(
+def test_without_context_parallelism_only_the_lengths_of_whole_lanes_matter(
     sequence_parallel: bool,
 ) -> None:
     case = filled((2, 2), (3, 1, 4), "sequence_parallel")
-    tokens = [sum(lengths) for lengths in case.segments]
-
-    def rank_of(lane: int, t: int) -> int:
-        return int(case.language_ranks[lane, 0, t])
-
-    if sequence_parallel:
-        short = sequence_parallel_destination(tokens, 4, rank_of)
-    else:
-        short = gathered_destination(tokens, case.runs, 4, rank_of)
-    long = sharded_destination(
-        LaneSegments.whole(tokens), case.language_ranks, sequence_parallel, case.runs
+    whole = LaneSegments.whole([sum(lengths) for lengths in case.segments])
+    one, other = (
+        sharded_destination(segments, case.language_ranks, sequence_parallel, case.runs)
+        for segments in (whole, LaneSegments.nested(case.segments))
     )
-    assert short.same_as(long)
-    rows = [len(rows) for rows in case.lane_rows]
-    source = replicated_source(rows, 2, lambda lane, t: int(case.encoder_ranks[lane, t]))
-    assert BridgePlan.build(case.runs, source, short).digest == (
-        BridgePlan.build(case.runs, case.source(), long).digest
-    )
+    assert one.same_as(other)
 
 
 def test_lengths_that_do_not_divide_are_named() -> None:
@@ -292,10 +275,3 @@ def test_items_are_spread_within_a_third_of_the_best_possible(costs: list[int], 
     bound = max(sum(costs) / lanes, max(costs, default=0))
     assert loads.max() <= bound * (4 / 3) + max(costs, default=0) / 3
     assert imbalance(costs, assigned, lanes) >= 1.0
-
-
-def test_a_source_of_replicas_is_all_that_the_short_builder_makes() -> None:
-    source = replicated_source([3, 0], 2, lambda lane, t: 2 * lane + t)
-    assert isinstance(source, ReplicatedSource)
-    assert source.rows.tolist() == [3, 0]
-    assert source.ranks.tolist() == [[0, 1], [2, 3]]

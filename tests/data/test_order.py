@@ -82,17 +82,6 @@ def test_the_order_never_changes_between_versions():
     assert sample.tolist() == SAMPLE
 
 
-@settings(max_examples=40, deadline=None)
-@given(num_samples=counts, block=st.integers(1, 9), position=st.integers(0, 40_000))
-def test_drawn_counts_the_samples_of_each_source_so_far(
-    num_samples: list[int], block: int, position: int
-):
-    order = SampleOrder(num_samples, [1.0] * len(num_samples), 5, block)
-    source, _ = order.at(np.arange(position))
-    expected = np.bincount(source, minlength=len(num_samples))
-    np.testing.assert_array_equal(order.drawn(position), expected)
-
-
 @pytest.mark.parametrize(
     ("num_samples", "weights", "block", "message"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,8 +16,9 @@ from typer.testing import CliRunner
 
 from mimo.bench import bridge as bench
 from mimo.bench.bridge_bounds import Bound, bounds, median_ratio
-from mimo.bench.bridge_contest import Contest, Rival, Traffic, compete
+from mimo.bench.bridge_contest import compete
 from mimo.bench.bridge_planning import Balance, PlanTime, build_plan, measure_balance, plan_case
+from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_workload import Case, Workload
 from mimo.bench.received import count_received
 from mimo.cli import app
@@ -248,3 +251,9 @@ def test_rows_that_do_not_divide_over_lanes_are_refused_with_exit_code_2() -> No
     assert result.exit_code == 2
     assert "--rows: got 1001, needs a multiple of 8" in result.stderr
     assert "--hidden: got 0" in result.stderr
+
+
+def test_the_launcher_does_not_load_the_engine_nor_print_its_warnings() -> None:
+    code = "import sys, mimo.bench.bridge; sys.exit('megatron' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

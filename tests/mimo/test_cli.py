@@ -5,17 +5,18 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from mimo.cli import app
+from tests.mimo import tiny
 from tests.mimo.test_recipe import RECIPE
 
 HEAVY = ("torch", "megatron", "transformers", "numpy")
 
 
 def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(RECIPE)
-    result = CliRunner().invoke(app, ["check", str(path), "encoders.vision.grid.dp=2"])
+    path = tiny.write_recipe(tmp_path)
+    overrides = ["encoders.vision.grid.dp=2", "language.grid={tp: 2, sp: true}"]
+    result = CliRunner().invoke(app, ["check", str(path), *overrides])
     assert result.exit_code == 0, result.output
-    assert "4 ranks · 4 microbatches per step" in result.output
+    assert "4 ranks · 3 microbatches per step" in result.output
     vision, language = (
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in result.output.splitlines()

@@ -21,6 +21,7 @@ from mimo.launch import launch, rank_environment
 from mimo.recipe import Recipe, load_recipe
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.ranks import running
 
 HERE = "tests.mimo.test_faults"
 STRUCK = "struck"  # a file in the run folder
@@ -65,7 +66,7 @@ def run_with(
         )
         seconds = time.time() - (run_dir / STRUCK).stat().st_mtime
         pids = [int((run_dir / f"pid_{rank}").read_text()) for rank in range(layout.world_size)]
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a rank is left over"
+        assert not running(pids), "a rank is left over"
         return Ended(code, capfd.readouterr().err, seconds, run_dir)
 
     return run

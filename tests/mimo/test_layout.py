@@ -183,3 +183,36 @@ def test_automatic_run_ahead_is_one_more_than_the_least_that_does_not_deadlock(
     layout = build_layout(recipe)
     assert minimum_run_ahead(layout.language, num_microbatches(recipe, layout)) == pp - 1
     assert run_ahead(recipe, layout, "vision") == pp
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["encoders.vision.grid={tp: 1, rank_offset: 1}"],
+            "encoders.vision.grid.rank_offset: a colocated encoder stands where",
+        ),
+        (
+            [
+                "encoders.vision.grid={tp: 1}",
+                "encoders.vision.encode_group=3",
+                "language.grid={pp: 2, vpp: 2}",
+                "train.global_batch_size=4",
+            ],
+            "encoders.vision.encode_group: got 3, needs a multiple of language.grid.pp 2",
+        ),
+        (
+            [
+                "encoders.vision.grid={tp: 1}",
+                "encoders.audio={family: qwen_vl, placement: colocated, encode_group: 2}",
+            ],
+            "encoders.vision.encode_group: got all, but encoders.audio has 2",
+        ),
+    ],
+)
+def test_colocated_encoder_that_cannot_keep_its_group_or_place_is_refused(
+    path: Path, overrides: list[str], expected: str
+) -> None:
+    colocated = ["encoders.vision.placement=colocated", *overrides]
+    found = problems(load_recipe(path, colocated))
+    assert any(expected in line for line in found), found

@@ -6,11 +6,17 @@ the command line.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -18,8 +24,10 @@ from PIL import Image
 
 from mimo.job import check_recipe, make_run_dir
 from mimo.recipe import Recipe, load_recipe
+from mimo.recipe_errors import InputError
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.ranks import MarkedJob
 
 LAYOUT = ["language.grid.dp=2", "train.micro_batch_size=2"]
 ADAM = ["train.optimizer=adam", "train.learning_rate=0.003", "train.clip_grad_norm=1.0"]
@@ -32,12 +40,17 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def mimo(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mimo.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+    """The command line, from start to end; no process of it may be left over."""
+    job = MarkedJob()
+    done = subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=timeout, env=job.environment
     )
+    assert not job.leftovers(), done.stderr
+    return done
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "mimo.cli", *map(str, arguments)]
 
 
 def run(run_ranks: RunRanks, path: Path, *overrides: str, resume_from: Path | None = None) -> None:
@@ -59,12 +72,6 @@ def metrics(recipe: Path, run: str = "tiny") -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def no_ranks_of(recipe: Path) -> bool:
-    """Whether no process still mentions the test's folder."""
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    return str(recipe.parent) not in listed
-
-
 def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
@@ -79,6 +86,91 @@ def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
     assert [m["step"] for m in got] == [0, 1, 2, 3, 4, 5]
     for key in ("loss", "grad_norm", "lr", "tokens"):
         assert [m[key] for m in got] == [m[key] for m in expected], key
+
+
+def test_killed_run_leaves_no_rank_and_resumes_to_the_last_bit(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    # Short steps: an epoch is three of them.
+    settings = [*LAYOUT, *ADAM, "train.steps=60", "train.save_every=5", "train.global_batch_size=4"]
+    killed = [*settings, "name=killed"]
+    checkpoints = recipe.parent / "runs" / "killed" / "checkpoints"
+    kill_after_a_checkpoint(recipe, killed, checkpoints)
+
+    latest = checkpoints / (checkpoints / "latest").read_text()
+    step = json.loads((latest / "progress.json").read_text())["step"]
+    assert latest.name == f"step_{step}"
+    assert 0 < step < 60
+    assert len(list(latest.glob("rng_rank_*.pt"))) == 3
+    before = metrics(recipe, "killed")[:step]
+    # What is left to compare with runs while the command line starts.
+    with ThreadPoolExecutor(1) as thread:
+        resumed = thread.submit(mimo, "train", recipe, "--resume", *killed)
+        run(run_ranks, recipe, *settings, "name=whole")
+        done = resumed.result()
+    assert done.returncode == 0, done.stderr
+    expected, got = metrics(recipe, "whole"), metrics(recipe, "killed")
+    assert got[:step] == before, "steps before the checkpoint ran again"
+    for key in ("step", "loss", "grad_norm"):
+        assert [m[key] for m in got] == [m[key] for m in expected], key
+
+
+def kill_after_a_checkpoint(recipe: Path, settings: list[str], checkpoints: Path) -> None:
+    """Start `mimo train`, and SIGKILL its launcher once a checkpoint is complete."""
+    job, world_size = MarkedJob(), check_recipe(load_recipe(recipe, settings), None).world_size
+    with (recipe.parent / "killed.txt").open("w") as output:
+        launcher = subprocess.Popen(
+            command("train", recipe, *settings),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**job.environment, "TMPDIR": str(recipe.parent)},
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not (checkpoints / "latest").exists():
+            assert launcher.poll() is None, (recipe.parent / "killed.txt").read_text()
+            assert time.monotonic() < deadline, "no checkpoint was written"
+            time.sleep(0.01)
+        pids = job.pids()
+        launcher.kill()
+        launcher.wait()
+        # The launcher, its fork server and the ranks at least: a search that finds none is broken.
+        assert len(pids) >= 2 + world_size
+        assert not job.leftovers()
+    finally:
+        for pid in job.pids():
+            os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+
+
+def test_random_state_of_every_rank_is_restored_on_resume(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    states = run_ranks(_save_and_load_random_state, 3, recipe, [*LAYOUT, *ADAM])
+    assert len(set(states)) == 3, "every rank has a state of its own"
+
+
+def _save_and_load_random_state(rank: int, path: Path, overrides: list[str]) -> bytes:
+    import torch
+
+    from mimo.checkpoint import load_checkpoint
+    from mimo.layout import build_layout
+    from mimo.topology import build_topology
+    from mimo.train import Trainer
+
+    recipe = load_recipe(path, overrides)
+    trainer = Trainer(recipe, build_topology(build_layout(recipe)), path.parent / "run")
+    torch.manual_seed(100 + rank)
+    torch.rand(3)
+    at_save = torch.get_rng_state()
+    checkpoint = trainer.save()
+    saved = torch.load(checkpoint / f"rng_rank_{rank}.pt", weights_only=True)["cpu"]
+    assert torch.equal(saved, at_save)
+    torch.manual_seed(7)
+    load_checkpoint(trainer.model, checkpoint)
+    assert torch.equal(torch.get_rng_state(), saved)
+    return saved.numpy().tobytes()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -101,7 +193,8 @@ def test_checkpoint_of_one_layout_resumes_in_another(
 def test_corrupt_image_is_skipped_counted_and_named(run_ranks: RunRanks, recipe: Path) -> None:
     corrupt(recipe)
     run(run_ranks, recipe, *LAYOUT, *ADAM, "train.steps=2")
-    assert [m["skipped_samples"] for m in metrics(recipe)] == [1, 2]  # once in each epoch
+    # Once, however often its turn comes.
+    assert [m["skipped_samples"] for m in metrics(recipe)] == [1, 1]
     logs = "".join(p.read_text() for p in (recipe.parent / "runs" / "tiny").glob("log_rank_*.txt"))
     assert "sample0000" in logs
     assert "train-00000.tar" in logs
@@ -127,9 +220,9 @@ def _loss_without_first_sample(rank: int, recipe: Path) -> float:
     )["steps"][0]["loss"]
 
 
-def corrupt(recipe: Path) -> None:
+def corrupt(recipe: Path, name: str = "train") -> None:
     """Break pixels inside the first item: its header, which the index reads, stays good."""
-    shard = recipe.parent / "train-00000.tar"
+    shard = recipe.parent / f"{name}-00000.tar"
     data = bytearray(shard.read_bytes())
     first = data.index(b"IDAT")
     data[first + 8 : first + 40] = bytes(32)
@@ -152,7 +245,6 @@ def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path)
     done = mimo("train", recipe, "data.max_skipped_samples=0")
     assert done.returncode == 1
     assert "data.max_skipped_samples" in done.stderr
-    assert no_ranks_of(recipe)
 
 
 def test_sample_with_more_placeholders_than_images_is_bad_input(recipe: Path) -> None:
@@ -260,6 +352,68 @@ def _answer_both(rank: int, folder: Path) -> None:
     answered = answer_split(folder)
     numbers = zip(tiny.IMAGES_PER_SAMPLE, tiny.VIDEOS_PER_SAMPLE, strict=True)
     assert [len(one.images) for one in answered] == [sum(both) for both in numbers]
+
+
+def test_corrupt_held_out_image_is_skipped_counted_and_named(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    tiny.write_samples(recipe.parent, (1, 0, 2), name="test")
+    corrupt(recipe, "test")
+    test = f"data.test=[{{path: '{recipe.parent}/test-*.tar'}}]"
+    run(run_ranks, recipe, "train.steps=1", test)
+    (printed,) = run_ranks(_evaluate, 1, recipe.parent / "runs" / "tiny")
+    skipped, count, _, last = printed.splitlines()
+    assert skipped.startswith("skipped sample 'sample0000' of ")
+    assert "test-00000.tar, item 0: the image cannot be decoded" in skipped
+    assert count == "skipped_samples=1"
+    assert last.startswith("exact_match=")
+
+
+def _evaluate(rank: int, folder: Path) -> str:
+    from mimo.evaluate import answer_split, main
+
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(folder, "test") == 0
+    with redirect_stdout(io.StringIO()):
+        assert len(answer_split(folder)) == 2
+    return printed.getvalue()
+
+
+# The template of the tiny tokenizer, for at most two images.
+AT_MOST_TWO = """\
+{%- if messages[0]['content'] | selectattr('type', 'equalto', 'image') | list | length > 2 -%}
+{{ raise_exception('at most two images, please') }}
+{%- endif -%}
+"""
+
+
+def test_generate_refuses_what_tokenizer_template_or_processor_cannot_take(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    template = recipe.parent / "tokenizer" / "chat_template.jinja"
+    template.write_text(AT_MOST_TWO + template.read_text())
+    run(run_ranks, recipe, "train.steps=1")
+    run_ranks(_generate_from_bad_input, 1, recipe.parent / "runs" / "tiny")
+
+
+def _generate_from_bad_input(rank: int, folder: Path) -> None:
+    from mimo.generate import Generator, Request, main
+
+    good, long = folder / "good.png", folder / "long.png"
+    Image.new("L", (28, 28)).save(good)
+    Image.new("L", (2010, 10)).save(long)
+    for images, prompt, message in (
+        ([good], "what is <|image_pad|> ?", "^--prompt: '<|image_pad|>' stands for an item"),
+        ([good, long], "what is this ?", r"^--image .*long\.png: .* aspect ratio of 201"),
+        ([good] * 3, "what is this ?", "^the prompt cannot be answered: .*at most two images"),
+    ):
+        with pytest.raises(InputError, match=message.replace("|", r"\|")) as caught:
+            main(folder, images, prompt, 1)
+        assert caught.value.exit_code == 2
+    assert main(folder, [good] * 2, "what is this ?", 1) == 0
+    request = Request([{"role": "user", "content": [{"type": "image"}]}], [])
+    with pytest.raises(InputError, match="1 placeholders but 0 items"):
+        Generator(folder).answer([request], 1)
 
 
 def test_generate_without_a_checkpoint_says_what_to_give(tmp_path: Path) -> None:
