@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from mimo.checkpoint_folder import Progress, publish, read_progress
 from mimo.megatron.checkpoint import (
     State,
     load_sharded,
@@ -20,19 +18,6 @@ from mimo.megatron.checkpoint import (
     weights_state,
 )
 from mimo.model import MimoModel
-from mimo.recipe_errors import InputError
-
-_LATEST = "latest"
-_PROGRESS = "progress.json"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands. Schedule and data position follow from the step alone."""
-
-    step: int
-    samples: int
-    skipped_samples: int = 0
 
 
 def _model_state(model: MimoModel, with_optimizer: bool) -> State:
@@ -67,53 +52,9 @@ def save_checkpoint(
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     dist.barrier()
     if rank == 0:
-        (partial / _PROGRESS).write_text(json.dumps(asdict(progress)))
-        (partial / "recipe.yaml").write_text(recipe_yaml)
-        replaced = checkpoints / f".step_{progress.step}.replaced"
-        if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        pointer = checkpoints / f".{_LATEST}"
-        pointer.write_text(final.name)
-        os.replace(pointer, checkpoints / _LATEST)
-        _drop_old(checkpoints, keep, newest=final)
+        publish(partial, progress, recipe_yaml, keep)
     dist.barrier()
     return final
-
-
-def _drop_old(checkpoints: Path, keep: int, newest: Path) -> None:
-    """Keep ``newest`` and the ``keep`` - 1 written last before it, whatever their steps are.
-
-    After resuming from an earlier step, later steps of the abandoned run may stand beside it.
-    """
-    others = [p for p in checkpoints.glob("step_*") if p.is_dir() and p != newest]
-    others.sort(key=lambda path: path.stat().st_mtime)
-    for path in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
-
-    Raises InputError when there is none.
-    """
-    for folder in (path, path / "checkpoints"):
-        if (folder / _PROGRESS).is_file():
-            return folder
-        if (folder / _LATEST).is_file():
-            latest = folder / (folder / _LATEST).read_text().strip()
-            if (latest / _PROGRESS).is_file():
-                return latest
-    raise InputError(
-        f"{path}: no checkpoint there; give a run folder or a checkpoint folder such as "
-        f"runs/<name>/checkpoints/step_<n>"
-    )
-
-
-def read_progress(checkpoint: Path) -> Progress:
-    """Where the run stood when ``checkpoint`` was written."""
-    return Progress(**json.loads((checkpoint / _PROGRESS).read_text()))
 
 
 def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = True) -> Progress:

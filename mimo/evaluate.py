@@ -10,7 +10,7 @@ from PIL import Image
 
 from data.images import open_image, to_rgb
 from data.reader import SampleReader, UnreadableSample
-from mimo.checkpoint import find_checkpoint
+from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import open_dataset
 from mimo.generate import Generator, Request
 from mimo.recipe import load_recipe

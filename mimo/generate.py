@@ -13,7 +13,7 @@ from PIL import Image
 from data.batch import pack_lane
 from data.chat import ChatTokenizer, EncodedSample, PlaceholderError
 from data.images import open_image, to_rgb
-from mimo.checkpoint import find_checkpoint
+from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import item_processors, open_tokenizer
 from mimo.local import LocalModel, join_world_of_one
 from mimo.recipe import load_recipe

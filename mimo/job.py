@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import check_media, item_processors, open_dataset, open_tokenizer
 from mimo.device import choose_before_fork
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
@@ -119,8 +120,6 @@ def main(
 def _checkpoint_to_resume(recipe: Recipe, resume: bool, resume_from: Path | None) -> Path | None:
     if not resume and resume_from is None:
         return None
-    from mimo.checkpoint import find_checkpoint
-
     run_dir = run_dir_of(recipe)
     return find_checkpoint(resume_from or run_dir)
 

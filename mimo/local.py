@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from data.batch import PackedLane
 from mimo.alignment import place_rows
 from mimo.build import build_model
-from mimo.checkpoint import find_checkpoint, load_checkpoint
+from mimo.checkpoint import load_checkpoint
+from mimo.checkpoint_folder import find_checkpoint
 from mimo.device import initialize_distributed
 from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.megatron.attention import PackedSegments

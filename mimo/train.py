@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from bridge import BridgeError
 from mimo.build import build_model
-from mimo.checkpoint import Progress, load_checkpoint, save_checkpoint
+from mimo.checkpoint import load_checkpoint, save_checkpoint
+from mimo.checkpoint_folder import Progress
 from mimo.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.device import (
     has_gpu,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.checkpoint import _drop_old
+from mimo.checkpoint_folder import drop_old
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -20,7 +20,7 @@ def test_checkpoint_just_written_stays_whatever_steps_stand_beside_it(
         folder = tmp_path / f"step_{step}"
         folder.mkdir()
         os.utime(folder, (1000 + age, 1000 + age))
-    _drop_old(tmp_path, keep, newest=tmp_path / "step_600")
+    drop_old(tmp_path, keep, newest=tmp_path / "step_600")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == set(["step_600", "step_300", "step_1500"][:keep])
 

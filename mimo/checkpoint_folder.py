@@ -1,0 +1,78 @@
+"""The folder of a run's checkpoints: which there are, which is the latest, which may go.
+
+Needs no engine, so the launcher can look at it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mimo.recipe_errors import InputError
+
+_LATEST = "latest"
+_PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. The schedule follows from the step, the data from the samples."""
+
+    step: int
+    samples: int
+    skipped_samples: int = 0
+
+
+def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> Path:
+    """Turn a folder with all tensors written into ``step_<n>``, the latest; one rank calls it."""
+    checkpoints = partial.parent
+    final = checkpoints / f"step_{progress.step}"
+    (partial / _PROGRESS).write_text(json.dumps(asdict(progress)))
+    (partial / "recipe.yaml").write_text(recipe_yaml)
+    replaced = checkpoints / f".step_{progress.step}.replaced"
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    pointer = checkpoints / f".{_LATEST}"
+    pointer.write_text(final.name)
+    os.replace(pointer, checkpoints / _LATEST)
+    drop_old(checkpoints, keep, newest=final)
+    return final
+
+
+def drop_old(checkpoints: Path, keep: int, newest: Path) -> None:
+    """Keep ``newest`` and the ``keep`` - 1 written last before it, whatever their steps are.
+
+    After resuming from an earlier step, later steps of the abandoned run may stand beside it.
+    """
+    others = [p for p in checkpoints.glob("step_*") if p.is_dir() and p != newest]
+    others.sort(key=lambda path: path.stat().st_mtime)
+    for path in others[: max(0, len(others) - (keep - 1))]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
+
+    Raises InputError when there is none.
+    """
+    for folder in (path, path / "checkpoints"):
+        if (folder / _PROGRESS).is_file():
+            return folder
+        if (folder / _LATEST).is_file():
+            latest = folder / (folder / _LATEST).read_text().strip()
+            if (latest / _PROGRESS).is_file():
+                return latest
+    raise InputError(
+        f"{path}: no checkpoint there; give a run folder or a checkpoint folder such as "
+        f"runs/<name>/checkpoints/step_<n>"
+    )
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Where the run stood when ``checkpoint`` was written."""
+    return Progress(**json.loads((checkpoint / _PROGRESS).read_text()))
