@@ -123,7 +123,7 @@ class ColocatedBridge:
         plan = self._plans[microbatch]
         positions = [
             torch.from_numpy(plan.receives(rank).index).to(self.end.device)
-            for rank in self._sharers()
+            for rank in self.end.sharers()
         ]
         return self._leaves[microbatch], torch.cat(positions)
 
@@ -157,15 +157,9 @@ class ColocatedBridge:
         """Forget the rows of the step."""
         self._leaves.clear()
 
-    def _sharers(self) -> list[int]:
-        """Ranks whose received rows make up this rank's rows, in order."""
-        if self.end.gather is None:
-            return [self.end.rank]
-        return dist.get_process_group_ranks(self.end.gather)
-
     def _shares(self, microbatch: int) -> list[int]:
         plan = self._plans[microbatch]
-        return [plan.receives(rank).num_rows for rank in self._sharers()]
+        return [plan.receives(rank).num_rows for rank in self.end.sharers()]
 
     def _own_gradient(self, microbatch: int) -> Tensor:
         """The gradient of the rows that this rank itself received, never of a gathered copy."""
@@ -176,7 +170,7 @@ class ColocatedBridge:
                 f"no backward reached the rows",
                 microbatch,
             )
-        shares, mine = self._shares(microbatch), self._sharers().index(self.end.rank)
+        shares, mine = self._shares(microbatch), self.end.sharers().index(self.end.rank)
         return gradient[sum(shares[:mine]) : sum(shares[: mine + 1])]
 
     def _exchange(

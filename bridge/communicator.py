@@ -195,14 +195,8 @@ class BridgeReceiver:
 
     def _positions(self, microbatch: int) -> Tensor:
         plan = self._plans[microbatch]
-        exchanges = [plan.receives(rank) for rank in self._sharers()]
+        exchanges = [plan.receives(rank) for rank in self.end.sharers()]
         return torch.cat([index_of(exchange, self.end.device) for exchange in exchanges])
-
-    def _sharers(self) -> list[int]:
-        """Ranks whose received rows make up this rank's rows, in order."""
-        if self.end.gather is None:
-            return [self.end.rank]
-        return dist.get_process_group_ranks(self.end.gather)
 
     def _forward(self, microbatch: int) -> Tensor:
         transfer = self._rows.pop(microbatch)
@@ -212,7 +206,7 @@ class BridgeReceiver:
             self._post(microbatch + _POSTED_AHEAD)
         if self.end.gather is not None:
             plan = self._plans[microbatch]
-            counts = [plan.receives(rank).num_rows for rank in self._sharers()]
+            counts = [plan.receives(rank).num_rows for rank in self.end.sharers()]
             mine = gather_shares(self.end.gather, counts, mine)
         return mine.to(self.end.dtype)
 
@@ -220,7 +214,7 @@ class BridgeReceiver:
         plan = self._plans[microbatch]
         exchange = plan.returns(self.end.rank)
         if self.end.gather is not None:
-            sharers = self._sharers()
+            sharers = self.end.sharers()
             before = sharers[: sharers.index(self.end.rank)]
             start = sum(plan.receives(rank).num_rows for rank in before)
             gradient = gradient[start : start + plan.receives(self.end.rank).num_rows]

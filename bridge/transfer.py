@@ -42,6 +42,12 @@ class BridgeEnd:
     gather: dist.ProcessGroup | None = None
     timeout_seconds: float | None = None
 
+    def sharers(self) -> list[int]:
+        """Ranks whose received rows make up this rank's rows, in order."""
+        if self.gather is None:
+            return [self.rank]
+        return dist.get_process_group_ranks(self.gather)
+
     def edge(self, group: dist.ProcessGroup) -> str:
         """Which modules ``group`` connects, in the direction of its messages."""
         ends = (self.name, "language") if group is self.forward else ("language", self.name)

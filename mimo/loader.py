@@ -215,7 +215,7 @@ def gather_items(
             EncoderItems(
                 patches=patches,
                 grids=np.array(grids, np.int64).reshape(-1, 3),
-                split_sizes=own.bridge.split_sizes[coords.dp],
+                split_sizes=own.bridge.runs.split_sizes(coords.dp),
             )
         )
     return gathered
