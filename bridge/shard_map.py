@@ -68,14 +68,17 @@ class ShardMap:
 
 @dataclass(frozen=True, eq=False)
 class LaneSegments:
-    """The packed sequences of all language lanes, padding included.
+    """The sequences of all language lanes, padding included.
 
     lane: (G,) ascending, the lane of each segment. length: (G,) its padded tokens.
+    packed: whether a lane's segments are one sequence, which sequence parallelism cuts as a whole.
+        Else each is a sequence of its own and is cut on its own; on a rank they follow each other.
     """
 
     lane: Ints
     length: Ints
     num_lanes: int
+    packed: bool = True
 
     @classmethod
     def whole(cls, tokens: Sequence[int] | NDArray) -> LaneSegments:
@@ -83,10 +86,11 @@ class LaneSegments:
         return cls(np.arange(len(tokens)), ints(tokens), len(tokens))
 
     @classmethod
-    def nested(cls, lengths: Sequence[Sequence[int]]) -> LaneSegments:
+    def nested(cls, lengths: Sequence[Sequence[int]], packed: bool = True) -> LaneSegments:
         """From the segment lengths of each lane."""
         lane = np.repeat(np.arange(len(lengths)), [len(own) for own in lengths])
-        return cls(lane, ints([length for own in lengths for length in own]), len(lengths))
+        length = ints([length for own in lengths for length in own])
+        return cls(lane, length, len(lengths), packed)
 
     @property
     def tokens(self) -> Ints:
@@ -101,7 +105,7 @@ def sharded_destination(
 
     ranks: (L, cp, tp). Context parallelism first: rank c of cp holds chunks c and 2·cp-1-c of the
     2·cp chunks of every segment, one segment after the other.
-    sequence_parallel: TP rank t then holds the t-th of tp equal parts of that sequence. Without
+    sequence_parallel: TP rank t then holds the t-th of tp equal parts of each sequence. Without
     it, every TP rank needs all rows of the sequence: each receives an even share of the rows in
     ``runs``, for the TP group to all-gather, and local indices count from the sequence's start.
 
@@ -111,11 +115,13 @@ def sharded_destination(
     chunks = _zigzag(segments, cp)
     lane_start = offsets(segments.tokens)
     if sequence_parallel:
-        wrong = np.flatnonzero(segments.tokens % (cp * tp))
+        tokens = segments.tokens if segments.packed else segments.length
+        wrong = np.flatnonzero(tokens % (cp * tp))
         if wrong.size:
+            lane = wrong[0] if segments.packed else segments.lane[wrong[0]]
             raise ValueError(
-                f"language lane {wrong[0]}: {segments.tokens[wrong[0]]} tokens are not a multiple "
-                f"of cp {cp} × tp {tp}"
+                f"language lane {lane}: {tokens[wrong[0]]} tokens are not a multiple of "
+                f"cp {cp} × tp {tp}"
             )
         return _scatter(chunks, lane_start, ranks)
     return _share(chunks, lane_start, ranks, runs)
@@ -136,7 +142,8 @@ def replicated_destination(tokens: Sequence[int] | NDArray, ranks: Ints) -> Shar
 class _Chunks:
     """What each context-parallel rank holds: (K,) arrays, ascending on the line, none empty.
 
-    local: index of the chunk's first token in the context-parallel rank's sequence.
+    local: index of the chunk's first token among those of the context-parallel rank.
+    sequence_local, sequence_length: the same of its sequence, and how much of that the rank holds.
     """
 
     start: Ints
@@ -144,49 +151,58 @@ class _Chunks:
     lane: Ints
     cp_rank: Ints
     local: Ints
+    sequence_local: Ints
+    sequence_length: Ints
 
 
 def _zigzag(segments: LaneSegments, cp: int) -> _Chunks:
     tokens = segments.tokens
     lane_start = offsets(tokens)
-    if cp == 1:
+    if cp == 1 and segments.packed:
         lane = np.flatnonzero(tokens)
         zeros = np.zeros_like(lane)
-        return _Chunks(lane_start[lane], tokens[lane], lane, zeros, zeros)
-    wrong = np.flatnonzero(segments.length % (2 * cp))
+        return _Chunks(lane_start[lane], tokens[lane], lane, zeros, zeros, zeros, tokens[lane])
+    num_chunks = 2 * cp if cp > 1 else 1
+    wrong = np.flatnonzero(segments.length % num_chunks)
     if wrong.size:
         raise ValueError(
             f"language lane {segments.lane[wrong[0]]}: a segment of {segments.length[wrong[0]]} "
             f"tokens is not a multiple of 2 × cp {cp}"
         )
     held = np.flatnonzero(segments.length)
-    lane, length = segments.lane[held], segments.length[held, None] // (2 * cp)
+    lane, length = segments.lane[held], segments.length[held, None] // num_chunks
     segment_start = offsets(segments.length)[held, None]
-    number = np.arange(2 * cp)
+    number = np.arange(num_chunks)
     before = (segment_start - lane_start[lane, None]) // cp
+    first, whole = before[:, 0], segments.length[held] // cp
+    if segments.packed:
+        first, whole = np.zeros_like(lane), tokens[lane] // cp
     return _Chunks(
         start=(segment_start + number * length).reshape(-1),
-        length=np.repeat(length, 2 * cp),
-        lane=np.repeat(lane, 2 * cp),
+        length=np.repeat(length, num_chunks),
+        lane=np.repeat(lane, num_chunks),
         cp_rank=np.tile(np.minimum(number, number[::-1]), lane.size),
         local=(before + np.where(number < cp, 0, length)).reshape(-1),
+        sequence_local=np.repeat(first, num_chunks),
+        sequence_length=np.repeat(whole, num_chunks),
     )
 
 
 def _scatter(chunks: _Chunks, lane_start: Ints, ranks: Ints) -> ShardMap:
-    """Cut each context-parallel rank's sequence into tp equal parts."""
-    _, cp, tp = ranks.shape
-    part = (np.diff(lane_start) // (cp * tp))[chunks.lane]
-    first = chunks.local // part
-    count = (chunks.local + chunks.length - 1) // part - first + 1
+    """Cut each sequence of a context-parallel rank into tp equal parts."""
+    tp = ranks.shape[2]
+    part = chunks.sequence_length // tp
+    begin = chunks.local - chunks.sequence_local
+    first = begin // part
+    count = (begin + chunks.length - 1) // part - first + 1
     chunk = np.repeat(np.arange(first.size), count)
     t = first[chunk] + count_up(count)
-    local = np.maximum(chunks.local[chunk], t * part[chunk])
+    cut = np.maximum(begin[chunk], t * part[chunk])
     return ShardMap(
         lane_start=lane_start,
-        start=chunks.start[chunk] + local - chunks.local[chunk],
+        start=chunks.start[chunk] + cut - begin[chunk],
         rank=ranks[chunks.lane[chunk], chunks.cp_rank[chunk], t],
-        local=local - t * part[chunk],
+        local=chunks.sequence_local[chunk] // tp + cut - t * part[chunk],
     )
 
 

@@ -3,8 +3,11 @@
 What every rank needs to know of a global microbatch comes from the index alone
 (`GlobalMicrobatch`); what a rank owns is read and packed separately (`pack_lane`).
 
-Letters: n samples and m items of one global microbatch, L language lanes, T packed tokens of
-one lane.
+Samples are packed one after the other into one sequence per lane, each a segment of its own. With
+packing off, every sample is a sequence of its own and a lane's sequences are equally long; they
+stand one after the other all the same, so positions mean the same either way.
+
+Letters: n samples and m items of one global microbatch, L language lanes, T tokens of one lane.
 """
 
 from __future__ import annotations
@@ -21,18 +24,33 @@ from data.positions import mrope_position_ids
 
 
 @dataclass(frozen=True)
+class Padding:
+    """How samples become sequences, and the multiples to which these are padded.
+
+    packed: one sequence per lane; else one per sample.
+    segment: of each sample in a packed sequence. sequence: of each whole sequence.
+    """
+
+    packed: bool = True
+    segment: int = 1
+    sequence: int = 1
+
+
+@dataclass(frozen=True)
 class GlobalMicrobatch:
     """What all language lanes together process in one microbatch step.
 
     Samples stand lane after lane, items in sample order.
 
     source, sample: (n,) which sample of which data source.
-    lane: (n,) its language lane. start: (n,) its first token in the lane's packed sequence.
+    lane: (n,) its language lane. start: (n,) its first token among those of the lane.
     length, loss_tokens: (n,) tokens, and tokens that count in the loss.
-    lane_tokens: (L,) packed length T of each lane, padding included.
+    segment_length: (n,) tokens with the sample's own padding.
+    lane_tokens: (L,) tokens T of each lane, all padding included.
+    packed: whether a lane is one sequence; else each of its samples is one.
     media: names of the media. item_media: (m,) into these.
     item: (m,) number in its source's index. item_sample: (m,) ascending, into the samples.
-    item_position: (m,) first placeholder in the lane's packed sequence.
+    item_position: (m,) first placeholder among the tokens of the lane.
     item_rows, item_cost: (m,) placeholders, and work of the encoder.
     """
 
@@ -42,7 +60,9 @@ class GlobalMicrobatch:
     start: np.ndarray
     length: np.ndarray
     loss_tokens: np.ndarray
+    segment_length: np.ndarray
     lane_tokens: np.ndarray
+    packed: bool
     media: tuple[str, ...]
     item_media: np.ndarray
     item: np.ndarray
@@ -55,6 +75,27 @@ class GlobalMicrobatch:
     def num_samples(self) -> int:
         """Samples of all lanes together, blanked ones included."""
         return len(self.sample)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence, padding included."""
+        return int((self.lane_tokens if self.packed else self.segment_length).max())
+
+    def padded_to(self, tokens: int) -> GlobalMicrobatch:
+        """The same samples in sequences of ``tokens`` tokens each, on all lanes."""
+        assert tokens >= self.longest_sequence, "sequences are padded, not cut"
+        if self.packed:
+            return replace(self, lane_tokens=np.full_like(self.lane_tokens, tokens))
+        lanes = len(self.lane_tokens)
+        per_lane = self.num_samples // lanes
+        start = np.tile(np.arange(per_lane) * tokens, lanes)
+        return replace(
+            self,
+            start=start,
+            segment_length=np.full_like(self.segment_length, tokens),
+            lane_tokens=np.full_like(self.lane_tokens, per_lane * tokens),
+            item_position=self.item_position + (start - self.start)[self.item_sample],
+        )
 
     def samples_of_lane(self, lane: int) -> np.ndarray:
         """Numbers in this microbatch of the samples of one lane, in packed order."""
@@ -94,13 +135,12 @@ def plan_microbatch(
     first_position: int,
     lanes: int,
     samples_per_lane: int,
-    token_multiple: int = 1,
+    padding: Padding = Padding(),
 ) -> GlobalMicrobatch:
     """The microbatch of ``lanes · samples_per_lane`` samples from ``first_position`` on.
 
     A pure function of its arguments, so every rank plans the same. All ``indexes`` have the same
-    media. Each lane's packed length is
-    padded to ``token_multiple``.
+    media.
     """
     count = lanes * samples_per_lane
     source, sample = order.at(np.arange(first_position, first_position + count))
@@ -118,8 +158,12 @@ def plan_microbatch(
         rows.append(index.item_rows[own])
         cost.append(index.item_cost[own])
     lane = np.repeat(np.arange(lanes), samples_per_lane)
-    per_lane = length.reshape(lanes, samples_per_lane)
+    segment = _up(length, padding.segment if padding.packed else padding.sequence)
+    if not padding.packed:
+        segment = segment.reshape(lanes, -1).max(axis=1).repeat(samples_per_lane)
+    per_lane = segment.reshape(lanes, samples_per_lane)
     start = (np.cumsum(per_lane, axis=1) - per_lane).reshape(-1)
+    total = per_lane.sum(axis=1)
     of_sample = _concatenate(item_sample)
     return GlobalMicrobatch(
         source=source,
@@ -128,7 +172,9 @@ def plan_microbatch(
         start=start,
         length=length,
         loss_tokens=loss_tokens,
-        lane_tokens=-(-per_lane.sum(axis=1) // token_multiple) * token_multiple,
+        segment_length=segment,
+        lane_tokens=_up(total, padding.sequence) if padding.packed else total,
+        packed=padding.packed,
         media=indexes[0].media,
         item_media=_concatenate(media),
         item=_concatenate(items),
@@ -139,16 +185,24 @@ def plan_microbatch(
     )
 
 
+def _up(length: np.ndarray, multiple: int) -> np.ndarray:
+    """The next multiple."""
+    return -(-length // multiple) * multiple
+
+
 def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class PackedLane:
-    """One lane's packed microbatch; padding is a segment of its own at the end.
+    """One lane's samples of a microbatch, one after the other.
 
     input_ids, labels: (T,) int64. loss_mask: (T,) float32. position_ids: (3, T) int64.
-    lengths: tokens per segment, their sum is T.
+    lengths: tokens per segment with its padding; their sum is T. Padding at the end of a packed
+        sequence is a segment of its own, of real length 0.
+    real_lengths: tokens per segment without padding.
+    packed: whether all segments are one sequence; else each is one, all equally long.
     """
 
     input_ids: np.ndarray
@@ -156,6 +210,13 @@ class PackedLane:
     loss_mask: np.ndarray
     position_ids: np.ndarray
     lengths: tuple[int, ...]
+    real_lengths: tuple[int, ...]
+    packed: bool = True
+
+    @property
+    def num_sequences(self) -> int:
+        """Batch size B for the language model."""
+        return 1 if self.packed else len(self.lengths)
 
 
 def pack_lane(
@@ -164,31 +225,41 @@ def pack_lane(
     loss_tokens: Sequence[int],
     num_tokens: int,
     pad_token_id: int,
+    segment_lengths: Sequence[int] | None = None,
+    packed: bool = True,
 ) -> PackedLane:
-    """Pack a lane's samples one after the other into ``num_tokens`` tokens.
+    """Lay a lane's samples one after the other into ``num_tokens`` tokens.
 
     grids: per sample, the (t, h, w) of its items in rows. loss_tokens: per sample; a sample
-    planned with none (blanked) has its whole loss mask cleared.
-    Positions restart in every segment.
+    planned with none (blanked) has its whole loss mask cleared. segment_lengths: per sample, its
+    tokens with padding; without them there is padding at the end only.
+    Positions restart in every segment; padding never counts in the loss.
     """
-    lengths = [len(sample.input_ids) for sample in samples]
-    padding = num_tokens - sum(lengths)
-    assert padding >= 0, f"{sum(lengths)} tokens do not fit into the planned {num_tokens}"
-    pad = np.full(padding, pad_token_id, np.int64)
-    masks = [
-        sample.loss_mask if count > 0 else np.zeros_like(sample.loss_mask)
-        for sample, count in zip(samples, loss_tokens, strict=True)
-    ]
-    positions = [
-        mrope_position_ids(len(sample.input_ids), sample.item_offsets, own)
-        for sample, own in zip(samples, grids, strict=True)
-    ]
+    real = [len(sample.input_ids) for sample in samples]
+    padded = list(real if segment_lengths is None else segment_lengths)
+    tail = num_tokens - sum(padded)
+    assert tail >= 0, f"{sum(padded)} tokens do not fit into the planned {num_tokens}"
+    assert packed or tail == 0, "sequences of their own are planned with all their padding"
+    ids, labels, masks, positions = [], [], [], []
+    for sample, own, length, count in zip(samples, grids, padded, loss_tokens, strict=True):
+        padding = length - len(sample.input_ids)
+        assert padding >= 0, f"{len(sample.input_ids)} tokens in a segment of {length}"
+        pad = np.full(padding, pad_token_id, np.int64)
+        mask = sample.loss_mask if count > 0 else np.zeros_like(sample.loss_mask)
+        ids += [sample.input_ids, pad]
+        labels += [sample.labels, pad]
+        masks += [mask, np.zeros(padding, np.float32)]
+        positions.append(mrope_position_ids(len(sample.input_ids), sample.item_offsets, own))
+        positions.append(np.tile(np.arange(padding, dtype=np.int64), (3, 1)))
+    pad = np.full(tail, pad_token_id, np.int64)
     return PackedLane(
-        input_ids=np.concatenate([*(sample.input_ids for sample in samples), pad]),
-        labels=np.concatenate([*(sample.labels for sample in samples), pad]),
-        loss_mask=np.concatenate([*masks, np.zeros(padding, np.float32)]),
+        input_ids=np.concatenate([*ids, pad]),
+        labels=np.concatenate([*labels, pad]),
+        loss_mask=np.concatenate([*masks, np.zeros(tail, np.float32)]),
         position_ids=np.concatenate(
-            [*positions, np.tile(np.arange(padding, dtype=np.int64), (3, 1))], axis=1
+            [*positions, np.tile(np.arange(tail, dtype=np.int64), (3, 1))], axis=1
         ),
-        lengths=tuple(lengths) + ((padding,) if padding else ()),
+        lengths=(*padded, *([tail] if tail else [])),
+        real_lengths=(*real, *([0] if tail else [])),
+        packed=packed,
     )

@@ -22,6 +22,9 @@ from mimo import megatron as engine
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
 
+PROJECTOR = ("merger.",)
+"""How the names of the projector's weights begin; the rest is the tower."""
+
 
 class Settings(BaseModel):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""

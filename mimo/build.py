@@ -41,14 +41,16 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
         if encoder.placement == "colocated" and encoder.encode_group != "all"
     }
     partition = None
-    if topology.owns(LANGUAGE) and recipe.bridge.delivery == "replicated":
-        partition = PartitionAdapter(topology.modules[LANGUAGE].tp, recipe.language.grid.sp)
+    if topology.owns(LANGUAGE):
+        groups = topology.modules[LANGUAGE]
+        partition = PartitionAdapter(groups.cp, groups.tp, recipe.language.grid.sp)
     model = MimoModel(
         modules={},
         device=local_device(),
         partition=partition,
         encode_group=min(groups_of_microbatches, default=None),
-        trains_encoders=not all(encoder.freeze for encoder in recipe.encoders.values()),
+        trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
+        whole_rows=recipe.bridge.delivery == "replicated",
     )
     for name, groups in topology.modules.items():
         part = recipe.language if name == LANGUAGE else recipe.encoders[name]
@@ -94,10 +96,9 @@ def _module(
 ) -> Module:
     train = recipe.train
     learning_rate = part.learning_rate or train.learning_rate
-    if part.freeze:
-        for chunk in chunks:
-            chunk.requires_grad_(False)
-        return Module(name, groups, chunks, chunks, None, learning_rate)
+    freeze_weights(recipe, name, chunks)
+    if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
+        return Module(name, groups, chunks, chunks, None, learning_rate, part.trains)
     wrapped = wrap_data_parallel(chunks, groups, train.overlap_grad_reduce)
     # The schedules switch gradient synchronisation off for all but the last microbatch.
     switches = [one.no_sync for one in wrapped]
@@ -116,7 +117,18 @@ def _module(
         dtype,
         groups,
     )
-    return Module(name, groups, chunks, list(wrapped), optimizer, learning_rate)
+    return Module(name, groups, chunks, list(wrapped), optimizer, learning_rate, part.trains)
+
+
+def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
+    """Take the weights that the recipe freezes out of training, in place."""
+    part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+    if part.freeze is False:
+        return
+    kept = encoder_family(recipe, module).PROJECTOR if part.freeze == "tower" else ()
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            param.requires_grad_(name.startswith(kept))
 
 
 def _add_bridges(
@@ -135,7 +147,7 @@ def _add_bridges(
                 dtype=dtype,
                 wire_dtype=wire,
                 device=model.device,
-                trainable=not recipe.encoders[name].freeze,
+                trainable=recipe.encoders[name].trains,
                 gather=gather,
                 # On a GPU waiting must not block the host: the backend watches its own timeout.
                 timeout_seconds=None if has_gpu() else recipe.bridge.timeout_seconds,

@@ -26,7 +26,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     """
     layout = build_layout(recipe, num_ranks)
     problems: list[str] = []
-    if recipe.language.freeze and all(e.freeze for e in recipe.encoders.values()):
+    if not recipe.language.trains and not any(e.trains for e in recipe.encoders.values()):
         problems.append(
             recipe.problem(("language", "freeze"), "every module is frozen; train at least one")
         )

@@ -182,6 +182,8 @@ def pack_language(
                 samples.loss_tokens[mine].tolist(),
                 int(samples.lane_tokens[lane]),
                 pad_token_id,
+                samples.segment_length[mine].tolist(),
+                samples.packed,
             )
         )
     return packed

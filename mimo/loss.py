@@ -13,13 +13,14 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _masked_sum(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    total = (output.float().view(-1) * loss_mask.view(-1)).sum()
+    losses = output if output.dtype == torch.float64 else output.float()
+    total = (losses * loss_mask).sum()
     # Megatron may scale what it differentiates in place, so the log is a copy.
     return total, loss_mask.sum().to(torch.int), total.detach().clone()
 
 
 def masked_sum(loss_mask: Tensor) -> LossFunction:
-    """Sum of per-token losses (1, T) under ``loss_mask`` (1, T): (sum, tokens, logged sum).
+    """Sum of per-token losses (B, S) under ``loss_mask`` (B, S): (sum, tokens, logged sum).
 
     A sum, not a mean: the division by the global token count happens once, after the step.
     """

@@ -6,7 +6,7 @@ begins with `BridgeReceiver.receive`, both autograd operations. Colocated: the i
 microbatches are encoded in one go, rows and gradients are exchanged around the language model's
 schedule.
 
-Letters: T packed tokens of this lane, N rows, H hidden.
+Letters: B sequences (1 for packed) of S tokens on this lane, N rows, H hidden.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Module:
     """One module's part on this rank.
 
     raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
-    when the module trains. optimizer: None when the module is frozen.
+    where this rank has weights to update. optimizer: None where it has none.
+    trains: whether the module has weights to update, on whatever stage: all of its stages then
+    run backward.
     run_ahead: of a disjoint encoder, forward passes before its first backward.
     """
 
@@ -56,17 +58,28 @@ class Module:
     chunks: list[nn.Module]
     optimizer: MegatronOptimizer | None
     learning_rate: float
+    trains: bool
     run_ahead: int = 0
-
-    @property
-    def trains(self) -> bool:
-        """Whether the module has weights to update."""
-        return self.optimizer is not None
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
         return next(self.raw[0].parameters()).dtype
+
+
+@dataclass(frozen=True)
+class LanguageBatch:
+    """One microbatch of the language model on one rank, on whatever pipeline stage.
+
+    input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S) int64,
+    whole. labels (B, S/cp) int64, loss_mask (B, S/cp) float32. segments: whole, None for a batch.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    segments: PackedSegments | None
 
 
 @dataclass
@@ -78,7 +91,9 @@ class MimoModel:
     encode_group: microbatches that colocated encoders encode in one go; None for all.
     trains_encoders: whether any encoder of the recipe trains, on whatever rank: gradients then
     pass all stages of the language model, frozen or not.
-    partition: with `delivery: replicated`, cuts the whole sequence with all rows in place.
+    partition: cuts sequences for this rank; on language ranks.
+    whole_rows: with `delivery: replicated`, all rows of the lane arrive and are put in place in
+    whole sequences, which are cut then.
     """
 
     modules: dict[str, Module]
@@ -89,6 +104,7 @@ class MimoModel:
     encode_group: int | None = None
     trains_encoders: bool = False
     partition: PartitionAdapter | None = None
+    whole_rows: bool = False
 
     def run(
         self,
@@ -131,7 +147,7 @@ class MimoModel:
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Complete every module's gradients and divide them once by the global token count."""
         for module in self.modules.values():
-            if module.trains:
+            if module.optimizer is not None:
                 finish_gradients(cast("Any", module.chunks), module.groups, num_loss_tokens)
 
     # ------------------------------------------------------------ disjoint encoders
@@ -181,7 +197,7 @@ class MimoModel:
             group = range(start, min(start + size, len(batches)))
             with ExitStack() as stack:
                 if group.stop < len(batches) and not forward_only:
-                    trained = [m for m in self.modules.values() if m.trains]
+                    trained = [m for m in self.modules.values() if m.optimizer is not None]
                     stack.enter_context(accumulate_only([c for m in trained for c in m.chunks]))
                 rows = {
                     name: self._encode(name, items[name], group, forward_only)
@@ -216,19 +232,20 @@ class MimoModel:
 
         def forward_step(numbers: Iterator[int], chunk: nn.Module):
             number = next(numbers)
-            lane, gpt = batches[number], cast("Any", raw_of[id(chunk)])
-            ids = self._tensor(lane.input_ids)[None]
-            positions = self._tensor(lane.position_ids)[:, None, :]
+            gpt = cast("Any", raw_of[id(chunk)])
+            own = self._language_batch(batches[number])
+            embed = gpt.pre_process
             output = chunk(
-                input_ids=ids,
-                position_ids=positions,
+                input_ids=own.input_ids,
+                position_ids=own.position_ids,
                 attention_mask=None,
-                decoder_input=self._embed(gpt, number, ids, positions) if gpt.pre_process else None,
-                labels=self._tensor(lane.labels)[None],
-                packed_seq_params=PackedSegments.from_lengths(lane.lengths, self.device),
+                decoder_input=self._embed(gpt, number, own) if embed else None,
+                labels=own.labels,
+                packed_seq_params=own.segments,
             )
-            return output, masked_sum(self._tensor(lane.loss_mask)[None])
+            return output, masked_sum(own.loss_mask)
 
+        sequences = batches[group.start].num_sequences
         with torch.set_grad_enabled(trains and not forward_only):
             logged = run_schedule(
                 forward_step,
@@ -236,18 +253,44 @@ class MimoModel:
                 module.chunks,
                 module.groups,
                 forward_only=forward_only or not trains,
-                num_tokens=max(len(batches[m].input_ids) for m in group),
+                sequence_length=max(len(batches[m].input_ids) for m in group) // sequences,
+                num_sequences=sequences,
             )
         counts = module.groups.tp.rank() == 0
         return float(torch.stack(logged).sum()) if logged and counts else 0.0
 
-    def _embed(self, gpt: Any, number: int, ids: Tensor, positions: Tensor) -> Tensor:
-        """Text embeddings with the rows of all encoders in place: (T, 1, H), or its SP slice."""
-        hidden = gpt.embedding(input_ids=ids, position_ids=positions)
+    def _language_batch(self, lane: PackedLane) -> LanguageBatch:
+        """What every stage and tensor-parallel rank needs of a microbatch, cut for this rank."""
+        assert self.partition is not None, "language ranks have a partition adapter"
+        batch = lane.num_sequences
+        segments = None
+        if lane.packed:
+            segments = PackedSegments.from_lengths(lane.lengths, self.device, lane.real_lengths)
+        ids = self._tensor(lane.input_ids).view(batch, -1)
+        _, labels, loss_mask, segments = self.partition.shard(
+            None,
+            self._tensor(lane.labels).view(batch, -1),
+            self._tensor(lane.loss_mask).view(batch, -1),
+            segments,
+        )
+        return LanguageBatch(
+            input_ids=ids if self.whole_rows else self.partition.slice_tokens(ids, segments),
+            position_ids=self._tensor(lane.position_ids).view(3, batch, -1),
+            labels=labels,
+            loss_mask=loss_mask,
+            segments=segments,
+        )
+
+    def _embed(self, gpt: Any, number: int, own: LanguageBatch) -> Tensor:
+        """Text embeddings with the rows of all encoders in place: this rank's (S', B, H)."""
+        hidden = gpt.embedding(input_ids=own.input_ids, position_ids=own.position_ids)
         for receiver in (*self.receivers.values(), *self.colocated.values()):
             rows, places = receiver.receive(number)
             hidden = place_rows(hidden, rows, places)
-        return hidden if self.partition is None else self.partition.shard(hidden)
+        if self.whole_rows:
+            assert self.partition is not None, "language ranks have a partition adapter"
+            hidden = self.partition.shard_embeddings(hidden, own.segments)
+        return hidden
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -74,11 +74,22 @@ class Language(Section):
     recompute: Recompute = "none"
     model: dict[str, Any] = {}
 
+    @property
+    def trains(self) -> bool:
+        """Whether its weights are updated."""
+        return not self.freeze
+
 
 def _run_ahead(value: Any) -> int | Literal["auto"]:
     if value == "auto" or (type(value) is int and value >= 0):
         return value
     raise ValueError("needs 'auto' or a number of microbatches, 0 or more")
+
+
+def _freeze(value: Any) -> bool | Literal["tower"]:
+    if isinstance(value, bool) or value == "tower":
+        return value
+    raise ValueError("needs true, false or 'tower' (all but the projector)")
 
 
 def _encode_group(value: Any) -> int | Literal["all"]:
@@ -90,6 +101,7 @@ def _encode_group(value: Any) -> int | Literal["all"]:
 class Encoder(Section):
     """An encoder with its projector.
 
+    `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
     `media`: the type of content part that it encodes, such as `image`, `video` or `audio`.
     `placeholder`: the token that the chat template writes once for each such item.
     `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.
@@ -101,12 +113,17 @@ class Encoder(Section):
     placeholder: str = "<|image_pad|>"
     placement: Literal["disjoint", "colocated"] = "disjoint"
     grid: Grid = Grid()
-    freeze: bool = False
+    freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze)] = False
     learning_rate: PositiveFloat | None = None
     recompute: Recompute = "none"
     run_ahead: Annotated[int | Literal["auto"], PlainValidator(_run_ahead)] = "auto"
     encode_group: Annotated[int | Literal["all"], PlainValidator(_encode_group)] = "all"
     model: dict[str, Any] = {}
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its weights are updated."""
+        return self.freeze is not True
 
 
 class Bridge(Section):
@@ -140,7 +157,8 @@ class Data(Section):
     """Samples, tokenizer and packing. Paths are relative to the current folder.
 
     `prepare` names a generator of example data, with its `prepare_settings`; `directory` is where
-    it writes. `sequence_length` is the longest sample, in tokens.
+    it writes. `sequence_length` is the longest sample, in tokens. `packing`: the samples of a
+    microbatch share one sequence; without it each is one, padded to the longest.
     """
 
     prepare: str | None = None

@@ -20,7 +20,7 @@ from bridge import (
     replicated_destination,
     sharded_destination,
 )
-from data.batch import GlobalMicrobatch, plan_microbatch
+from data.batch import GlobalMicrobatch, Padding, plan_microbatch
 from data.index import Index
 from data.order import SampleOrder
 from mimo.layout import GridSpec, Layout
@@ -80,6 +80,7 @@ class StepPlanner:
     encode_group: microbatches that colocated encoders encode in one go; None for all.
     done: (steps, samples) before this run: with another batch size than before, the samples go on
         where they stopped.
+    packed: whether a lane's samples share one sequence.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class StepPlanner:
         delivery: str = "sharded",
         encode_group: int | None = None,
         done: tuple[int, int] = (0, 0),
+        packed: bool = True,
     ) -> None:
         self.delivery = delivery
         self.encode_group = encode_group
@@ -104,7 +106,7 @@ class StepPlanner:
         self.micro_batch_size = micro_batch_size
         self.num_microbatches = num_microbatches
         language = layout.language
-        self.token_multiple = language.tp if language.sp else 1
+        self.padding = padding_of(language, packed)
         self.samples_per_microbatch = micro_batch_size * language.dp
         self.samples_per_step = self.samples_per_microbatch * num_microbatches
 
@@ -127,7 +129,7 @@ class StepPlanner:
                 first + m * self.samples_per_microbatch,
                 self.layout.language.dp,
                 self.micro_batch_size,
-                self.token_multiple,
+                self.padding,
             )
             encoders = {}
             for name, grid in grids.items():
@@ -155,8 +157,9 @@ class StepPlanner:
 
         unusable: sample numbers in the step, the same on every rank.
         """
-        if self.layout.language.vpp > 1:
-            microbatches = _equal_lengths(microbatches)
+        if self.layout.language.vpp > 1:  # interleaved stages need one length
+            longest = max(m.samples.longest_sequence for m in microbatches)
+            microbatches = [replace(m, samples=m.samples.padded_to(longest)) for m in microbatches]
         finished = []
         for m, planned in enumerate(microbatches):
             first = m * self.samples_per_microbatch
@@ -204,7 +207,7 @@ class StepPlanner:
         )
         rows = np.bincount(item_lane, weights=runs.rows, minlength=encoder.dp).astype(np.int64)
         source = ReplicatedSource(rows, _ranks(encoder, encoder.pp - 1)[:, 0, :])
-        ranks, segments = _ranks(language, 0), LaneSegments.whole(samples.lane_tokens)
+        ranks, segments = _ranks(language, 0), _segments(samples)
         if self.delivery == "replicated":
             return BridgePlan.build(
                 runs,
@@ -224,13 +227,25 @@ def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
     return np.arange(first, first + grid.dp * grid.cp * grid.tp).reshape(grid.dp, grid.cp, grid.tp)
 
 
-def _equal_lengths(microbatches: Sequence[PlannedMicrobatch]) -> list[PlannedMicrobatch]:
-    """Pad every lane of every microbatch to the longest: interleaved stages need one length."""
-    longest = max(int(m.samples.lane_tokens.max()) for m in microbatches)
-    return [
-        replace(
-            m,
-            samples=replace(m.samples, lane_tokens=np.full_like(m.samples.lane_tokens, longest)),
-        )
-        for m in microbatches
-    ]
+def padding_of(language: GridSpec, packed: bool) -> Padding:
+    """The multiples that context and sequence parallelism ask of the language model's sequences.
+
+    Context parallelism cuts each segment of a packed sequence into 2·cp chunks; sequence
+    parallelism cuts what a context-parallel rank has of the whole sequence into tp parts.
+    """
+    chunks = 2 * language.cp if language.cp > 1 else 1
+    parts = language.tp if language.sp else 1
+    return Padding(packed, segment=chunks, sequence=chunks * parts)
+
+
+def _segments(samples: GlobalMicrobatch) -> LaneSegments:
+    """The padded segments of all lanes; what fills a packed sequence up is one of its own."""
+    lanes = len(samples.lane_tokens)
+    if not samples.packed:
+        return LaneSegments(samples.lane, samples.segment_length, lanes, packed=False)
+    used = np.bincount(samples.lane, weights=samples.segment_length, minlength=lanes)
+    tail = samples.lane_tokens - used.astype(np.int64)
+    lane = np.concatenate((samples.lane, np.arange(lanes)))
+    length = np.concatenate((samples.segment_length, tail))
+    order = np.argsort(lane, kind="stable")
+    return LaneSegments(lane[order], length[order], lanes)

@@ -76,6 +76,7 @@ class Trainer:
             self.recipe.bridge.delivery,
             self.model.encode_group,
             done,
+            self.recipe.data.packing,
         )
 
     def _loader(
@@ -241,7 +242,7 @@ class Trainer:
             f"lr_{name}": self._learning_rate(step, part.learning_rate or peak)
             for peak in [self.recipe.train.learning_rate]
             for name, part in {LANGUAGE: self.recipe.language, **self.recipe.encoders}.items()
-            if not part.freeze
+            if part.trains
         }
         layout = self.topology.layout
         # The ranks that send rows and wait; on a GPU waiting does not block the host.

@@ -38,7 +38,9 @@ class PackedSegments(PackedSeqParams):
     lengths: tuple[int, ...]
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedSegments:
+    def from_lengths(
+        cls, lengths: Sequence[int], device: torch.device, real: Sequence[int] | None = None
+    ) -> PackedSegments:
         """Metadata for self-attention over segments of these ``lengths`` (zeros are dropped)."""
         kept = tuple(int(n) for n in lengths if n > 0)
         bounds = torch.zeros(len(kept) + 1, dtype=torch.int32)

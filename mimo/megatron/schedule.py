@@ -46,23 +46,24 @@ def run_schedule(
     groups: ProcessGroupCollection,
     forward_only: bool = False,
     run_ahead: int | None = None,
-    num_tokens: int = 0,
+    sequence_length: int = 0,
+    num_sequences: int = 1,
 ) -> list[Any]:
     """Run all microbatches of one module through its pipeline; every rank of the module calls it.
 
     forward_step: as in Megatron: (iterator, chunk) -> (output, loss function).
     run_ahead: for an encoder, forward passes ahead of its first backward; None for a language
         model.
-    num_tokens: packed length of every microbatch, read with an interleaved pipeline only;
-        elsewhere lengths vary and Megatron exchanges shapes itself.
+    sequence_length, num_sequences: S and B of every microbatch, not cut; read with an interleaved
+        pipeline only. Elsewhere lengths vary and Megatron exchanges shapes itself.
     Returns what the loss function logged, on the last stage; else an empty list.
     """
     config = chunks[0].config
     common: dict[str, Any] = {
         "forward_step_func": forward_step,
         "num_microbatches": len(microbatches),
-        "seq_length": num_tokens,
-        "micro_batch_size": 1,
+        "seq_length": sequence_length,
+        "micro_batch_size": num_sequences,
         "forward_only": forward_only,
         "pg_collection": groups,
     }

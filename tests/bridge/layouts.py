@@ -45,6 +45,7 @@ class Case:
     language_ranks: np.ndarray
     delivery: Delivery
     sequence_sharded: bool = False
+    packed: bool = True
 
     @property
     def cp(self) -> int:
@@ -60,13 +61,20 @@ class Case:
 
     @functools.cached_property
     def segments(self) -> list[list[int]]:
-        """Per lane, padded segment lengths: one per sample and what fills the lane up."""
+        """Per lane, padded segment lengths: one per sample and what fills the lane up.
+
+        Without packing every sample is as long as the longest of its lane.
+        """
         lanes = []
         for samples in self.samples:
             lengths = []
             for items in samples:
                 length = 1 + sum(gap + rows for gap, rows, _ in items)
                 lengths.append(length + -length % (2 * self.cp))
+            if not self.packed:
+                longest = max(lengths, default=0)
+                lanes.append([longest + -longest % (2 * self.cp * self.tp)] * len(lengths))
+                continue
             fill = -sum(lengths) % (2 * self.cp * self.tp)
             lanes.append(lengths + ([fill] if fill else []))
         return lanes
@@ -92,7 +100,7 @@ class Case:
 
     def maps(self) -> tuple[ShardMap, ShardMap | None]:
         """The destination and, for replicated delivery, who returns gradients."""
-        segments = LaneSegments.nested(self.segments)
+        segments = LaneSegments.nested(self.segments, self.packed)
         if self.delivery == "replicated":
             tokens = [sum(lengths) for lengths in self.segments]
             return (
@@ -159,8 +167,14 @@ class Case:
         for lane, c, t in np.ndindex(*self.language_ranks.shape):
             sequence = self.cp_sequence[lane, c]
             if self.delivery == "sequence_parallel":
-                part = len(sequence) // self.tp
-                sequence = sequence[t * part : (t + 1) * part]
+                lengths = self.segments[lane]
+                whole = [len(sequence)] if self.packed else [n // self.cp for n in lengths]
+                mine, at = [], 0
+                for length in whole:
+                    part = length // self.tp
+                    mine += sequence[at + t * part : at + (t + 1) * part]
+                    at += length
+                sequence = mine
             elif self.delivery == "replicated":
                 sequence = [(lane, k) for k in range(sum(self.segments[lane]))]
             content[int(self.language_ranks[lane, c, t])] = sequence
@@ -253,6 +267,7 @@ def cases(draw, deliveries: Sequence[Delivery] = ("sequence_parallel", "shared_o
         world[: sizes[0]].reshape(encoder_lanes, encoder_tp),
         world[sizes[0] - shared :].reshape(lanes, cp, tp),
         draw(st.sampled_from(deliveries)),
+        draw(st.booleans()),
         draw(st.booleans()),
     )
 

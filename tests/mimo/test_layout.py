@@ -137,9 +137,9 @@ def test_layout_errors_point_at_the_line_or_the_override_and_come_together(path:
 
 def test_a_recipe_built_in_python_is_refused_like_one_from_a_file(path: Path) -> None:
     data = load_recipe(path).model_dump()
-    data["language"]["grid"]["cp"] = 2
+    data["encoders"]["vision"]["grid"]["cp"] = 2
     (line,) = problems(Recipe.model_validate(data))
-    assert line.startswith("language.grid.cp: got 2")
+    assert line.startswith("encoders.vision.grid.cp: got 2")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,18 @@ LAYOUTS = {
             "train.micro_batch_size=2",
         ],
     ),
+    "only the projector learns": (
+        3,
+        ["language.freeze=true", "encoders.vision.freeze=tower", "language.grid.pp=2"],
+    ),
+    "only the projector of a pipelined encoder learns": (
+        3,
+        ["language.freeze=true", "encoders.vision.freeze=tower", "encoders.vision.grid.pp=2"],
+    ),
+    "the tower is frozen, colocated": (
+        2,
+        [*COLOCATED, "encoders.vision.freeze=tower", "language.grid.pp=2"],
+    ),
     "clipped": (
         5,
         ["train.clip_grad_norm=0.5", "language.grid.tp=2", "language.grid.pp=2"],

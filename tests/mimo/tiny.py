@@ -164,7 +164,7 @@ def _shards(name: str, module: Any) -> list[dict]:
         vp_stage = stage if len(module.raw) > 1 else None
         for local, param in chunk.named_parameters():
             whole = global_name(local, chunk.config, module.groups.pp.rank(), vp_stage)
-            gradient = param.main_grad if module.trains else None
+            gradient = param.main_grad if param.requires_grad else None
             found.append(
                 {
                     "name": f"{name}.{whole}",
@@ -190,6 +190,7 @@ def run_reference_steps(
     import torch
 
     from data.batch import pack_lane, plan_microbatch
+    from mimo.build import freeze_weights
     from mimo.dataset import item_processors, open_dataset, open_tokenizer
     from mimo.layout import build_layout, num_microbatches
     from mimo.learning_rate import learning_rate
@@ -202,11 +203,9 @@ def run_reference_steps(
     dataset = open_dataset(recipe, "sources", chat, processors)
     assert dataset is not None
     local = LocalModel(recipe, chat.vocab_size, freeze=True)
-    frozen = {"language": recipe.language.freeze} | {
-        name: e.freeze for name, e in recipe.encoders.items()
-    }
     for name, module in local.model.modules.items():
-        module.raw[0].requires_grad_(not frozen[name])
+        module.raw[0].requires_grad_(True)
+        freeze_weights(recipe, name, module.raw)
     per_step = layout.language.dp * recipe.train.micro_batch_size
     reader = dataset.readers[0]
     microbatches = num_microbatches(recipe, layout)
