@@ -200,8 +200,8 @@ class PackedLane:
 
     input_ids, labels: (T,) int64. loss_mask: (T,) float32. position_ids: (3, T) int64.
     lengths: tokens per segment with its padding; their sum is T. Padding at the end of a packed
-        sequence is a segment of its own, of real length 0.
-    real_lengths: tokens per segment without padding.
+        sequence is a segment of its own.
+    real_lengths: tokens per segment without padding behind its own.
     packed: whether all segments are one sequence; else each is one, all equally long.
     """
 
@@ -260,6 +260,6 @@ def pack_lane(
             [*positions, np.tile(np.arange(tail, dtype=np.int64), (3, 1))], axis=1
         ),
         lengths=(*padded, *([tail] if tail else [])),
-        real_lengths=(*real, *([0] if tail else [])),
+        real_lengths=(*real, *([tail] if tail else [])),
         packed=packed,
     )

@@ -81,7 +81,7 @@ def test_padding_stands_behind_its_own_sample_and_never_counts() -> None:
     assert lane.input_ids.tolist() == [10, 11, 12, 0, 20, 21, 22, 23, 24, 0, 0, 0, 0, 0, 0, 0]
     assert lane.labels.tolist() == [11, 12, 0, 0, 21, 22, 23, 24, 0, 0, 0, 0, 0, 0, 0, 0]
     assert lane.loss_mask.tolist() == [1] * 3 + [0] + [1] * 5 + [0] * 7
-    assert (lane.lengths, lane.real_lengths, lane.num_sequences) == ((4, 8, 4), (3, 5, 0), 1)
+    assert (lane.lengths, lane.real_lengths, lane.num_sequences) == ((4, 8, 4), (3, 5, 4), 1)
     assert lane.position_ids[:, 4:9].tolist() == [[0, 1, 2, 3, 4]] * 3  # starts again
 
 

@@ -1,0 +1,77 @@
+"""Segments and positions reach every tensor-parallel rank of every pipeline stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.test_parity import TOLERANCE
+
+
+def run_and_record(rank: int, path: Path, overrides: list[str]) -> dict:
+    """Train as usual; what the language model's forward was given on this rank, call by call."""
+    from mimo.megatron.language import LanguageModel
+
+    calls = []
+    original = LanguageModel.forward
+
+    def forward(self, *args, **given):
+        segments = given["packed_seq_params"]
+        calls.append(
+            {
+                "cu_seqlens": segments.cu_seqlens_q.tolist(),
+                "cu_seqlens_padded": segments.cu_seqlens_q_padded.tolist(),
+                "max_seqlen": segments.max_seqlen_q,
+                "position_ids": given["position_ids"].numpy().copy(),
+            }
+        )
+        return original(self, *args, **given)
+
+    LanguageModel.forward = forward
+    try:
+        return tiny.run_layout_steps(rank, path, overrides) | {"calls": calls}
+    finally:
+        LanguageModel.forward = original
+
+
+LAYOUTS = {
+    "pp3 with tp2": (7, 3, ["language.grid={tp: 2, pp: 3}", "language.model.num_layers=3"]),
+    "pp3 with tp2 and sp": (
+        7,
+        3,
+        ["language.grid={tp: 2, sp: true, pp: 3}", "language.model.num_layers=3"],
+    ),
+    "pp3 with cp2": (7, 3, ["language.grid={cp: 2, pp: 3}", "language.model.num_layers=3"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_stage_and_rank_has_them_and_the_loss_is_that_of_one_rank(
+    run_ranks: RunRanks, tmp_path: Path, layout: str
+) -> None:
+    tiny.write_samples(tmp_path)
+    path = tiny.write_recipe(tmp_path)
+    ranks, stages, overrides = LAYOUTS[layout]
+    results = run_ranks(run_and_record, ranks, path, overrides)
+    language = [result["calls"] for result in results[1:]]
+    first = language[0]
+    assert len(language) == 2 * stages
+    assert len(first) == tiny.NUM_STEPS * 3  # microbatches
+    for calls in language:
+        for call, expected in zip(calls, first, strict=True):
+            np.testing.assert_array_equal(call.pop("position_ids"), expected["position_ids"])
+            assert call.items() <= expected.items()
+    for call in first:
+        padded, real = call["cu_seqlens_padded"], call["cu_seqlens"]
+        assert len(real) == len(padded) > 4  # four samples, and the rest of the sequence if any
+        tokens = call["position_ids"].shape[-1]
+        assert padded[-1] == tokens >= real[-1]
+        assert call["max_seqlen"] == max(np.diff(padded))
+    (reference,) = run_ranks(tiny.run_reference_steps, 1, path, overrides)
+    for result in results:
+        for metrics, expected in zip(result["metrics"], reference["steps"], strict=True):
+            assert metrics["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
