@@ -23,7 +23,7 @@ from mimo.checkpoint import load_checkpoint
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.device import initialize_distributed
 from mimo.layout import LANGUAGE, GridSpec, Layout
-from mimo.megatron.attention import PackedSegments
+from mimo.megatron.segments import PackedSegments
 from mimo.model import MimoModel
 from mimo.recipe import Grid, Recipe, load_recipe
 from mimo.topology import build_topology

@@ -33,10 +33,10 @@ from mimo.alignment import place_rows
 from mimo.layout import LANGUAGE
 from mimo.loader import EncoderItems
 from mimo.loss import masked_sum, pass_token
-from mimo.megatron.attention import PackedSegments
 from mimo.megatron.groups import ProcessGroupCollection
 from mimo.megatron.parallel import MegatronOptimizer, finish_gradients, zero_gradients
 from mimo.megatron.schedule import accumulate_only, run_schedule
+from mimo.megatron.segments import PackedSegments
 from mimo.partition import PartitionAdapter
 from mimo.step_plan import StepPlan
 

@@ -14,35 +14,13 @@ Letters: B batch (1 for packed), S sequence (T packed tokens), H hidden.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.megatron.attention import PackedSegments
+from mimo.megatron.segments import PackedSegments, zigzag_indices
 from mimo.megatron.sequence import scatter_sequence
-
-
-@functools.lru_cache(maxsize=64)
-def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tensor:
-    """Positions of a sequence that a CP rank holds, in its order: (sum(lengths)/cp,) int64.
-
-    lengths: padded tokens of each segment, all multiples of 2·cp_size (ValueError otherwise).
-    """
-    parts, start = [], 0
-    for length in lengths:
-        chunk, rest = divmod(length, 2 * cp_size)
-        if rest:
-            raise ValueError(
-                f"language.grid.cp: a segment of {length} tokens is not a multiple of "
-                f"2 · cp = {2 * cp_size}; pad it to {(chunk + 1) * 2 * cp_size}"
-            )
-        for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            parts.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
-        start += length
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 class PartitionAdapter:

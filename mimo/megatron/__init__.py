@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mimo.megatron.attention import PackedSegments
     from mimo.megatron.config import (
         ModuleContext,
         StackShape,
@@ -21,12 +20,13 @@ if TYPE_CHECKING:
     from mimo.megatron.layers import ParallelMLP, build_stack
     from mimo.megatron.norms import RMSNorm
     from mimo.megatron.rope import InterleavedMRope
+    from mimo.megatron.segments import PackedSegments
 
 _HOME = {
     "LanguageModel": "language",
     "InterleavedMRope": "rope",
     "ModuleContext": "config",
-    "PackedSegments": "attention",
+    "PackedSegments": "segments",
     "ParallelMLP": "layers",
     "RMSNorm": "norms",
     "StackShape": "config",

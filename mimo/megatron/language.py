@@ -12,11 +12,29 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import nn
 
 from mimo.megatron.config import ModuleContext
+from mimo.megatron.context_parallel import zigzag_share
 from mimo.megatron.layers import stack_spec
 
 
 class LanguageModel(GPTModel):
-    """`GPTModel` whose checkpoints need no global process groups."""
+    """`GPTModel` with our loss, whose checkpoints need no global process groups.
+
+    Under context parallelism token ids, labels and embeddings are this rank's share, positions
+    those of the whole sequence.
+    """
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple:
+        """As `GPTModel`, but frequencies (S, B, 1, D) of a dense batch are cut to (S/cp, B, 1, D).
+
+        Packed ones stay whole: Megatron's packed rope picks each segment's chunks itself.
+        """
+        found: tuple[Any, ...] = super()._preprocess(
+            *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        hidden, frequencies, *rest = found
+        if packed_seq_params is None and self.cp_group.size() > 1:
+            frequencies = zigzag_share(frequencies, self.cp_group)
+        return (hidden, frequencies, *rest)
 
     def tie_embeddings_and_output_weights_state_dict(
         self,

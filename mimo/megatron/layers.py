@@ -20,17 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from mimo.megatron.attention import CoreAttention, choose_kernel
+from mimo.megatron.attention import core_attention
 from mimo.megatron.norms import RMSNorm
-
-
-def _core_attention(config: TransformerConfig) -> type:
-    """Transformer Engine's attention where it is installed, else ours."""
-    if choose_kernel(config.params_dtype) == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        return TEDotProductAttention
-    return CoreAttention
 
 
 def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
@@ -39,7 +30,7 @@ def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
-        core_attention=_core_attention(config),  # type: ignore[arg-type]
+        core_attention=core_attention(config),  # type: ignore[arg-type]
         linear_proj=RowParallelLinear,  # type: ignore[arg-type]
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]

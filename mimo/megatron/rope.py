@@ -1,6 +1,7 @@
 """Rotary position frequencies of language models.
 
-Letters: T packed tokens, D head size, K = D/2 rotary channels.
+Letters: S sequence (all T packed tokens of a lane, or one of B samples), B batch (1 when packed),
+D head size, K = D/2 rotary channels.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ class InterleavedMRope(nn.Module):
     `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`. Megatron's own class gives each axis a
     contiguous block of channels (Qwen2-VL), which is another function.
 
-    Takes the place of `GPTModel.rotary_pos_emb`. All T frequencies are returned: Megatron's
-    packed rope picks those of each segment (and of each context-parallel chunk) itself.
+    Takes the place of `GPTModel.rotary_pos_emb`. The frequencies of the whole sequence are
+    returned: Megatron's packed rope picks those of each segment and of each context-parallel
+    chunk itself, and for a dense batch `LanguageModel` cuts them.
     """
 
     def __init__(self, head_size: int, section: Sequence[int], base: float) -> None:
@@ -44,7 +46,7 @@ class InterleavedMRope(nn.Module):
     def forward(
         self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None
     ) -> Tensor:
-        """position_ids (3, 1, T) int64 -> frequencies (T, 1, 1, D) fp32."""
-        positions = position_ids[:, 0, :].to(self.inv_freq.dtype)  # (3, T)
-        freqs = positions.t()[:, self.axis] * self.inv_freq  # (T, K)
-        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+        """position_ids (3, B, S) int64 -> frequencies (S, B, 1, D) fp32."""
+        positions = position_ids.permute(2, 1, 0).to(self.inv_freq.dtype)  # (S, B, 3)
+        freqs = positions[..., self.axis] * self.inv_freq  # (S, B, K)
+        return torch.cat((freqs, freqs), dim=-1)[:, :, None, :]

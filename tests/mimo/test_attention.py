@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
@@ -23,7 +24,13 @@ HEAD_SIZE = 8
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    causal: bool,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """All T × T scores, those of other segments masked. q (T, N, D), k and v (T, G, D)."""
     groups = q.shape[1] // k.shape[1]
@@ -31,6 +38,8 @@ def naive_attention(
     seen = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
     if causal:
         seen = seen.tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
     scores = torch.einsum("qnd,knd->nqk", q, k) * scale
     return torch.einsum("nqk,knd->qnd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
@@ -52,25 +61,39 @@ def value_and_gradients(attend, tensors: list[Tensor]) -> dict[str, Tensor]:
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def core_attention(causal: bool, head_size: int = HEAD_SIZE) -> nn.Module:
-    from types import SimpleNamespace
-
+def core_attention(
+    causal: bool,
+    window: int | None = None,
+    softmax_scale: float | None = None,
+    cp: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """For heads of HEAD_SIZE, as a layer spec builds it."""
     from mimo.megatron.attention import AttnMaskType, CoreAttention
+    from mimo.megatron.config import TransformerConfig
+    from mimo.megatron.groups import ProcessGroupCollection
 
-    config = SimpleNamespace(
-        context_parallel_size=1, kv_channels=head_size, params_dtype=torch.float32
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEAD_SIZE,
+        num_attention_heads=1,
+        kv_channels=HEAD_SIZE,
+        context_parallel_size=1 if cp is None else cp.size(),
+        window_size=None if window is None else (window - 1, 0),
     )
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    return CoreAttention(config, 1, mask, "self")
+    groups = None if cp is None else ProcessGroupCollection(cp=cp)
+    return CoreAttention(config, 1, mask, "self", softmax_scale=softmax_scale, pg_collection=groups)
 
 
-def check_packed(rank: int, causal: bool, heads: int, kv_heads: int) -> None:
+def check_packed(
+    rank: int, causal: bool, heads: int, kv_heads: int, window: int | None = None
+) -> None:
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from mimo.megatron.attention import PackedSegments
+    from mimo.megatron.segments import PackedSegments
 
-    attention = core_attention(causal)
+    attention = core_attention(causal, window)
     length = st.integers(1, 20)
     # Any lengths, many short ones, equal ones, and lengths around one half of the longest.
     lengths_of = st.one_of(
@@ -89,7 +112,7 @@ def check_packed(rank: int, causal: bool, heads: int, kv_heads: int) -> None:
             lambda q, k, v: attention(q, k, v, None, packed_seq_params=segments), tensors
         )
         expected = value_and_gradients(
-            lambda q, k, v: naive_attention(q, k, v, lengths, causal, HEAD_SIZE**-0.5),
+            lambda q, k, v: naive_attention(q, k, v, lengths, causal, HEAD_SIZE**-0.5, window),
             [t.double() for t in tensors],
         )
         assert got["output"].shape == (sum(lengths), heads, HEAD_SIZE)
@@ -105,11 +128,13 @@ def check_packed(rank: int, causal: bool, heads: int, kv_heads: int) -> None:
     check()
 
 
-def check_dense(rank: int, causal: bool, heads: int, kv_heads: int) -> None:
+def check_dense(
+    rank: int, causal: bool, heads: int, kv_heads: int, window: int | None = None
+) -> None:
     """(S, B, N, D) gives what B packed segments of S tokens give."""
-    from mimo.megatron.attention import PackedSegments
+    from mimo.megatron.segments import PackedSegments
 
-    attention = core_attention(causal)
+    attention = core_attention(causal, window)
     batch, length = 3, 11
     tensors = draw(batch * length, heads, kv_heads)
 
@@ -130,7 +155,7 @@ def check_dense(rank: int, causal: bool, heads: int, kv_heads: int) -> None:
 
 
 def check_other_segments_are_unseen(rank: int, causal: bool) -> None:
-    from mimo.megatron.attention import PackedSegments
+    from mimo.megatron.segments import PackedSegments
 
     attention = core_attention(causal)
     lengths = [5, 8, 5, 7]
@@ -149,12 +174,10 @@ def check_other_segments_are_unseen(rank: int, causal: bool) -> None:
 
 
 def check_softmax_scale(rank: int) -> None:
-    from types import SimpleNamespace
+    from mimo.megatron.attention import AttnMaskType
+    from mimo.megatron.segments import PackedSegments
 
-    from mimo.megatron.attention import AttnMaskType, CoreAttention, PackedSegments
-
-    config = SimpleNamespace(context_parallel_size=1, kv_channels=8, params_dtype=torch.float32)
-    attention = CoreAttention(config, 1, AttnMaskType.no_mask, "self", softmax_scale=0.7)
+    attention = core_attention(causal=False, softmax_scale=0.7)
     lengths = [4, 9]
     q, k, v, _ = draw(13, 2, 2)
     segments = PackedSegments.from_lengths(lengths, q.device)
@@ -166,7 +189,7 @@ def check_softmax_scale(rank: int) -> None:
 
 
 def check_refusals(rank: int) -> None:
-    from mimo.megatron.attention import PackedSegments
+    from mimo.megatron.segments import PackedSegments
 
     attention = core_attention(causal=True)
     q, k, v, _ = draw(4, 2, 2)
@@ -178,23 +201,27 @@ def check_refusals(rank: int) -> None:
         attention(q, k, v, None, attention_bias=mask.float(), packed_seq_params=segments)
 
 
-def describe_segments(rank: int, lengths: list[int]) -> dict:
-    from mimo.megatron.attention import PackedSegments
+def describe_segments(rank: int, lengths: list[int], real: list[int] | None = None) -> dict:
+    from mimo.megatron.segments import PackedSegments
 
-    made = PackedSegments.from_lengths(lengths, torch.device("cpu"))
+    made = PackedSegments.from_lengths(lengths, torch.device("cpu"), real)
     assert made.cu_seqlens_q is made.cu_seqlens_kv
+    assert made.cu_seqlens_q_padded is made.cu_seqlens_kv_padded
     assert made.cu_seqlens_q.dtype == torch.int32
     assert all(type(n) is int for n in made.lengths)
     return {
         "format": made.qkv_format,
         "bounds": made.cu_seqlens_q.tolist(),
+        "padded bounds": made.cu_seqlens_q_padded.tolist(),
+        "padding between": made.pad_between_seqs,
         "longest": (made.max_seqlen_q, made.max_seqlen_kv),
         "lengths": made.lengths,
     }
 
 
 def chosen_kernels(rank: int) -> tuple[set[str], str]:
-    from mimo.megatron.attention import KERNELS, choose_kernel
+    from mimo.megatron.attention import choose_kernel
+    from mimo.megatron.attention_kernels import KERNELS
 
     names = {choose_kernel(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
     attention = core_attention(causal=True)
@@ -220,6 +247,17 @@ def test_a_dense_batch_equals_packed_segments_of_one_length(
     run_ranks(check_dense, 1, causal, heads, kv_heads)
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 100])
+def test_a_sliding_window_sees_so_many_keys_its_own_included(
+    run_ranks: RunRanks, window: int
+) -> None:
+    run_ranks(check_packed, 1, True, 4, 2, window)
+
+
+def test_a_dense_batch_has_sliding_windows_too(run_ranks: RunRanks) -> None:
+    run_ranks(check_dense, 1, True, 4, 2, 4)
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_a_segment_never_sees_another(run_ranks: RunRanks, causal: bool) -> None:
     run_ranks(check_other_segments_are_unseen, 1, causal)
@@ -238,14 +276,32 @@ def test_segment_metadata_counts_tokens_and_drops_empty_segments(run_ranks: RunR
     assert made == {
         "format": "thd",
         "bounds": [0, 3, 4, 8],
+        "padded bounds": [0, 3, 4, 8],
+        "padding between": False,
         "longest": (4, 4),
         "lengths": (3, 1, 4),
     }
 
 
+def test_segment_metadata_tell_padding_behind_a_segment_from_its_tokens(
+    run_ranks: RunRanks,
+) -> None:
+    (made,) = run_ranks(describe_segments, 1, [4, 0, 8, 4], [3, 0, 8, 1])
+    assert made == {
+        "format": "thd",
+        "bounds": [0, 3, 11, 12],
+        "padded bounds": [0, 4, 12, 16],
+        "padding between": True,
+        "longest": (8, 8),
+        "lengths": (4, 8, 4),
+    }
+
+
 def test_segment_metadata_of_no_tokens_is_empty(run_ranks: RunRanks) -> None:
     (made,) = run_ranks(describe_segments, 1, [])
-    assert made == {"format": "thd", "bounds": [0], "longest": (0, 0), "lengths": ()}
+    assert made["bounds"] == made["padded bounds"] == [0]
+    assert made["longest"] == (0, 0)
+    assert made["lengths"] == ()
 
 
 def test_without_a_gpu_every_dtype_uses_sdpa(run_ranks: RunRanks) -> None:
@@ -256,24 +312,23 @@ def test_without_a_gpu_every_dtype_uses_sdpa(run_ranks: RunRanks) -> None:
 
 # ------------------------------------------------------------------------- GPU kernels
 
-GPU_LENGTHS = [300, 1, 77, 300, 128, 5]
+# Multiples of 2·cp, for blocks such as each of two context-parallel ranks has.
+GPU_LENGTHS = (300, 4, 76, 300, 128, 8)
 GPU_HEADS, GPU_KV_HEADS, GPU_HEAD_SIZE = 8, 2, 64
 
 
-def check_on_gpu(attend, causal: bool) -> None:
-    """``attend(q, k, v, segments)`` in bf16 against SDPA in bf16: values and gradients."""
+def check_on_gpu(attend, blocks) -> None:
+    """``attend(q, k, v)`` of these blocks in bf16 against SDPA in bf16: values and gradients."""
     from mimo.device import local_device
-    from mimo.megatron.attention import KERNELS, PackedSegments
+    from mimo.megatron.attention_kernels import sdpa
 
-    device = local_device()
-    segments = PackedSegments.from_lengths(GPU_LENGTHS, device)
     drawn = draw(sum(GPU_LENGTHS), GPU_HEADS, GPU_KV_HEADS, GPU_HEAD_SIZE)
-    tensors = [t.to(device, torch.bfloat16) for t in drawn]
+    tensors = [t.to(local_device(), torch.bfloat16) for t in drawn]
+    for which in (0, 3):  # the queries of this rank, and their gradient
+        tensors[which] = tensors[which][: sum(blocks.queries)]
     scale = GPU_HEAD_SIZE**-0.5
-    expected = value_and_gradients(
-        lambda q, k, v: KERNELS["sdpa"](q, k, v, segments, causal, scale), tensors
-    )
-    got = value_and_gradients(lambda q, k, v: attend(q, k, v, segments), tensors)
+    expected = value_and_gradients(lambda q, k, v: sdpa(q, k, v, blocks, scale), tensors)
+    got = value_and_gradients(attend, tensors)
     for name, tensor in expected.items():
         difference = (got[name].reshape(tensor.shape) - tensor).float().abs().max()
         error = float(difference / tensor.float().abs().max())
@@ -281,19 +336,22 @@ def check_on_gpu(attend, causal: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 50)])
 @pytest.mark.parametrize(
     ("kernel", "package"),
     [("flash_attn", "flash_attn"), ("torch_varlen", "torch.nn.attention.varlen")],
 )
-def test_gpu_kernel_equals_sdpa_in_bf16(kernel: str, package: str, causal: bool) -> None:
+def test_gpu_kernel_equals_sdpa_in_bf16(
+    kernel: str, package: str, causal: bool, window: int | None, cp_size: int, cp_rank: int
+) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
-    from mimo.megatron.attention import KERNELS
+    from mimo.megatron.attention_kernels import KERNELS
+    from mimo.megatron.segments import attention_blocks
 
+    blocks = attention_blocks(GPU_LENGTHS, causal, window, cp_size, cp_rank)
     scale = GPU_HEAD_SIZE**-0.5
-    check_on_gpu(
-        lambda q, k, v, segments: KERNELS[kernel](q, k, v, segments, causal, scale), causal
-    )
+    check_on_gpu(lambda q, k, v: KERNELS[kernel](q, k, v, blocks, scale), blocks)
 
 
 @pytest.mark.gpu
@@ -308,6 +366,9 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from mimo.device import local_device
+    from mimo.megatron.segments import PackedSegments, attention_blocks
+
     config = TransformerConfig(
         num_layers=1,
         hidden_size=GPU_HEADS * GPU_HEAD_SIZE,
@@ -320,7 +381,8 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
     )
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     attention = TEDotProductAttention(config, 1, mask, "self")
+    segments = PackedSegments.from_lengths(GPU_LENGTHS, local_device())
     check_on_gpu(
-        lambda q, k, v, segments: attention(q, k, v, None, mask, packed_seq_params=segments),
-        causal,
+        lambda q, k, v: attention(q, k, v, None, mask, packed_seq_params=segments),
+        attention_blocks(GPU_LENGTHS, causal, None, 1, 0),
     )

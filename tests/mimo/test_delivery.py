@@ -20,6 +20,9 @@ LAYOUTS = {
             "train.micro_batch_size=2",
         ],
     ),
+    "cp2": (3, ["language.grid.cp=2"]),
+    "cp2 tp2 with sp": (5, ["language.grid={cp: 2, tp: 2, sp: true}"]),
+    "cp2 tp2 without sp, unpacked": (5, ["language.grid={cp: 2, tp: 2}", "data.packing=false"]),
     "colocated with other tp": (
         4,
         [

@@ -118,6 +118,53 @@ LAYOUTS = {
         2,
         [*COLOCATED, "encoders.vision.freeze=tower", "language.grid.pp=2"],
     ),
+    "unpacked": (3, ["data.packing=false", "language.grid.dp=2", "train.micro_batch_size=2"]),
+    "unpacked, tp2 with sp, pp2": (
+        5,
+        ["data.packing=false", "language.grid={tp: 2, sp: true, pp: 2}"],
+    ),
+    "unpacked, interleaved, tp2 without sp": (
+        5,
+        [*INTERLEAVED, "data.packing=false", "language.grid.tp=2"],
+    ),
+    "cp2": (3, ["language.grid.cp=2"]),
+    "cp2 tp2 with sp": (5, ["language.grid={cp: 2, tp: 2, sp: true}"]),
+    "cp2 tp2 without sp, two lanes": (
+        6,
+        ["language.grid={cp: 2, tp: 2}", "encoders.vision.grid.dp=2"],
+    ),
+    "cp3, unpacked": (
+        4,
+        ["language.grid.cp=3", "data.packing=false", "data.sequence_length=126"],
+    ),
+    "cp2 tp2 with sp, unpacked": (
+        5,
+        ["language.grid={cp: 2, tp: 2, sp: true}", "data.packing=false"],
+    ),
+    "cp2, 3 lanes to 2, overlapped": (
+        7,
+        [
+            "encoders.vision.grid.dp=3",
+            "language.grid={cp: 2, dp: 2}",
+            "train.micro_batch_size=2",
+            "train.overlap_grad_reduce=true",
+        ],
+    ),
+    "cp2, interleaved pp2 vpp2": (
+        5,
+        [*INTERLEAVED, "language.grid={cp: 2, pp: 2, vpp: 2}"],
+    ),
+    "cp2 tp2 pp2 with sp, colocated, recomputed": (
+        8,
+        [
+            *COLOCATED,
+            "encoders.vision.grid={tp: 2}",
+            "language.grid={cp: 2, tp: 2, sp: true, pp: 2}",
+            "language.recompute=full",
+        ],
+    ),
+    "cp2, the tower is frozen": (3, ["language.grid.cp=2", "encoders.vision.freeze=tower"]),
+    "cp2, recomputed in part": (3, ["language.grid.cp=2", "language.recompute=selective"]),
     "clipped": (
         5,
         ["train.clip_grad_norm=0.5", "language.grid.tp=2", "language.grid.pp=2"],

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mimo.alignment import place_rows
 from mimo.layout import LANGUAGE, GridSpec, Layout
-from mimo.partition import PartitionAdapter, zigzag_indices
+from mimo.megatron.segments import zigzag_indices
+from mimo.partition import PartitionAdapter
 from tests.conftest import RunRanks
 
 SEGMENTS = (8, 16)  # of one packed sequence
@@ -47,7 +48,7 @@ def test_zigzag_is_the_rule_read_token_by_token(cp: int, chunks: list[int], data
 
 
 def test_a_segment_that_does_not_divide_names_the_key_and_what_fits() -> None:
-    message = "language.grid.cp: a segment of 10 tokens is not a multiple of 2 · cp = 4; pad it to"
+    message = "language.grid.cp = 2: a segment of 10 tokens is not a multiple of 2·cp = 4; pad it"
     with pytest.raises(ValueError, match=message):
         zigzag_indices((8, 10), 2, 0)
 
@@ -68,8 +69,8 @@ def run_shard(rank: int, cp: int, tp: int, sp: bool, packed: bool, length: int =
     """This rank's part of two sequences (one if packed), and the gradient that comes back."""
     import torch.distributed as dist
 
-    from mimo.megatron.attention import PackedSegments
     from mimo.megatron.parallel import prepare_engine
+    from mimo.megatron.segments import PackedSegments
     from mimo.topology import build_topology
 
     prepare_engine(seed=0)

@@ -1,0 +1,160 @@
+"""Packed sequences: which tokens form a segment, and which blocks of attention that gives.
+
+Letters: T packed tokens of a lane, C context-parallel ranks, L rows of a block.
+
+Under context parallelism every segment is cut into 2·C equal chunks, and rank r holds chunk r
+followed by chunk 2·C-1-r of each segment in order (zigzag: causal work is even over ranks).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class PackedSegments(PackedSeqParams):
+    """Megatron's packed-sequence metadata plus the segment lengths as plain integers.
+
+    The integers spare every layer a device-to-host copy. `lengths` sums to the packed length T,
+    that of the whole lane also under context parallelism; padding at the end is a segment of its
+    own.
+    """
+
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int], device: torch.device, real: Sequence[int] | None = None
+    ) -> PackedSegments:
+        """Metadata for self-attention over segments of these ``lengths`` (zeros are dropped).
+
+        lengths: tokens of each segment, padding behind its real ones included.
+        real: without that padding, at most the length; None when there is no padding.
+        Megatron's rotary embedding reads the padded bounds, Transformer Engine both.
+        """
+        real = lengths if real is None else real
+        kept = [(int(n), int(m)) for n, m in zip(lengths, real, strict=True) if n > 0]
+        assert all(0 <= m <= n for n, m in kept), f"real lengths {real} exceed padded {lengths}"
+        padded = tuple(n for n, _ in kept)
+        padded_bounds = bounds = _bounds(padded, device)
+        pads = any(m < n for n, m in kept)
+        if pads:
+            bounds = _bounds(tuple(m for _, m in kept), device)
+        longest = max(padded, default=0)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=padded_bounds,
+            cu_seqlens_kv_padded=padded_bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            # Said here, else Transformer Engine compares the bounds on the device in every layer.
+            pad_between_seqs=pads,
+            lengths=padded,
+        )
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+
+
+@dataclass(frozen=True)
+class AttentionBlocks:
+    """Independent pieces of one attention call: some queries against a stretch of keys each.
+
+    queries: rows of each block; the blocks follow each other in this rank's packed order.
+    keys: (first, end) of each block's keys in the whole lane's packed order.
+    With `causal` the last query of a block stands on its last key, the one before on the one
+    before, and no query sees a later key. window: keys that a query sees, its own included, when
+    fewer than all before it; only with `causal`.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[tuple[int, int], ...]
+    causal: bool
+    window: int | None = None
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Number of keys of each block."""
+        return tuple(end - first for first, end in self.keys)
+
+    @property
+    def keys_follow_each_other(self) -> bool:
+        """Whether the blocks' keys laid end to end are the lane's keys themselves."""
+        ends = [0, *(end for _, end in self.keys)]
+        return all(first == end for (first, _), end in zip(self.keys, ends, strict=False))
+
+
+@functools.lru_cache(maxsize=256)
+def attention_blocks(
+    lengths: tuple[int, ...], causal: bool, window: int | None, cp_size: int, cp_rank: int
+) -> AttentionBlocks:
+    """What rank ``cp_rank`` of ``cp_size`` computes for segments of these padded ``lengths``.
+
+    Without context parallelism one block per segment, else two: one per chunk that it holds.
+    Raises ValueError for a segment that 2·cp does not divide.
+    """
+    assert causal or window is None, "a sliding window needs causal attention"
+    _check_divisible(lengths, cp_size)
+    queries: list[int] = []
+    keys: list[tuple[int, int]] = []
+    start = 0
+    for length in lengths:
+        chunk = length if cp_size == 1 else length // (2 * cp_size)
+        for which in (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank):
+            first, end = start, start + length
+            if causal:
+                end = start + (which + 1) * chunk
+            if window is not None:
+                first = max(first, start + which * chunk - window + 1)
+            queries.append(chunk)
+            keys.append((first, end))
+        start += length
+    return AttentionBlocks(tuple(queries), tuple(keys), causal, window)
+
+
+@functools.lru_cache(maxsize=256)
+def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in the lane that a context-parallel rank holds, in its order: (T/cp,) int64.
+
+    The same as Transformer Engine's `thd_get_partitioned_indices`.
+    lengths: of the segments, padded. Raises ValueError for one that 2·cp does not divide.
+    """
+    _check_divisible(lengths, cp_size)
+    parts: list[Tensor] = []
+    start = 0
+    for length in lengths:
+        chunk = length // (2 * cp_size)
+        for which in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            parts.append(torch.arange(start + which * chunk, start + (which + 1) * chunk))
+        start += length
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> Tensor:
+    """(T,) int64: where each token of the lane stands when all ranks' shares are laid end to end.
+
+    Raises ValueError for a segment that 2·cp does not divide.
+    """
+    shares = [zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)]
+    return torch.argsort(torch.cat(shares))
+
+
+def _check_divisible(lengths: tuple[int, ...], cp_size: int) -> None:
+    multiple = 2 * cp_size
+    for length in lengths:
+        if cp_size > 1 and length % multiple:
+            raise ValueError(
+                f"language.grid.cp = {cp_size}: a segment of {length} tokens is not a multiple of "
+                f"2·cp = {multiple}; pad it to {-(-length // multiple) * multiple}"
+            )
