@@ -109,10 +109,9 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.attn_mask_type = attn_mask_type
-        if softmax_scale is None:
-            assert config.kv_channels is not None, "Megatron's config fills in the head size"
-            softmax_scale = float(config.kv_channels) ** -0.5
-        self.scale = softmax_scale
+        assert config.kv_channels is not None, "Megatron's config fills in the head size"
+        usual: float = config.kv_channels**-0.5
+        self.scale = usual if softmax_scale is None else softmax_scale
         kernel = choose_kernel(config.params_dtype)
         self.kernel = KERNELS[_own_kernel() if kernel == "transformer_engine" else kernel]
         self.cp = None
