@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan, Exchange
-from bridge.transfer import BridgeEnd, gather_shares
+from bridge.runs import ints, offsets
+from bridge.transfer import BridgeEnd, share_out
 from bridge.waiting import BridgeError, Message, UnexpectedRows, wait_for
 
 
@@ -110,9 +111,7 @@ class ColocatedBridge:
         mine = torch.empty_like(arrived)
         mine[receives.order] = arrived
         for m, part in zip(microbatches, mine.split(counts), strict=True):
-            if self.end.gather is not None:
-                part = gather_shares(self.end.gather, self._shares(m), part)
-            leaf = part.to(self.end.dtype)
+            leaf = self._whole_lane(m, part).to(self.end.dtype)
             self._leaves[m] = leaf.requires_grad_(True) if self._expects_gradients else leaf
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -146,16 +145,37 @@ class ColocatedBridge:
         arrived = self._exchange(
             self.end.backward, returns, collects, outgoing, "gradients", microbatches
         )
-        gradient = arrived.new_zeros(sum(rows), self.end.hidden_size)
+        gradient = arrived.new_empty(sum(rows), self.end.hidden_size)
         gradient[collects.index[collects.order]] = arrived
-        if self.encoder_gather is not None and sum(rows) > 0:
-            # Shares are disjoint and the rest is zero, so the sum puts them together exactly.
-            dist.all_reduce(gradient, group=self.encoder_gather)
+        if self.encoder_gather is not None:
+            shares = [
+                np.concatenate(
+                    [
+                        plan.collects(r).index + s
+                        for plan, s in zip(plans, _starts(rows), strict=True)
+                    ]
+                )
+                for r in dist.get_process_group_ranks(self.encoder_gather)
+            ]
+            share_out(
+                self.end, self.encoder_gather, microbatches.start, "gradients", gradient, shares
+            )
         return gradient.to(self.end.dtype)
 
     def finish(self) -> None:
         """Forget the rows of the step."""
         self._leaves.clear()
+
+    def _whole_lane(self, microbatch: int, mine: Tensor) -> Tensor:
+        """This rank's rows, or with `end.gather` those of all sharers: (n, H)."""
+        if self.end.gather is None:
+            return mine
+        bounds = offsets(ints(self._shares(microbatch)))
+        places = np.split(np.arange(bounds[-1]), bounds[1:-1])
+        rows = mine.new_empty(int(bounds[-1]), self.end.hidden_size)
+        rows[torch.from_numpy(places[self.end.sharers().index(self.end.rank)])] = mine
+        share_out(self.end, self.end.gather, microbatch, "rows", rows, places)
+        return rows
 
     def _shares(self, microbatch: int) -> list[int]:
         plan = self._plans[microbatch]
