@@ -92,7 +92,8 @@ class BridgeSender:
 
         Called by every tensor-parallel rank of the lane with equal rows; each sends its share.
         The token's backward waits for the gradients of that share and gathers the lane's other
-        shares, so that every replica gets the complete gradient (N, H).
+        shares, so that every replica gets the complete gradient (N, H). Under sequence
+        parallelism each rank calls it with its own part, and gets the gradient of that part.
 
         Raises UnexpectedRows when the rows are not those that the plan expects, BridgeError when
         they require a gradient that will not come, or none although one will.
@@ -104,6 +105,12 @@ class BridgeSender:
             raise UnexpectedRows(
                 f"{where}: the encoder produced rows per sample {list(rows.split_sizes)}, the "
                 f"plan needs {list(expected)}",
+                microbatch,
+            )
+        if rows.parts != plan.source_parts:
+            raise UnexpectedRows(
+                f"{where}: the encoder's rows are cut over {rows.parts} ranks, the plan expects "
+                f"them over {plan.source_parts}",
                 microbatch,
             )
         if rows.values.shape[1] != end.hidden_size:
@@ -124,9 +131,8 @@ class BridgeSender:
             self._wait(self._sent.popleft())
         self._sent.append(start_sending(end, microbatch, "rows", exchange, values.detach()))
         if self._expects_gradients:
-            gradient = self._memory.empty(
-                plan.source_rows[self.lane], end.hidden_size, end.wire_dtype
-            )
+            held = plan.held_rows[self.lane]
+            gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
             returning = plan.collects(end.rank)
             self._gradients[microbatch] = start_receiving(
                 end, microbatch, "gradients", returning, gradient, returning.index
@@ -146,6 +152,8 @@ class BridgeSender:
             # In order of rows a replica's share stands together, whoever its messages came from.
             shares = [np.sort(plan.collects(rank).index) for rank in ranks]
             share_out(end, end.gather, microbatch, "gradients", gradient, shares)
+        else:
+            gradient[transfer.exchange.num_rows :].zero_()  # padding stands behind all rows
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
