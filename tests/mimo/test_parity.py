@@ -43,6 +43,10 @@ LAYOUTS = {
     "language tp2 with sp": (3, ["language.grid.tp=2", "language.grid.sp=true"]),
     "encoder tp2": (3, ["encoders.vision.grid.tp=2"]),
     "encoder tp2 with sp": (3, ["encoders.vision.grid={tp: 2, sp: true, dp: 1}"]),
+    "encoder tp2 with sp, frozen": (
+        3,
+        ["encoders.vision.grid={tp: 2, sp: true, dp: 1}", "encoders.vision.freeze=true"],
+    ),
     "2 lanes tp2 with sp to tp2 with sp": (
         6,
         [

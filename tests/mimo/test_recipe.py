@@ -132,7 +132,6 @@ def test_a_wrong_override_says_what_is_wrong(path: Path, override: str, message:
     ("override", "only"),
     [
         ("language.grid.cp=2", "1"),
-        ("encoders.vision.grid={tp: 2, sp: true}", "false"),
         ("encoders.vision.grid.cp=2", "1"),
     ],
 )
