@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan, Exchange
-from bridge.transfer import BridgeEnd, gather_shares
+from bridge.runs import ints, offsets
+from bridge.transfer import BridgeEnd, share_out
 from bridge.waiting import BridgeError, Message, UnexpectedRows, wait_for
 
 
@@ -62,7 +63,8 @@ class ColocatedBridge:
     """Both ends of a bridge on one rank; every rank of the two modules has one.
 
     end.gather: the language model's tensor-parallel group if all of its ranks need a lane's
-    rows. encoder_gather: the encoder's tensor-parallel group if it has several ranks.
+    rows. encoder_gather: the encoder's tensor-parallel group if it has several ranks
+    that hold the same rows.
     receives: whether this rank is on the language model's first stage.
     """
 
@@ -86,11 +88,12 @@ class ColocatedBridge:
     def deliver(self, microbatches: range, rows: Tensor) -> None:
         """Exchange the rows (N, H) of this lane's items of ``microbatches``; all ranks call it.
 
-        The rows become leaves: their way back is `collect`, not autograd.
+        Under sequence parallelism each rank of the encoder gives its part of them. The rows
+        become leaves: their way back is `collect`, not autograd.
         Raises UnexpectedRows when the rows are not as many as the plan expects.
         """
         plans = [self._plans[m] for m in microbatches]
-        expected = sum(plan.source_rows[self.lane] for plan in plans)
+        starts, expected = self._held(plans)
         if rows.shape[0] != expected:
             raise UnexpectedRows(
                 f"bridge {self.end.name}, microbatches {microbatches.start} to "
@@ -99,7 +102,6 @@ class ColocatedBridge:
                 microbatches.start,
             )
         rank, device = self.end.rank, self.end.device
-        starts = _starts([plan.source_rows[self.lane] for plan in plans])
         sends = _Merged.of([plan.sends(rank) for plan in plans], starts, device)
         counts = [plan.receives(rank).num_rows for plan in plans]
         receives = _Merged.of([plan.receives(rank) for plan in plans], [0] * len(plans), device)
@@ -110,9 +112,7 @@ class ColocatedBridge:
         mine = torch.empty_like(arrived)
         mine[receives.order] = arrived
         for m, part in zip(microbatches, mine.split(counts), strict=True):
-            if self.end.gather is not None:
-                part = gather_shares(self.end.gather, self._shares(m), part)
-            leaf = part.to(self.end.dtype)
+            leaf = self._whole_lane(m, part).to(self.end.dtype)
             self._leaves[m] = leaf.requires_grad_(True) if self._expects_gradients else leaf
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -137,8 +137,8 @@ class ColocatedBridge:
         rank, device = self.end.rank, self.end.device
         starts = _starts([plan.receives(rank).num_rows for plan in plans])
         returns = _Merged.of([plan.returns(rank) for plan in plans], starts, device)
-        rows = [plan.source_rows[self.lane] for plan in plans]
-        collects = _Merged.of([plan.collects(rank) for plan in plans], _starts(rows), device)
+        firsts, held = self._held(plans)
+        collects = _Merged.of([plan.collects(rank) for plan in plans], firsts, device)
         outgoing = torch.zeros(0, self.end.hidden_size, device=device)
         if self.receives:
             outgoing = torch.cat([self._own_gradient(m) for m in microbatches])
@@ -146,16 +146,43 @@ class ColocatedBridge:
         arrived = self._exchange(
             self.end.backward, returns, collects, outgoing, "gradients", microbatches
         )
-        gradient = arrived.new_zeros(sum(rows), self.end.hidden_size)
+        gradient = arrived.new_empty(held, self.end.hidden_size)
         gradient[collects.index[collects.order]] = arrived
-        if self.encoder_gather is not None and sum(rows) > 0:
-            # Shares are disjoint and the rest is zero, so the sum puts them together exactly.
-            dist.all_reduce(gradient, group=self.encoder_gather)
+        if self.encoder_gather is not None:
+            shares = [
+                np.concatenate(
+                    [plan.collects(r).index + s for plan, s in zip(plans, firsts, strict=True)]
+                )
+                for r in dist.get_process_group_ranks(self.encoder_gather)
+            ]
+            share_out(
+                self.end, self.encoder_gather, microbatches.start, "gradients", gradient, shares
+            )
+        else:
+            gradient[collects.index.numel() :].zero_()  # padding stands behind all rows
         return gradient.to(self.end.dtype)
 
     def finish(self) -> None:
         """Forget the rows of the step."""
         self._leaves.clear()
+
+    def _held(self, plans: Sequence[BridgePlan]) -> tuple[list[int], int]:
+        """Where each microbatch's rows begin among this rank's encoded rows, and their number."""
+        held = [plan.held_rows[self.lane] for plan in plans]
+        if plans[0].source_parts > 1:  # cut as one sequence: the plans count from its start
+            return [0] * len(plans), held[0]
+        return _starts(held), sum(held)
+
+    def _whole_lane(self, microbatch: int, mine: Tensor) -> Tensor:
+        """This rank's rows, or with `end.gather` those of all sharers: (n, H)."""
+        if self.end.gather is None:
+            return mine
+        bounds = offsets(ints(self._shares(microbatch)))
+        places = np.split(np.arange(bounds[-1]), bounds[1:-1])
+        rows = mine.new_empty(int(bounds[-1]), self.end.hidden_size)
+        rows[torch.from_numpy(places[self.end.sharers().index(self.end.rank)])] = mine
+        share_out(self.end, self.end.gather, microbatch, "rows", rows, places)
+        return rows
 
     def _shares(self, microbatch: int) -> list[int]:
         plan = self._plans[microbatch]

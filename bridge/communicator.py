@@ -23,14 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.flat import FlatEmbeddings
+from bridge.memory import RowMemory
 from bridge.plan import BridgePlan
+from bridge.runs import Ints, ints, offsets
 from bridge.transfer import (
     BridgeEnd,
     Transfer,
-    gather_shares,
     index_of,
-    messages_of,
-    start_transfer,
+    share_out,
+    start_receiving,
+    start_sending,
 )
 from bridge.waiting import BridgeError, UnexpectedRows
 
@@ -62,6 +64,7 @@ class BridgeSender:
         self.end = end
         self.lane = lane
         self.run_ahead = run_ahead
+        self._memory = RowMemory(end.device)
         self._plans: Sequence[BridgePlan] = ()
         self._sent: deque[Transfer] = deque()
         self._gradients: dict[int, Transfer] = {}
@@ -89,7 +92,8 @@ class BridgeSender:
 
         Called by every tensor-parallel rank of the lane with equal rows; each sends its share.
         The token's backward waits for the gradients of that share and gathers the lane's other
-        shares, so that every replica gets the complete gradient (N, H).
+        shares, so that every replica gets the complete gradient (N, H). Under sequence
+        parallelism each rank calls it with its own part, and gets the gradient of that part.
 
         Raises UnexpectedRows when the rows are not those that the plan expects, BridgeError when
         they require a gradient that will not come, or none although one will.
@@ -103,6 +107,12 @@ class BridgeSender:
                 f"plan needs {list(expected)}",
                 microbatch,
             )
+        if rows.parts != plan.source_parts:
+            raise UnexpectedRows(
+                f"{where}: the encoder's rows are cut over {rows.parts} ranks, the plan expects "
+                f"them over {plan.source_parts}",
+                microbatch,
+            )
         if rows.values.shape[1] != end.hidden_size:
             raise UnexpectedRows(
                 f"{where}: the encoder produced rows of size {rows.values.shape[1]}, the language "
@@ -114,39 +124,37 @@ class BridgeSender:
         return token
 
     def _forward(self, microbatch: int, values: Tensor) -> Tensor:
-        plan, rank = self._plans[microbatch], self.end.rank
-        exchange = plan.sends(rank)
-        outgoing = messages_of(values.detach(), exchange)
+        plan, end = self._plans[microbatch], self.end
+        exchange = plan.sends(end.rank)
         # Without a backward that waits for the receiver, finished sends are retired here.
         while not self._expects_gradients and len(self._sent) >= max(1, self.run_ahead):
             self._wait(self._sent.popleft())
-        self._sent.append(start_transfer(self.end, microbatch, exchange, "rows", outgoing))
+        self._sent.append(start_sending(end, microbatch, "rows", exchange, values.detach()))
         if self._expects_gradients:
-            returning = plan.collects(rank)
-            self._gradients[microbatch] = start_transfer(
-                self.end, microbatch, returning, "gradients", None
+            held = plan.held_rows[self.lane]
+            gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
+            returning = plan.collects(end.rank)
+            self._gradients[microbatch] = start_receiving(
+                end, microbatch, "gradients", returning, gradient, returning.index
             )
         return values.new_zeros(())
 
     def _backward(self, microbatch: int) -> Tensor:
-        plan, device = self._plans[microbatch], self.end.device
+        plan, end = self._plans[microbatch], self.end
         transfer = self._gradients.pop(microbatch)
         self._wait(transfer)
-        received = transfer.arrived()
         # Who sends back the gradient of rows has taken them, so their buffer is free.
         self._wait(self._sent.popleft())
-        index = transfer.exchange.index
-        if self.end.gather is not None:
-            ranks = dist.get_process_group_ranks(self.end.gather)
-            exchanges = [plan.collects(rank) for rank in ranks]
-            received = gather_shares(self.end.gather, [e.num_rows for e in exchanges], received)
-            index = np.concatenate([exchange.index for exchange in exchanges])
-        num_rows = plan.source_rows[self.lane]
-        if index.size == num_rows and (np.diff(index) == 1).all():
-            return received.to(self.end.dtype)  # every row, in order
-        gradient = received.new_zeros(num_rows, self.end.hidden_size)
-        gradient[torch.from_numpy(index).to(device)] = received
-        return gradient.to(self.end.dtype)
+        gradient = transfer.into
+        assert gradient is not None
+        if end.gather is not None:
+            ranks = dist.get_process_group_ranks(end.gather)
+            # In order of rows a replica's share stands together, whoever its messages came from.
+            shares = [np.sort(plan.collects(rank).index) for rank in ranks]
+            share_out(end, end.gather, microbatch, "gradients", gradient, shares)
+        else:
+            gradient[transfer.exchange.num_rows :].zero_()  # padding stands behind all rows
+        return gradient.to(end.dtype)
 
     def finish(self) -> None:
         """Wait until everything sent has left; call after the module's schedule."""
@@ -160,6 +168,8 @@ class BridgeReceiver:
 
     def __init__(self, end: BridgeEnd) -> None:
         self.end = end
+        self._memory = RowMemory(end.device)
+        self._share = end.sharers().index(end.rank)
         self._plans: Sequence[BridgePlan] = ()
         self._expects_gradients = False
         self._rows: dict[int, Transfer] = {}
@@ -176,8 +186,17 @@ class BridgeReceiver:
             self._post(microbatch)
 
     def _post(self, microbatch: int) -> None:
-        exchange = self._plans[microbatch].receives(self.end.rank)
-        self._rows[microbatch] = start_transfer(self.end, microbatch, exchange, "rows", None)
+        """Receive this rank's share straight into its place among all rows of the lane."""
+        end, bounds = self.end, self._bounds(microbatch)
+        rows = self._memory.empty(int(bounds[-1]), end.hidden_size, end.wire_dtype)
+        exchange = self._plans[microbatch].receives(end.rank)
+        mine = np.arange(*bounds[self._share : self._share + 2])
+        self._rows[microbatch] = start_receiving(end, microbatch, "rows", exchange, rows, mine)
+
+    def _bounds(self, microbatch: int) -> Ints:
+        """Where each sharer's rows begin among those of all sharers; the last is their number."""
+        plan = self._plans[microbatch]
+        return offsets(ints([plan.receives(rank).num_rows for rank in self.end.sharers()]))
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """Rows (n, H) in the model's dtype and their local positions (n,) int64.
@@ -199,32 +218,26 @@ class BridgeReceiver:
         return torch.cat([index_of(exchange, self.end.device) for exchange in exchanges])
 
     def _forward(self, microbatch: int) -> Tensor:
-        transfer = self._rows.pop(microbatch)
+        transfer, end = self._rows.pop(microbatch), self.end
         transfer.wait()
-        mine = transfer.arrived()
+        rows = transfer.into
+        assert rows is not None
         if microbatch + _POSTED_AHEAD < len(self._plans):
             self._post(microbatch + _POSTED_AHEAD)
-        if self.end.gather is not None:
-            plan = self._plans[microbatch]
-            counts = [plan.receives(rank).num_rows for rank in self.end.sharers()]
-            mine = gather_shares(self.end.gather, counts, mine)
-        return mine.to(self.end.dtype)
+        if end.gather is not None:
+            bounds = self._bounds(microbatch)
+            shares = np.split(np.arange(bounds[-1]), bounds[1:-1])
+            share_out(end, end.gather, microbatch, "rows", rows, shares)
+        return rows.to(end.dtype)
 
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
-        plan = self._plans[microbatch]
-        exchange = plan.returns(self.end.rank)
-        if self.end.gather is not None:
-            sharers = self.end.sharers()
-            before = sharers[: sharers.index(self.end.rank)]
-            start = sum(plan.receives(rank).num_rows for rank in before)
-            gradient = gradient[start : start + plan.receives(self.end.rank).num_rows]
-        outgoing = messages_of(gradient.detach(), exchange)
+        end, bounds = self.end, self._bounds(microbatch)
+        exchange = self._plans[microbatch].returns(end.rank)
+        own = gradient.detach()[int(bounds[self._share]) : int(bounds[self._share + 1])]
         # The encoder asks for gradients when it sends rows, so they leave without delay.
         while len(self._gradients) >= _POSTED_AHEAD:
             self._gradients.popleft().wait()
-        self._gradients.append(
-            start_transfer(self.end, microbatch, exchange, "gradients", outgoing)
-        )
+        self._gradients.append(start_sending(end, microbatch, "gradients", exchange, own))
 
     def finish(self) -> None:
         """Wait until all gradients have left; call after the module's schedule."""

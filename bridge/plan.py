@@ -64,7 +64,8 @@ class BridgePlan:
 
     returned: (Q,) bool, whether the piece's gradient comes back, by the same way. All do when
         each row has one destination; of a row with several copies exactly one does.
-    source_rows: rows per encoder lane.
+    source_rows: rows per encoder lane. source_parts: over how many of its ranks they are cut; 1
+    when each rank holds all. held_rows: per encoder lane, rows on each of its ranks, with padding.
 
     | on an encoder rank | on a language rank | index |
     |---|---|---|
@@ -83,6 +84,8 @@ class BridgePlan:
     length: Ints
     returned: np.ndarray
     source_rows: tuple[int, ...]
+    source_parts: int
+    held_rows: tuple[int, ...]
     runs: ItemRuns
     _exchanges: dict[tuple[str, int], Exchange] = field(default_factory=dict, repr=False)
 
@@ -132,6 +135,8 @@ class BridgePlan:
             length=length[order],
             returned=returned[piece],
             source_rows=tuple(source.rows.tolist()),
+            source_parts=source.parts,
+            held_rows=tuple(source.held.tolist()),
             runs=runs,
         )
 
@@ -188,7 +193,8 @@ class BridgePlan:
     @functools.cached_property
     def digest(self) -> int:
         """A 63-bit fingerprint; equal on all ranks unless their metadata differ."""
-        hasher = hashlib.sha256(repr((self.source_rows, self.runs.num_samples)).encode())
+        sizes = (self.source_rows, self.held_rows, self.runs.num_samples)
+        hasher = hashlib.sha256(repr(sizes).encode())
         for array in (
             self.source_rank,
             self.source_local,

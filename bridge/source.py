@@ -6,6 +6,7 @@ Letters: L encoder lanes, Q pieces of consecutive rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,16 @@ class Source(Protocol):
     @property
     def rows(self) -> Ints:
         """(L,) rows per lane."""
+        ...
+
+    @property
+    def parts(self) -> int:
+        """Over how many of its ranks a lane's rows are cut; 1 when each rank holds all."""
+        ...
+
+    @property
+    def held(self) -> Ints:
+        """(L,) rows that each rank of a lane holds, padding included."""
         ...
 
     def split(
@@ -52,6 +63,16 @@ class ReplicatedSource:
 
     rows: Ints
     ranks: Ints
+
+    @property
+    def parts(self) -> int:
+        """See `Source.parts`."""
+        return 1
+
+    @property
+    def held(self) -> Ints:
+        """See `Source.held`."""
+        return self.rows
 
     def split(
         self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
@@ -88,28 +109,52 @@ class SequenceShardedSource:
     """TP rank t of a lane holds the t-th of tp equal parts of its rows, padded to a multiple.
 
     Only the last ranks hold padding; no row is on two ranks, so there is no choice of a sender.
+    When several microbatches are encoded in one go, it is the rows of all of them that are cut:
+    `encoded_together` gives a source to each.
 
     rows: (L,) rows per lane, without padding. ranks: (L, tp).
+    before: (L,) rows of earlier microbatches in the same go. total: (L,) rows of the whole go.
     """
 
     rows: Ints
     ranks: Ints
+    before: Ints
+    total: Ints
+
+    @classmethod
+    def alone(cls, rows: Ints, ranks: Ints) -> SequenceShardedSource:
+        """Of a microbatch that is encoded by itself."""
+        return cls(rows, ranks, np.zeros_like(rows), rows)
+
+    @classmethod
+    def encoded_together(cls, rows: Sequence[Ints], ranks: Ints) -> list[SequenceShardedSource]:
+        """Of each of the microbatches with (L,) ``rows`` that are encoded in one go."""
+        total = np.sum(rows, axis=0)
+        before = np.cumsum(rows, axis=0) - rows
+        return [cls(mine, ranks, ahead, total) for mine, ahead in zip(rows, before, strict=True)]
+
+    @property
+    def parts(self) -> int:
+        """See `Source.parts`."""
+        return self.ranks.shape[1]
+
+    @property
+    def held(self) -> Ints:
+        """See `Source.held`; of the whole go."""
+        return -(-self.total // self.parts)
 
     def split(
         self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
     ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """See `Source.split`."""
         lanes, tp = self.ranks.shape
-        lane_start = offsets(self.rows)
-        starts = np.minimum(np.arange(tp) * self._part()[:, None], self.rows[:, None])
+        lane_start = offsets(self.total)
+        starts = np.minimum(np.arange(tp) * self.held[:, None], self.total[:, None])
         starts = (lane_start[:-1, None] + starts).reshape(-1)
         local = np.zeros(lanes * tp, np.int64)
         held = ShardMap(lane_start, starts, self.ranks.reshape(-1), local)
-        return held.cut(lane_start[lane] + row, length)
+        return held.cut(lane_start[lane] + self.before[lane] + row, length)
 
     def holders(self, lane: Ints, row: Ints) -> Ints:
         """See `Source.holders`."""
-        return self.ranks[lane, row // self._part()[lane]][:, None]
-
-    def _part(self) -> Ints:
-        return -(-self.rows // self.ranks.shape[1])
+        return self.ranks[lane, (self.before[lane] + row) // self.held[lane]][:, None]

@@ -1,13 +1,16 @@
 """Messages between the two ends of a bridge: what they carry, how they start and end.
 
-Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
+Rows leave from where they stand and arrive where they belong, without a copy, wherever a message
+is a run of consecutive rows; mostly it is.
+
+Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import Exchange
+from bridge.runs import Ints, ints, offsets
 from bridge.waiting import Message, wait_for
 
 
@@ -54,62 +58,96 @@ class BridgeEnd:
         return f"bridge {ends[0]} -> {ends[1]}"
 
 
+Kind = Literal["rows", "gradients"]
+
+
 @dataclass
 class Transfer:
     """Messages under way with the peers of one exchange.
 
-    buffer: (n, H), all messages one after the other, when receiving. parts: each message, held
-    here so that nobody frees what is being sent. what: names the transfer in errors.
+    parts: the memory of each message, held here so that nobody frees what is being sent.
+    into: the buffer (N, H) that received rows belong in; None when sending. apart: messages that
+    arrive outside of it, each with the places (n,) of its rows. what: names the transfer.
     """
 
     works: list[dist.Work]
-    buffer: Tensor | None
     parts: Sequence[Tensor]
     exchange: Exchange
     what: str
     microbatch: int
     timeout_seconds: float | None
+    into: Tensor | None = None
+    apart: Sequence[tuple[Tensor, Tensor]] = ()
 
     def wait(self) -> None:
-        """Return once every message has arrived or left; raises BridgeError."""
-        incoming = self.buffer is not None
+        """Return once every message has left, or is where it belongs; raises BridgeError."""
+        incoming = self.into is not None
         peers = zip(self.works, self.exchange.peers, self.exchange.counts, strict=True)
         messages = [Message(work, peer, rows, incoming) for work, peer, rows in peers]
         wait_for(messages, self.what, self.microbatch, self.timeout_seconds)
-
-    def arrived(self) -> Tensor:
-        """The received rows (n, H), after `wait`."""
-        assert self.buffer is not None, "this transfer sends"
-        return self.buffer
+        if self.into is not None:
+            _put(self.into, self.apart)
 
 
-def start_transfer(
-    end: BridgeEnd,
-    microbatch: int,
-    exchange: Exchange,
-    kind: Literal["rows", "gradients"],
-    outgoing: Sequence[Tensor] | None,
+def start_sending(
+    end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, values: Tensor
 ) -> Transfer:
-    """Start sending ``outgoing``, a message per peer, or receiving when it is None; no waiting."""
-    group = end.forward if kind == "rows" else end.backward
-    buffer = None
-    if outgoing is None:
-        buffer = torch.empty(
-            exchange.num_rows, end.hidden_size, dtype=end.wire_dtype, device=end.device
-        )
-        parts = buffer.split(list(exchange.counts))
-    else:
-        parts = [part.to(end.wire_dtype).contiguous() for part in outgoing]
-    operation = dist.irecv if outgoing is None else dist.isend
-    operations = [
-        dist.P2POp(operation, part, peer, group)
-        for part, peer in zip(parts, exchange.peers, strict=True)
+    """Start sending rows of ``values`` (N, H), those at ``exchange.index``; no waiting."""
+    parts = messages_of(values, exchange)
+    parts = [part.to(end.wire_dtype).contiguous() for part in parts]
+    group, what = _route(end, microbatch, kind)
+    works = _start([(dist.isend, part, peer) for part, peer in _pairs(parts, exchange)], group)
+    return Transfer(works, parts, exchange, what, microbatch, end.timeout_seconds)
+
+
+def start_receiving(
+    end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, into: Tensor, places: Ints
+) -> Transfer:
+    """Start receiving into ``into`` (N, H) of the wire's dtype; no waiting.
+
+    places: (n,) where each row belongs, in message order; other rows are left alone.
+    """
+    bounds = offsets(ints(exchange.counts))[1:-1]
+    parts, apart = _landing(into, np.split(places, bounds) if exchange.peers else [])
+    group, what = _route(end, microbatch, kind)
+    works = _start([(dist.irecv, part, peer) for part, peer in _pairs(parts, exchange)], group)
+    return Transfer(works, parts, exchange, what, microbatch, end.timeout_seconds, into, apart)
+
+
+def share_out(
+    end: BridgeEnd,
+    group: dist.ProcessGroup,
+    microbatch: int,
+    kind: Kind,
+    buffer: Tensor,
+    shares: Sequence[Ints],
+) -> None:
+    """Complete ``buffer`` (N, H) on every rank of ``group``; each of them calls it.
+
+    shares: per rank of the group the places (n,) of the rows that it has already, the same on all
+        ranks; no two ranks have the same row. Not differentiable: whoever calls it knows whose
+        gradient counts.
+
+    Each share goes straight to where it belongs, which costs half of what an all-gather of padded
+    shares and putting them together again does.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    me = ranks.index(end.rank)
+    others = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if rank != end.rank]
+    received = [(rank, share) for rank, share in others if share.size]
+    parts, apart = _landing(buffer, [share for _, share in received])
+    calls = [(dist.irecv, part, rank) for part, (rank, _) in zip(parts, received, strict=True)]
+    if shares[me].size:
+        mine = _rows_at(buffer, shares[me])
+        calls += [(dist.isend, mine, rank) for rank, _ in others]
+    works = _start(calls, group)
+    messages = [
+        Message(work, peer, part.shape[0], operation is dist.irecv)
+        for work, (operation, part, peer) in zip(works, calls, strict=True)
     ]
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    # Backends may answer a batch with one handle for all of it.
-    works = works * len(operations) if len(works) == 1 else works
-    what = f"{end.edge(group)}: {kind} of microbatch {microbatch}"
-    return Transfer(works, buffer, parts, exchange, what, microbatch, end.timeout_seconds)
+    what = f"bridge {end.name}: {kind} of microbatch {microbatch}, shared out over a lane's ranks"
+    wait_for(messages, what, microbatch, end.timeout_seconds)
+    _put(buffer, apart)
 
 
 def index_of(exchange: Exchange, device: torch.device) -> Tensor:
@@ -122,35 +160,56 @@ def messages_of(values: Tensor, exchange: Exchange) -> list[Tensor]:
 
     Fresh memory for a copy costs far more than the copy itself, and rows mostly stand in order.
     """
-    parts, start = [], 0
-    for count in exchange.counts:
-        index = exchange.index[start : start + count]
-        start += count
-        first = int(index[0])
-        if index[-1] - first == count - 1 and (np.diff(index) == 1).all():
-            parts.append(values[first : first + count])
+    bounds = offsets(ints(exchange.counts))[1:-1]
+    runs = np.split(exchange.index, bounds) if exchange.peers else []
+    return [_rows_at(values, run) for run in runs]
+
+
+def _together(index: Ints) -> bool:
+    """Whether (n,) places, n > 0, follow on each other."""
+    return bool(index[-1] - index[0] == index.size - 1 and (np.diff(index) == 1).all())
+
+
+def _rows_at(values: Tensor, index: Ints) -> Tensor:
+    """Rows of ``values`` (N, H): a view of (n, H) where they stand together, else a copy."""
+    if _together(index):
+        return values[int(index[0]) : int(index[0]) + index.size]
+    return values[torch.from_numpy(index).to(values.device)]
+
+
+def _landing(
+    into: Tensor, places: Sequence[Ints]
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Memory for a message per entry of ``places``, and which of them must be put in place."""
+    parts, apart = [], []
+    for index in places:
+        if _together(index):
+            parts.append(into[int(index[0]) : int(index[0]) + index.size])
         else:
-            parts.append(values[torch.from_numpy(index).to(values.device)])
-    return parts
+            parts.append(into.new_empty(index.size, into.shape[1]))
+            apart.append((torch.from_numpy(index).to(into.device), parts[-1]))
+    return parts, apart
 
 
-def gather_shares(group: dist.ProcessGroup, counts: Sequence[int], mine: Tensor) -> Tensor:
-    """All ranks' shares (n_t, H), in the order of the group's ranks -> (N, H).
+def _put(into: Tensor, apart: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for index, part in apart:
+        into[index] = part
 
-    Every rank of ``group`` calls it with the same ``counts`` of rows; shares are even, so little
-    is padded. Not differentiable: whoever calls it knows whose gradient counts.
-    """
-    longest = max(counts)
-    if longest == 0:
-        return mine
-    padded = mine
-    if mine.shape[0] < longest:
-        padded = mine.new_zeros(longest, mine.shape[1])
-        padded[: mine.shape[0]] = mine
-    gathered = mine.new_empty(len(counts) * longest, mine.shape[1])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    if min(counts) == longest:
-        return gathered
-    return torch.cat(
-        [gathered[t * longest : t * longest + count] for t, count in enumerate(counts)]
-    )
+
+def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGroup, str]:
+    group = end.forward if kind == "rows" else end.backward
+    return group, f"{end.edge(group)}: {kind} of microbatch {microbatch}"
+
+
+def _pairs(parts: Sequence[Tensor], exchange: Exchange) -> list[tuple[Tensor, int]]:
+    return list(zip(parts, exchange.peers, strict=True))
+
+
+def _start(
+    calls: Sequence[tuple[Callable[..., Any], Tensor, int]], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Start (isend or irecv, message, peer) as one batch; a handle for each."""
+    operations = [dist.P2POp(operation, part, peer, group) for operation, part, peer in calls]
+    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    # Backends may answer a batch with one handle for all of it.
+    return works * len(operations) if len(works) == 1 else works

@@ -4,6 +4,10 @@ The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions),
 with full attention inside an image. All images of a microbatch run as one packed sequence, each
 a segment of its own size: nothing is padded to the largest.
 
+Under sequence parallelism rank t of the tensor-parallel group holds the t-th of tp equal parts of
+all patches and emits that part of the rows. Blank patches at the end, a segment of their own, fill
+the parts up.
+
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, H language hidden.
 """
@@ -96,12 +100,16 @@ class QwenVLTower(nn.Module):
         super().__init__()
         self.settings = settings
         self.config = config
+        self.parts = ctx.groups.tp.size() if config.sequence_parallel else 1
+        self.part = ctx.groups.tp.rank() if config.sequence_parallel else 0
         merged = settings.hidden_size * settings.merge_size**2
         in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
         self.patch_embed, self.merger = None, None
         if ctx.is_first_stage:
             # A convolution whose stride is its kernel is a linear map of each patch.
             self.patch_embed = nn.Linear(in_size, settings.hidden_size, bias=False, dtype=ctx.dtype)
+            # Each rank embeds its own patches: their gradients are summed over the group.
+            self.patch_embed.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         # The merger normalises single patches: that is the final norm of the stack.
         self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
         if ctx.is_last_stage:
@@ -138,21 +146,22 @@ class QwenVLTower(nn.Module):
         """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
 
         patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
+        Under sequence parallelism every rank gets all of both, and returns its part of the rows,
+        (ceil(N / tp), H) with those of blank patches at the end.
 
         With no images the result is (0, H) and still part of the graph, so that every parameter
         gets its (zero) gradient and data-parallel hooks fire.
         """
         merge = self.settings.merge_size
-        is_blank = grids.shape[0] == 0
-        if is_blank:
-            # The engine cannot run on no tokens at all: one blank row is encoded and dropped.
-            grids = torch.tensor([[1, merge, merge]])
+        num_rows = int(grids.prod(1).sum()) // merge**2
+        # The engine cannot run on no tokens at all: then a blank row per part is encoded, too.
+        num_blank = -num_rows % self.parts if num_rows else self.parts
+        if num_blank:
+            grids = torch.cat((grids, torch.tensor([[1, merge, merge * num_blank]])))
         hidden = None
         if self.patch_embed is not None:
             assert patches is not None, "the first stage needs patches"
-            if is_blank:
-                patches = patches.new_zeros(merge * merge, patches.shape[1])
-            hidden = self.patch_embed(patches)[:, None, :]  # (P, 1, D)
+            hidden = self.patch_embed(self._own_patches(patches, num_rows + num_blank))[:, None, :]
         per_frame = (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0])
         device = self.inv_freq.device
         hidden = self.blocks(
@@ -164,7 +173,15 @@ class QwenVLTower(nn.Module):
         if self.merger is None:
             return hidden
         rows = self.merger(hidden.reshape(-1, self.settings.hidden_size * merge**2))
-        return rows[:0] if is_blank else rows
+        return rows if num_rows else rows[:0]
+
+    def _own_patches(self, patches: Tensor, num_rows: int) -> Tensor:
+        """patches (P, C) of all images -> this rank's, with blank ones up to ``num_rows``."""
+        size = num_rows * self.settings.merge_size**2 // self.parts
+        own = patches[self.part * size : (self.part + 1) * size]
+        if own.shape[0] == size:
+            return own
+        return torch.cat((own, own.new_zeros(size - own.shape[0], own.shape[1])))
 
 
 def build(

@@ -160,8 +160,9 @@ def _add_bridges(
         shares, lane = None, 0
         if topology.owns(name):
             own = topology.modules[name]
-            shares = own.tp if own.tp.size() > 1 else None
-            lane = topology.layout.encoders[name].coords(topology.rank).dp
+            grid = topology.layout.encoders[name]
+            shares = own.tp if grid.tp > 1 and not grid.sp else None
+            lane = grid.coords(topology.rank).dp
         if name in topology.layout.colocated:
             first = topology.modules[LANGUAGE].pp.rank() == 0
             model.colocated[name] = ColocatedBridge(end(whole_lane), lane, first, shares)

@@ -62,6 +62,12 @@ class Module:
     run_ahead: int = 0
 
     @property
+    def sequence_parts(self) -> int:
+        """Over how many ranks the module's output is cut: 1 without sequence parallelism."""
+        config = cast("Any", self.raw[0]).config
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
         return next(self.raw[0].parameters()).dtype
@@ -162,7 +168,8 @@ class MimoModel:
             output = chunk(self._patches(own, module), torch.from_numpy(own.grids))
             if sender is None:
                 return output, pass_token
-            return sender.send(number, FlatEmbeddings(output, own.split_sizes)), pass_token
+            rows = FlatEmbeddings(output, own.split_sizes, module.sequence_parts)
+            return sender.send(number, rows), pass_token
 
         with torch.set_grad_enabled(module.trains and not forward_only):
             run_schedule(

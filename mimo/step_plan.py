@@ -15,6 +15,8 @@ from bridge import (
     ItemRuns,
     LaneSegments,
     ReplicatedSource,
+    SequenceShardedSource,
+    Source,
     assign_items,
     imbalance,
     replicated_destination,
@@ -171,8 +173,13 @@ class StepPlanner:
             for name, items in planned.encoders.items():
                 usable = kept[items.item]
                 item, lane = renumbered[items.item[usable]], items.lane[usable]
-                encoders[name] = PlannedItems(item, lane, self._bridge(name, samples, item, lane))
+                encoders[name] = PlannedItems(item, lane)
             finished.append(PlannedMicrobatch(samples, encoders))
+        for name in self.layout.encoders:
+            for planned, source in zip(finished, self._sources(name, finished), strict=True):
+                items = planned.encoders[name]
+                bridge = self._bridge(planned.samples, items, source)
+                planned.encoders[name] = replace(items, bridge=bridge)
         return StepPlan(
             microbatches=tuple(finished),
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
@@ -193,20 +200,30 @@ class StepPlanner:
             found.append(imbalance(cost, lane, self.layout.encoders[encoder].dp))
         return float(np.mean(found))
 
-    def _bridge(
-        self, name: str, samples: GlobalMicrobatch, item: np.ndarray, item_lane: np.ndarray
-    ) -> BridgePlan:
-        encoder, language = self.layout.encoders[name], self.layout.language
+    def _sources(self, name: str, microbatches: Sequence[PlannedMicrobatch]) -> list[Source]:
+        """Which rank of an encoder has which of its rows, per microbatch."""
+        grid, size = self.layout.encoders[name], self._group_size(name)
+        ranks = _ranks(grid, grid.pp - 1)[:, 0, :]
+        planned = [(m.samples.item_rows, m.encoders[name]) for m in microbatches]
+        rows = [
+            np.bincount(own.lane, weights=of_item[own.item], minlength=grid.dp).astype(np.int64)
+            for of_item, own in planned
+        ]
+        if not grid.sp:
+            return [ReplicatedSource(mine, ranks) for mine in rows]
+        groups = [rows[first : first + size] for first in range(0, len(rows), size)]
+        return [s for g in groups for s in SequenceShardedSource.encoded_together(g, ranks)]
+
+    def _bridge(self, samples: GlobalMicrobatch, items: PlannedItems, source: Source) -> BridgePlan:
+        language, item = self.layout.language, items.item
         runs = ItemRuns(
             sample=samples.item_sample[item],
-            source_lane=item_lane,
+            source_lane=items.lane,
             destination_lane=samples.lane[samples.item_sample[item]],
             position=samples.item_position[item],
             rows=samples.item_rows[item],
             num_samples=samples.num_samples,
         )
-        rows = np.bincount(item_lane, weights=runs.rows, minlength=encoder.dp).astype(np.int64)
-        source = ReplicatedSource(rows, _ranks(encoder, encoder.pp - 1)[:, 0, :])
         ranks, segments = _ranks(language, 0), _segments(samples)
         if self.delivery == "replicated":
             return BridgePlan.build(

@@ -102,6 +102,7 @@ def run_tower(
     calls: Sequence[tuple[Tensor, Tensor]],
     row_gradients: Tensor | None = None,
     tp: int = 1,
+    sp: bool = False,
 ) -> dict[str, Any]:
     """Vision tower on calls of (patches (P, C), grids (I, 3)): rows (N, H) of each call.
 
@@ -111,7 +112,7 @@ def run_tower(
     """
     from encoders import qwen_vl
 
-    ctx = _context(tp, sp=False)
+    ctx = _context(tp, sp)
     tower = qwen_vl.build(qwen_vl.Settings(**settings), ctx, output_size, SEED)
     if weights is not None:
         _load(tower, weights, ctx)

@@ -84,7 +84,8 @@ def build_stack(
 class ParallelMLP(nn.Module):
     """Two linears with an activation, split over tensor parallelism: (n, I) -> (n, O).
 
-    Input and output are replicated over the tensor-parallel group.
+    Input and output are replicated over the tensor-parallel group; under sequence parallelism
+    each rank has its part of the n.
     """
 
     def __init__(

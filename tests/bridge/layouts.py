@@ -95,7 +95,7 @@ class Case:
 
     def source(self) -> Source:
         rows = np.array([len(rows) for rows in self.lane_rows], np.int64)
-        kind = SequenceShardedSource if self.sequence_sharded else ReplicatedSource
+        kind = SequenceShardedSource.alone if self.sequence_sharded else ReplicatedSource
         return kind(rows, self.encoder_ranks)
 
     def maps(self) -> tuple[ShardMap, ShardMap | None]:

@@ -22,6 +22,8 @@ from bridge import (
     ItemRuns,
     LaneSegments,
     ReplicatedSource,
+    SequenceShardedSource,
+    Source,
     plan_levels,
     replicated_destination,
     sharded_destination,
@@ -30,6 +32,7 @@ from tests.conftest import RunRanks
 
 HIDDEN = 3
 TOKENS = 16  # per language lane
+PADDING = -1.0  # in rows that belong to no item
 
 
 def runs_of(microbatch: int, encoder_lanes: int, language_lanes: int) -> ItemRuns:
@@ -48,10 +51,25 @@ def runs_of(microbatch: int, encoder_lanes: int, language_lanes: int) -> ItemRun
     )
 
 
-def plan_of(runs: ItemRuns, encoder: np.ndarray, language: np.ndarray, delivery: str) -> BridgePlan:
-    """encoder: ranks [lane, tp]. language: ranks [lane, cp, tp]."""
-    rows = [sum(runs.split_sizes(lane)) for lane in range(len(encoder))]
-    source = ReplicatedSource(np.array(rows), encoder)
+GROUPS = (range(0, 2), range(2, 3))  # microbatches that are encoded in one go
+
+
+def sources_of(all_runs: list[ItemRuns], encoder: np.ndarray, cut: bool) -> list[Source]:
+    """encoder: ranks [lane, tp]. cut: whether the output is sequence-sharded."""
+    rows = [
+        np.array([sum(runs.split_sizes(lane)) for lane in range(len(encoder))]) for runs in all_runs
+    ]
+    if not cut:
+        return [ReplicatedSource(mine, encoder) for mine in rows]
+    parts = [
+        SequenceShardedSource.encoded_together([rows[m] for m in group], encoder)
+        for group in GROUPS
+    ]
+    return [source for group in parts for source in group]
+
+
+def plan_of(runs: ItemRuns, source: Source, language: np.ndarray, delivery: str) -> BridgePlan:
+    """language: ranks [lane, cp, tp]."""
     segments = LaneSegments.whole([TOKENS] * len(language))
     if delivery == "replicated":
         shared = sharded_destination(segments, language, False, runs)
@@ -68,7 +86,9 @@ def new_groups(rank: int, table: np.ndarray) -> Any:
     return next((g for g, ranks in zip(made, table, strict=True) if rank in ranks), None)
 
 
-def there_and_back(rank: int, encoder_shape: Any, language_shape: Any, delivery: str) -> None:
+def there_and_back(
+    rank: int, encoder_shape: Any, language_shape: Any, delivery: str, cut: bool = False
+) -> None:
     encoder = np.arange(8).reshape(encoder_shape)
     language = np.arange(8).reshape(language_shape[0], 1, language_shape[1])
     encoder_tp, language_tp = new_groups(rank, encoder), new_groups(rank, language[:, 0])
@@ -85,12 +105,18 @@ def there_and_back(rank: int, encoder_shape: Any, language_shape: Any, delivery:
         trainable=True,
         gather=language_tp if delivery == "gathered" else None,
     )
-    bridge = ColocatedBridge(end, lane, True, encoder_tp if encoder.shape[1] > 1 else None)
+    shares = encoder.shape[1] > 1 and not cut
+    bridge = ColocatedBridge(end, lane, True, encoder_tp if shares else None)
     all_runs = [runs_of(m, *(len(encoder), len(language))) for m in range(3)]
-    bridge.begin([plan_of(runs, encoder, language, delivery) for runs in all_runs])
-    for group in (range(0, 2), range(2, 3)):
+    sources = sources_of(all_runs, encoder, cut)
+    bridge.begin(
+        [plan_of(*known, language, delivery) for known in zip(all_runs, sources, strict=True)]
+    )
+    for group in GROUPS:
         # A row's content names its place: microbatch, language lane and position.
         values = torch.cat([places(runs, lane, m) for m, runs in enumerate(all_runs) if m in group])
+        if cut:
+            values = part_of(values, int(np.flatnonzero(encoder[lane] == rank)[0]), len(encoder[0]))
         bridge.deliver(group, values)
         mine = int(np.flatnonzero((language[:, 0] == rank).any(1))[0])
         t = int(np.flatnonzero(language[mine, 0] == rank)[0])
@@ -104,7 +130,9 @@ def there_and_back(rank: int, encoder_shape: Any, language_shape: Any, delivery:
             # Every copy of a row has the whole gradient, twice the row.
             rows.grad = 2 * rows.detach()
         gradient = bridge.collect(group)
-        assert torch.equal(gradient, 2 * values), "a gradient came back not at all or twice"
+        # The gradient of padding is zero, whatever stands there.
+        expected = torch.where(values == PADDING, 0.0, 2 * values)
+        assert torch.equal(gradient, expected), "a gradient came back not at all or twice"
     bridge.finish()
 
 
@@ -121,6 +149,14 @@ def places(runs: ItemRuns, lane: int, microbatch: int) -> torch.Tensor:
         positions = torch.arange(int(runs.rows[i])) + int(runs.position[i])
         parts.append(content(microbatch, int(runs.destination_lane[i]), positions))
     return torch.cat(parts)
+
+
+def part_of(rows: torch.Tensor, t: int, parts: int) -> torch.Tensor:
+    """(N, H) -> the t-th of equal parts of them, filled up with padding."""
+    part = -(-len(rows) // parts)
+    padded = torch.full((parts * part, HIDDEN), PADDING)
+    padded[: len(rows)] = rows
+    return padded[t * part : (t + 1) * part]
 
 
 def wanted_rows(runs: ItemRuns, lane: int, t: int, tp: int, delivery: str) -> list[int]:
@@ -142,6 +178,15 @@ def test_rows_and_gradients_change_between_colocated_grids_bit_for_bit(
     run_ranks: RunRanks, encoder: tuple[int, int], language: tuple[int, int], delivery: str
 ) -> None:
     run_ranks(there_and_back, 8, encoder, language, delivery)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "language"), [((2, 4), (4, 2)), ((4, 2), (2, 4)), ((1, 8), (2, 4))]
+)
+def test_rows_that_are_cut_over_the_encoders_ranks_go_there_and_back_bit_for_bit(
+    run_ranks: RunRanks, encoder: tuple[int, int], language: tuple[int, int]
+) -> None:
+    run_ranks(there_and_back, 8, encoder, language, "sp", True)
 
 
 # --------------------------------------------------------------------- feature levels

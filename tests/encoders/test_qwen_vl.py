@@ -197,6 +197,24 @@ def test_two_tensor_parallel_ranks_give_the_rows_of_one(
         torch.testing.assert_close(result["rows"][0], reference.rows, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sequence_parallel_ranks_each_give_their_part_of_the_rows_of_one(
+    run_ranks: RunRanks, reference: Reference, tp: int
+) -> None:
+    none = (torch.zeros(0, PATCH_NUMBERS), torch.zeros(0, 3, dtype=torch.int64))
+    calls = [(reference.patches, GRIDS), none]
+    results = run_ranks(
+        lone_module.run_tower, tp, SETTINGS, OUTPUT_SIZE, reference.weights, calls, None, tp, True
+    )
+    num_rows = len(reference.rows)
+    part = -(-num_rows // tp)
+    assert num_rows % tp, "the last part must be padded"
+    assert all(result["rows"][0].shape == (part, OUTPUT_SIZE) for result in results)
+    rows = torch.cat([result["rows"][0] for result in results])[:num_rows]
+    torch.testing.assert_close(rows, reference.rows, rtol=0, atol=TOLERANCE)
+    assert all(result["rows"][1].shape == (0, OUTPUT_SIZE) for result in results)
+
+
 def test_fresh_weights_are_the_same_function_on_one_rank_and_on_two(run_ranks: RunRanks) -> None:
     call = (patches_of(GRIDS), GRIDS)
     settings = SETTINGS | {"init_std": 0.05}

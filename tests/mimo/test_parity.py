@@ -42,6 +42,22 @@ LAYOUTS = {
     "language tp2": (3, ["language.grid.tp=2"]),
     "language tp2 with sp": (3, ["language.grid.tp=2", "language.grid.sp=true"]),
     "encoder tp2": (3, ["encoders.vision.grid.tp=2"]),
+    "encoder tp2 with sp": (3, ["encoders.vision.grid={tp: 2, sp: true, dp: 1}"]),
+    "encoder tp2 with sp, frozen": (
+        3,
+        ["encoders.vision.grid={tp: 2, sp: true, dp: 1}", "encoders.vision.freeze=true"],
+    ),
+    "2 lanes tp2 with sp to tp2 with sp": (
+        6,
+        [
+            "encoders.vision.grid={tp: 2, sp: true, dp: 2}",
+            "language.grid={tp: 2, sp: true, dp: 1}",
+        ],
+    ),
+    "encoder pp2 tp2 with sp and recompute": (
+        5,
+        ["encoders.vision.grid={tp: 2, sp: true, pp: 2, dp: 1}", "encoders.vision.recompute=full"],
+    ),
     "language pp2": (3, ["language.grid.pp=2"]),
     "2 lanes tp2 to tp2 pp2 with sp": (
         8,
@@ -76,6 +92,24 @@ LAYOUTS = {
             "encoders.vision.grid={tp: 2}",
             "language.grid={tp: 4, sp: true}",
             "language.model.num_query_groups=4",
+        ],
+    ),
+    "colocated tp2 with sp": (
+        2,
+        [
+            *COLOCATED,
+            "encoders.vision.grid={tp: 2, sp: true}",
+            "language.grid={tp: 2, sp: true}",
+        ],
+    ),
+    "colocated tp2 with sp in groups of two microbatches": (
+        4,
+        [
+            *COLOCATED,
+            "encoders.vision.grid={tp: 2, sp: true}",
+            "encoders.vision.encode_group=2",
+            "language.grid.pp=2",
+            "language.grid.tp=2",
         ],
     ),
     "colocated lanes and rows gathered over tp": (

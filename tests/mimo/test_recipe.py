@@ -131,7 +131,7 @@ def test_a_wrong_override_says_what_is_wrong(path: Path, override: str, message:
 @pytest.mark.parametrize(
     ("override", "only"),
     [
-        ("encoders.vision.grid={tp: 2, sp: true}", "false"),
+        ("encoders.vision.grid.vpp=2", "1"),
         ("encoders.vision.grid.cp=2", "1"),
     ],
 )

@@ -1,0 +1,106 @@
+"""What a rank says when messages do not come or are not taken."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from bridge import BridgeError, BridgeReceiver, BridgeSender
+from tests.bridge.two_grids import Case, build_end, receive_all, send_all
+from tests.conftest import RunRanks
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def wait_for_stalled(rank: int, case: Case, stalled: list[int]) -> str:
+    """The error of this rank when ``stalled`` ranks never take part; they wait it out."""
+    end = build_end(rank, case)
+    if rank in stalled:
+        time.sleep(1.5)
+        return ""
+    started = time.monotonic()
+    with pytest.raises(BridgeError) as caught:
+        take_part(end, case)
+    assert time.monotonic() - started < 2
+    time.sleep(0.5)  # leave the connections to the others while they wait
+    return str(caught.value)
+
+
+def take_part(end: BridgeSender | BridgeReceiver, case: Case) -> None:
+    end.begin(case.plans())
+    if isinstance(end, BridgeSender):
+        send_all(end, case)
+    else:
+        receive_all(end, case)
+    end.finish()
+
+
+def never_taken(rank: int, case: Case) -> str:
+    end = build_end(rank, case)
+    if not isinstance(end, BridgeSender):
+        time.sleep(1.5)
+        return ""
+    with pytest.raises(BridgeError) as caught:
+        take_part(end, case)
+    assert caught.value.waits_for == (1, 2)
+    return str(caught.value)
+
+
+def lost_peer(rank: int, case: Case) -> str:
+    end = build_end(rank, case)
+    if isinstance(end, BridgeSender):
+        dist.barrier()
+        raise SystemExit(0)  # this process ends, and its connections with it
+    end.begin(case.plans())
+    dist.barrier()
+    with pytest.raises(BridgeError) as caught:
+        receive_all(end, case)
+    assert caught.value.waits_for == (0,)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------- on ranks
+
+
+def test_receiver_names_every_stalled_peer_and_its_rows_and_no_other(run_ranks: RunRanks) -> None:
+    case = Case(3, 1, 1, 1, timeout_seconds=0.5)
+    *_, message = run_ranks(wait_for_stalled, 4, case, [0, 2])
+    assert message == (
+        "bridge vision -> language: rows of microbatch 0 did not arrive within "
+        "bridge.timeout_seconds 0.5; still waiting for rank 0 to send 20 rows, "
+        "rank 2 to send 3 rows"
+    )
+
+
+def test_sender_names_the_peers_whose_gradients_do_not_come(run_ranks: RunRanks) -> None:
+    case = Case(1, 1, 2, 1, timeout_seconds=0.5)
+    message, *_ = run_ranks(wait_for_stalled, 3, case, [1, 2])
+    assert message == (
+        "bridge language -> vision: gradients of microbatch 0 did not arrive within "
+        "bridge.timeout_seconds 0.5; still waiting for rank 1 to send 7 rows, "
+        "rank 2 to send 16 rows"
+    )
+
+
+def test_sender_names_the_peers_that_do_not_take_its_rows(run_ranks: RunRanks) -> None:
+    case = Case(1, 1, 2, 1, timeout_seconds=0.5)
+    message, *_ = run_ranks(never_taken, 3, replace(case, trainable=False))
+    assert message == (
+        "bridge vision -> language: rows of microbatch 0 were not taken within "
+        "bridge.timeout_seconds 0.5; still waiting for rank 1 to take 7 rows, "
+        "rank 2 to take 16 rows"
+    )
+
+
+def test_lost_connection_names_the_peer_and_its_rows_at_once(run_ranks: RunRanks) -> None:
+    case = Case(1, 1, 1, 1, timeout_seconds=30)
+    started = time.monotonic()
+    _, message = run_ranks(lost_peer, 2, case)
+    assert time.monotonic() - started < 10
+    assert message.startswith(
+        "bridge vision -> language: rows of microbatch 0 failed while waiting for "
+        "rank 0 to send 23 rows: Connection closed by peer"
+    )

@@ -1,0 +1,223 @@
+"""A workload for both ends of a bridge on real ranks, and what each rank must find.
+
+Every rank knows the whole workload, so each checks what it holds against a dense computation:
+forward, a language lane's sequence with the rows in place; backward, a weight per position that
+is the gradient of the row there.
+
+Letters: T tokens of a language lane, N rows of an encoder lane, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bridge import (
+    BridgeEnd,
+    BridgePlan,
+    BridgeReceiver,
+    BridgeSender,
+    FlatEmbeddings,
+    ItemRuns,
+    LaneSegments,
+    ReplicatedSource,
+    SequenceShardedSource,
+    sharded_destination,
+)
+
+HIDDEN = 5
+# Rows per sample and microbatch. The second microbatch is text only, lanes get uneven counts.
+SAMPLES = ((7, 0, 3, 13), (0, 0, 0, 0), (1, 2, 11, 0), (0, 0, 0, 6))
+TEXT_ONLY = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, encoder ranks first, and how its bridge is set up."""
+
+    lanes: int
+    tp: int
+    language_lanes: int
+    language_tp: int
+    sequence_parallel: bool = False
+    sequence_sharded: bool = False  # the encoder's output
+    wire_dtype: torch.dtype = torch.float32
+    trainable: bool = True
+    timeout_seconds: float | None = None
+
+    @property
+    def encoder_ranks(self) -> int:
+        return self.lanes * self.tp
+
+    @property
+    def num_ranks(self) -> int:
+        return self.encoder_ranks + self.language_lanes * self.language_tp
+
+    def runs(self, microbatch: int) -> ItemRuns:
+        """One item per sample with rows, dealt out over lanes; a placeholder run per sample."""
+        rows = np.array(SAMPLES[microbatch])
+        sample = np.flatnonzero(rows)
+        per_lane = len(rows) // self.language_lanes
+        return ItemRuns(
+            sample=sample,
+            source_lane=(sample + microbatch) % self.lanes,
+            destination_lane=sample // per_lane,
+            position=2 + 16 * (sample % per_lane),
+            rows=rows[sample],
+            num_samples=len(rows),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """T, for every lane."""
+        return 16 * len(SAMPLES[0]) // self.language_lanes
+
+    def plan(self, microbatch: int) -> BridgePlan:
+        runs = self.runs(microbatch)
+        rows = np.array([sum(runs.split_sizes(lane)) for lane in range(self.lanes)])
+        kind = SequenceShardedSource.alone if self.sequence_sharded else ReplicatedSource
+        source = kind(rows, np.arange(self.encoder_ranks).reshape(-1, self.tp))
+        ranks = np.arange(self.encoder_ranks, self.num_ranks)
+        destination = sharded_destination(
+            LaneSegments.whole([self.tokens] * self.language_lanes),
+            ranks.reshape(self.language_lanes, 1, self.language_tp),
+            self.sequence_parallel,
+            runs,
+        )
+        return BridgePlan.build(runs, source, destination)
+
+    def plans(self) -> list[BridgePlan]:
+        return [self.plan(microbatch) for microbatch in range(len(SAMPLES))]
+
+    def dense(self, microbatch: int, seed: int) -> torch.Tensor:
+        """(language_lanes, T, H) random numbers, by position."""
+        generator = torch.Generator().manual_seed(seed + microbatch)
+        return torch.randn(self.language_lanes, self.tokens, HIDDEN, generator=generator)
+
+    def of_lane(self, microbatch: int, lane: int, dense: torch.Tensor) -> torch.Tensor:
+        """(N, H) the numbers at the positions of one encoder lane's rows, in its order."""
+        runs = self.runs(microbatch)
+        parts = [dense.new_zeros(0, HIDDEN)]
+        for i in np.flatnonzero(runs.source_lane == lane):
+            start = int(runs.position[i])
+            parts.append(dense[runs.destination_lane[i], start : start + int(runs.rows[i])])
+        return torch.cat(parts)
+
+    def only_rows(self, microbatch: int, dense: torch.Tensor) -> torch.Tensor:
+        """(language_lanes, T, H) with zeros where no row belongs."""
+        runs = self.runs(microbatch)
+        kept = torch.zeros_like(dense)
+        for i in range(runs.rows.size):
+            lane, start = int(runs.destination_lane[i]), int(runs.position[i])
+            where = slice(start, start + int(runs.rows[i]))
+            kept[lane, where] = dense[lane, where]
+        return kept
+
+
+CASES = {
+    "2 lanes tp2 to 4 lanes tp1": Case(2, 2, 4, 1),
+    "4 lanes tp1 to 2 lanes tp2": Case(4, 1, 2, 2),
+    "1 lane tp4 to 2 lanes tp2": Case(1, 4, 2, 2),
+    "1 lane tp4 to 2 lanes tp2 with sp": Case(1, 4, 2, 2, sequence_parallel=True),
+    "3 lanes to 2 lanes tp2 with sp": Case(3, 1, 2, 2, sequence_parallel=True),
+    "4 lanes to 1 lane tp4": Case(4, 1, 1, 4),
+    "2 lanes tp3 to 1 lane tp2": Case(2, 3, 1, 2),
+    "2 lanes tp3, output cut, to 1 lane tp2": Case(2, 3, 1, 2, sequence_sharded=True),
+    "1 lane tp4, output cut, to 2 lanes tp2 with sp": Case(
+        1, 4, 2, 2, sequence_parallel=True, sequence_sharded=True
+    ),
+}
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def build_end(rank: int, case: Case) -> BridgeSender | BridgeReceiver:
+    """This rank's end of the bridge; every rank calls it."""
+    ranks = list(range(case.num_ranks))
+    forward, backward = (cast("dist.ProcessGroup", dist.new_group(ranks)) for _ in range(2))
+    gather = None
+    sides = ((0, case.lanes, case.tp), (case.encoder_ranks, case.language_lanes, case.language_tp))
+    for first, lanes, tp in sides:
+        for lane in range(lanes):
+            own = [first + lane * tp + t for t in range(tp)]
+            group = dist.new_group(own) if tp > 1 else None
+            if rank in own:
+                gather = group
+    sends = rank < case.encoder_ranks
+    if case.sequence_sharded if sends else case.sequence_parallel:
+        gather = None
+    end = make_end(case, rank, forward, backward, gather)
+    return BridgeSender(end, rank // case.tp, run_ahead=2) if sends else BridgeReceiver(end)
+
+
+def make_end(case: Case, rank: int, forward: Any, backward: Any, gather: Any = None) -> BridgeEnd:
+    return BridgeEnd(
+        name="vision",
+        rank=rank,
+        forward=forward,
+        backward=backward,
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        wire_dtype=case.wire_dtype,
+        device=torch.device("cpu"),
+        trainable=case.trainable,
+        gather=gather,
+        timeout_seconds=case.timeout_seconds,
+    )
+
+
+def encoder_part(case: Case, rows: torch.Tensor, t: int) -> torch.Tensor:
+    """(N, H) a lane's rows, or with sequence-sharded output the t-th part of them, zero-padded."""
+    if not case.sequence_sharded:
+        return rows
+    part = -(-len(rows) // case.tp)
+    padded = torch.cat((rows, rows.new_zeros(case.tp * part - len(rows), HIDDEN)))
+    return padded[t * part : (t + 1) * part]
+
+
+def rows_of(case: Case, microbatch: int, rank: int) -> FlatEmbeddings:
+    """What an encoder rank produces; its padding holds other numbers than zero."""
+    lane, t = divmod(rank, case.tp)
+    dense = case.of_lane(microbatch, lane, case.dense(microbatch, seed=0))
+    values = encoder_part(case, dense, t).clone()
+    values[encoder_part(case, torch.ones_like(dense), t) == 0] = torch.nan
+    return FlatEmbeddings(
+        values.requires_grad_(case.trainable),
+        case.runs(microbatch).split_sizes(lane),
+        case.tp if case.sequence_sharded else 1,
+    )
+
+
+def send_all(sender: BridgeSender, case: Case) -> list[torch.Tensor | None]:
+    """Every microbatch forward, then every one backward; the gradients of this lane's rows."""
+    rows = [rows_of(case, m, sender.end.rank) for m in range(len(SAMPLES))]
+    tokens = [sender.send(m, own) for m, own in enumerate(rows)]
+    for token in tokens:
+        if case.trainable:
+            token.backward()
+    return [own.values.grad for own in rows]
+
+
+def receive_all(receiver: BridgeReceiver, case: Case) -> list[torch.Tensor]:
+    """Every microbatch forward and backward; (T or T/tp, H) with the rows in place."""
+    lane, t = divmod(receiver.end.rank - case.encoder_ranks, case.language_tp)
+    found = []
+    for m in range(len(SAMPLES)):
+        rows, positions = receiver.receive(m)
+        weights = local_slice(case, case.dense(m, seed=100)[lane], t)
+        hidden = torch.zeros_like(weights).index_copy(0, positions, rows)
+        if case.trainable:
+            (hidden * weights).sum().backward()
+        found.append(hidden.detach())
+    return found
+
+
+def local_slice(case: Case, sequence: torch.Tensor, t: int) -> torch.Tensor:
+    if not case.sequence_parallel:
+        return sequence
+    return sequence.chunk(case.language_tp)[t]
