@@ -31,7 +31,7 @@ _GROUP = 3  # microbatches that a colocated encoder encodes in one go, where the
 
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
 _LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
-_ADAM_EPS = 1e-4
+_ADAM_EPS = 1e-3
 
 
 @dataclass(frozen=True)
