@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,21 +42,19 @@ SPECIAL_TOKENS = (
 )
 _UNKNOWN = "<|unknown|>"
 
+PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+
 # The form of Qwen2-VL's template, without its default system message.
-CHAT_TEMPLATE = """\
+_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
 {% if message['content'] is string -%}
 {{ message['content'] }}
 {%- else -%}
 {%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}
-<|vision_start|><|image_pad|><|vision_end|>
-{%- elif part['type'] == 'video' -%}
-<|vision_start|><|video_pad|><|vision_end|>
-{%- elif part['type'] == 'text' -%}
+{%- if part['type'] == 'text' -%}
 {{ part['text'] }}
-{%- endif -%}
+MEDIA{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 <|im_end|>
@@ -64,6 +63,16 @@ CHAT_TEMPLATE = """\
 <|im_start|>assistant
 {% endif -%}
 """
+
+
+def chat_template(placeholders: Mapping[str, str] = PLACEHOLDERS) -> str:
+    """The template that writes, for an item of each media, its placeholder token once."""
+    branches = [
+        f"{{%- elif part['type'] == {json.dumps(media)} -%}}\n"
+        f"<|vision_start|>{{{{ {json.dumps(token)} }}}}<|vision_end|>\n"
+        for media, token in placeholders.items()
+    ]
+    return _TEMPLATE.replace("MEDIA", "".join(branches))
 
 
 @dataclass(frozen=True)
@@ -108,10 +117,11 @@ def _conversation(num_images: int, question: str, digits: Sequence[int]) -> Conv
     return Conversation(messages, answer, num_images)
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLDERS) -> None:
     """Write a word-level tokenizer for these texts in Hugging Face format, with the chat template.
 
     Its words are those of the questions, the roles and the ten digits; each digit is a token.
+    placeholders: by media, the token that stands for an item; those that are new become tokens.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -122,7 +132,8 @@ def write_tokenizer(directory: Path) -> None:
     words = {word for text in (*questions, "system user assistant then") for word in text.split()}
     words = {word for word in words if not word.startswith("{")}
     # In a fixed order: specials, digits, words. A new word never renumbers the digits.
-    vocabulary = [*SPECIAL_TOKENS, _UNKNOWN, *(str(digit) for digit in range(10)), *sorted(words)]
+    specials = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values()))
+    vocabulary = [*specials, _UNKNOWN, *(str(digit) for digit in range(10)), *sorted(words)]
     tokenizer = Tokenizer(
         WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token=_UNKNOWN)
     )
@@ -135,11 +146,9 @@ def write_tokenizer(directory: Path) -> None:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         unk_token=_UNKNOWN,
-        extra_special_tokens=[
-            t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")
-        ],
+        extra_special_tokens=[t for t in specials if t not in ("<|im_end|>", "<|endoftext|>")],
         clean_up_tokenization_spaces=False,
         model_max_length=1 << 20,
     )
-    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.chat_template = chat_template(placeholders)
     wrapped.save_pretrained(str(directory))

@@ -14,6 +14,7 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -58,6 +59,30 @@ class Settings(BaseModel):
             )
         self.processor()  # raises ValueError for pixel limits that no image can meet
         return self
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer: all are alike."""
+        return ("attention",) * self.num_layers
+
+    def scaled_down(self, stages: int, tp: int) -> Settings:
+        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+
+        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows.
+        """
+        patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
+        row = (patch_size * self.merge_size) ** 2  # pixels
+        return self.model_copy(
+            update={
+                "num_layers": stages,
+                "hidden_size": 8 * heads,
+                "ffn_hidden_size": math.lcm(24, tp),
+                "num_attention_heads": heads,
+                "patch_size": patch_size,
+                "min_pixels": row,
+                "max_pixels": 16 * row,
+                "init_std": 0.2,
+            }
+        )
 
     def processor(self) -> ImageProcessor:
         """How an image becomes patches, and how many rows it encodes to."""

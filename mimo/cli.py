@@ -6,6 +6,7 @@ Exit code 2 and a message for bad input, before any process group exists; 1 for 
 import functools
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,20 @@ NumRanksOption = Annotated[
     int | None,
     typer.Option("--num-ranks", min=1, help="Ranks of the job; default: what the grids need."),
 ]
+
+
+class LayoutsChoice(StrEnum):
+    """Which layouts `verify` runs."""
+
+    RECIPE = "recipe"
+    SWEEP = "sweep"
+
+
+class PrecisionChoice(StrEnum):
+    """What `verify` computes in."""
+
+    FP32 = "fp32"
+    FP64 = "fp64"
 
 
 def main() -> None:
@@ -117,6 +132,39 @@ def train(
     from mimo.job import main as run
 
     return run(recipe, overrides or [], num_ranks, resume=resume, resume_from=resume_from)
+
+
+@app.command()
+@_readable_errors
+def verify(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    num_ranks: NumRanksOption = None,
+    max_ranks: Annotated[
+        int, typer.Option("--max-ranks", min=1, help="Shrink larger layouts to so many ranks.")
+    ] = 8,
+    full: Annotated[
+        bool, typer.Option("--full", help="Keep the layout as it is; only the model is tiny.")
+    ] = False,
+    layouts: Annotated[
+        LayoutsChoice, typer.Option("--layouts", help="The recipe's own, or the built-in matrix.")
+    ] = LayoutsChoice.RECIPE,
+    precision: Annotated[
+        PrecisionChoice, typer.Option("--precision", help="fp64 compares to 1e-10, fp32 to 1e-5.")
+    ] = PrecisionChoice.FP32,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write every error to this file.")
+    ] = None,
+) -> int | None:
+    """Compare a recipe's layout with one rank: loss, every gradient, weights after two steps.
+
+    Runs a scaled-down copy of the model on real ranks of the CPU. Exit code 1 and the first
+    parameter that differs when they are not equal.
+    """
+    from mimo.verify.main import main as run
+
+    sweep = layouts is LayoutsChoice.SWEEP
+    return run(recipe, overrides or [], num_ranks, max_ranks, full, sweep, precision.value, json)
 
 
 @app.command()

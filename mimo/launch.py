@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,40 @@ def launch(
     finally:
         shutil.rmtree(rendezvous_dir, ignore_errors=True)
     return 0
+
+
+# A machine's GPUs must be hidden from the fork server as well, which must not initialise CUDA.
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def warm_up_on_cpu(preload: Sequence[str]) -> None:
+    """`warm_up` for ranks that use the CPU whatever the machine has; returns at once."""
+    before = {name: os.environ.get(name) for name in _WITHOUT_GPUS}
+    os.environ.update(_WITHOUT_GPUS)
+    warm_up(preload)
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def run_on_cpu(
+    target: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    timeout_seconds: float,
+) -> list[Any]:
+    """Run `target(*args)` in `world_size` one-thread ranks of this machine; results by rank.
+
+    Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
+    """
+    with tempfile.TemporaryDirectory(prefix="mimo-ranks-") as directory:
+        environment = {**rank_variables(Path(directory)), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
+        with RankProcesses(
+            target, args, world_size, environment, stack_dir=Path(directory)
+        ) as ranks:
+            return ranks.results(timeout_seconds)
 
 
 def rank_variables(rendezvous_dir: Path) -> dict[str, str]:

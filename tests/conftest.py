@@ -1,15 +1,11 @@
 """Fixtures: real ranks for a test's function, in a tenth of a second."""
 
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mimo.launch import rank_environment, rank_variables
-from mimo.rank_processes import RankProcesses, warm_up
+from mimo.launch import rank_environment, run_on_cpu, warm_up_on_cpu
 
 RunRanks = Callable[..., list[Any]]
 
@@ -33,35 +29,15 @@ def run_ranks() -> RunRanks:
     the CPU. `function` is at the top level of its module; arguments and results are pickled.
     A rank's exception fails the test with its traceback, a hang with the stacks of every rank.
     """
-    # Tests run on the CPU also where there is a GPU, and a fork server must not initialise CUDA.
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    before = {name: os.environ.get(name) for name in hidden}
-    os.environ.update(hidden)
-    warm_up(["mimo.megatron.preload", "mimo.train", "transformers", "pytest", "torch.distributed"])
-
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    warm_up_on_cpu(
+        ["mimo.megatron.preload", "mimo.train", "transformers", "pytest", "torch.distributed"]
+    )
 
     def run(
         function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60
     ) -> list[Any]:
-        with tempfile.TemporaryDirectory(prefix="mimo-ranks-") as directory:
-            environment = {
-                **rank_variables(Path(directory)),
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-            }
-            with RankProcesses(
-                _in_process_group,
-                (function, args, timeout_seconds),
-                world_size,
-                environment,
-                stack_dir=Path(directory),
-            ) as ranks:
-                return ranks.results(timeout_seconds)
+        args = (function, args, timeout_seconds)
+        return run_on_cpu(_in_process_group, args, world_size, timeout_seconds)
 
     return run
 

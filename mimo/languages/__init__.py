@@ -4,7 +4,10 @@ A family file offers
 
 - ``Settings``: a strict pydantic model of the recipe keys under ``language.model``. The project
   reads ``hidden_size`` and calls ``padded_vocab_size(num_tokens)``, the rows of the embedding, and
-  ``flops_per_token(vocab_size)``, forward and backward.
+  ``flops_per_token(vocab_size)``, forward and backward. `mimo verify` calls
+  ``scaled_down(stages, tp)``, the smallest settings of the same character that ``stages`` pipeline
+  stages (virtual ones included) and ``tp`` ranks divide, with a layer of every kind per stage, and
+  checks it by ``layer_kinds()``, one name per layer.
 - ``check_grid(settings, tp, pp, vocab_size) -> list[str]``: problems of a grid with these sizes,
   one sentence each; pp counts virtual stages too, vocab_size is padded.
 - ``build(settings, ctx, vocab_size, max_sequence_length, seed)``: this rank's chunk as a Megatron

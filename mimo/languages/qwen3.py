@@ -5,6 +5,7 @@ The rotary embedding is Qwen3-VL's interleaved one, so text-only positions give 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -49,6 +50,34 @@ class Settings(BaseModel):
             )
         return self
 
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer: all are alike."""
+        return ("attention",) * self.num_layers
+
+    def scaled_down(self, stages: int, tp: int) -> Settings:
+        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+
+        Grouped queries stay grouped (one group stays one), the shares of the three rotary axes,
+        tied embeddings, rotary base and epsilon stay as they are. Weights are large, so that every
+        part of the model matters to the loss.
+        """
+        groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
+        grouped = self.num_attention_heads > self.num_query_groups
+        head_size = 8
+        return self.model_copy(
+            update={
+                "num_layers": stages,
+                "hidden_size": 32,
+                "ffn_hidden_size": math.lcm(48, tp),
+                "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
+                "num_query_groups": groups,
+                "head_size": head_size,
+                "vocab_multiple": math.lcm(16, tp),
+                "mrope_section": _proportional(self.mrope_section, head_size // 2),
+                "init_std": 0.2,
+            }
+        )
+
     def padded_vocab_size(self, num_tokens: int) -> int:
         """Rows of the embedding for a tokenizer of ``num_tokens`` tokens."""
         return -(-num_tokens // self.vocab_multiple) * self.vocab_multiple
@@ -58,6 +87,17 @@ class Settings(BaseModel):
         heads = self.head_size * (2 * self.num_attention_heads + 2 * self.num_query_groups)
         layer = self.hidden_size * (heads + 3 * self.ffn_hidden_size)
         return 6.0 * (self.num_layers * layer + vocab_size * self.hidden_size)
+
+
+def _proportional(parts: tuple[int, int, int], total: int) -> tuple[int, int, int]:
+    """``parts`` scaled to sum to ``total``, by largest remainder; what was above 0 stays so."""
+    exact = [part * total / sum(parts) for part in parts]
+    found = [max(int(x), 1) if part else 0 for x, part in zip(exact, parts, strict=True)]
+    for axis in sorted(range(3), key=lambda a: found[a] - exact[a])[: max(0, total - sum(found))]:
+        found[axis] += 1
+    while sum(found) > total:
+        found[found.index(max(found))] -= 1
+    return found[0], found[1], found[2]
 
 
 def check_grid(settings: Settings, tp: int, pp: int, vocab_size: int) -> list[str]:

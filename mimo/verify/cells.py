@@ -1,0 +1,87 @@
+"""Which layouts are run for a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mimo.job import check_recipe
+from mimo.layout import GridSpec, Layout
+from mimo.recipe import Recipe
+from mimo.recipe_errors import InputError
+from mimo.verify.shrink import cover, lane_ratio, parallel_axes
+from mimo.verify.sweep import SWEEP, sweep_recipe
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout to compare with one rank."""
+
+    name: str
+    recipe: Recipe
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Cells:
+    """All layouts of one command. notes: for the report, how they came about."""
+
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...]
+
+
+def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bool) -> Cells:
+    """The recipe's own layout: shrunk to ``max_ranks``, or as it is.
+
+    Raises InputError for a recipe that cannot run, or that cannot be shrunk far enough.
+    """
+    layout = check_recipe(recipe, num_ranks)
+    if full:
+        return Cells((Cell("the recipe's layout", recipe, layout),), (describe(layout),))
+    try:
+        covered = cover(layout, max_ranks)
+    except ValueError as error:
+        raise InputError(f"--max-ranks {max_ranks}: {error}; give more ranks") from error
+    notes = [f"the recipe: {describe(layout)}"]
+    if len(covered.parts) == 1 and len(covered.parts[0].axes) == len(parallel_axes(layout)):
+        small = covered.parts[0].layout
+        notes.append(f"run here:   {describe(small)}")
+        return Cells((Cell("the recipe's layout, shrunk", recipe, small),), tuple(notes))
+    notes.append(f"does not fit into {max_ranks} ranks with all its axes; run here are")
+    notes += [f"  {part.name}: {describe(part.layout)}" for part in covered.parts]
+    notes += [
+        f"  in none of them together: {'.'.join(one)} and {'.'.join(other)}"
+        for one, other in covered.uncovered
+    ]
+    return Cells(tuple(Cell(p.name, recipe, p.layout) for p in covered.parts), tuple(notes))
+
+
+def sweep_cells(recipe: Recipe, max_ranks: int) -> Cells:
+    """The built-in matrix. Raises InputError for a recipe that cannot be used."""
+    check_recipe(recipe, None)
+    built = [(cell.name, *sweep_recipe(recipe, cell)) for cell in SWEEP]
+    cells = [Cell(*one) for one in built if one[2].world_size <= max_ranks]
+    if not cells:
+        raise InputError(f"--max-ranks {max_ranks}: every layout of the sweep needs more ranks")
+    notes = [f"{len(cells)} layouts of the built-in matrix"]
+    left_out = [name for name, _, layout in built if layout.world_size > max_ranks]
+    if left_out:
+        notes.append(f"left out, as they need more than {max_ranks} ranks: {', '.join(left_out)}")
+    return Cells(tuple(cells), tuple(notes))
+
+
+def describe(layout: Layout) -> str:
+    """All grids of a layout and the kinds of its lane ratios, on one line."""
+    parts = []
+    for name, grid in layout.encoders.items():
+        placement = " colocated" if name in layout.colocated else ""
+        ratio = lane_ratio(grid.dp, layout.language.dp)
+        parts.append(f"{name}{placement} {_axes(grid)} ({ratio} lanes)")
+    parts.append(f"language {_axes(layout.language)}")
+    return f"{' → '.join(parts)} = {layout.world_size} ranks"
+
+
+def _axes(grid: GridSpec) -> str:
+    words = [f"tp{grid.tp}"] * (grid.tp > 1) + ["sp"] * grid.sp
+    for axis in ("cp", "pp", "vpp", "dp"):
+        words += [f"{axis}{getattr(grid, axis)}"] * (getattr(grid, axis) > 1)
+    return " ".join(words) or "1 rank"

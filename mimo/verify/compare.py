@@ -1,0 +1,179 @@
+"""Compares what the ranks of a layout hold with the one-rank run (DESIGN §5.4, equality)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mimo.verify.results import RankSteps, Reference, Shard
+
+_TIED_COPY = "language.output_layer.weight"
+_EMBEDDING = "language.embedding.word_embeddings.weight"
+_SCALARS = ("loss_tokens", "loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a layout first leaves the one-rank run.
+
+    step: from 1. what: "gradient", "weight", or the name of a number of the step.
+    where: module, rank and pipeline stage. index: of the largest difference in the rank's part.
+    """
+
+    step: int
+    what: str
+    name: str
+    where: str
+    index: tuple[int, ...]
+    got: float
+    expected: float
+    error: float
+
+    def __str__(self) -> str:
+        place = f" at {list(self.index)}" if self.index else ""
+        return (
+            f"step {self.step}: {self.what} of {self.name}{place} on {self.where}: "
+            f"{self.got:.9g}, one rank has {self.expected:.9g} (error {self.error:.1e})"
+        )
+
+
+@dataclass
+class Comparison:
+    """Errors of a layout against one rank.
+
+    scalars: error by step and name. gradients, weights: by parameter, one per step, the worst of
+    all ranks.
+    first: the first difference above the tolerance; in a step, gradients before weights, both in
+    the order of the model.
+    """
+
+    scalars: list[dict[str, float]] = field(default_factory=list)
+    gradients: dict[str, list[float]] = field(default_factory=dict)
+    weights: dict[str, list[float]] = field(default_factory=dict)
+    first: Difference | None = None
+
+    def worst(self, what: str) -> float:
+        """The largest error of any step: of "gradients", "weights" or a number of the steps."""
+        if what in _SCALARS:
+            return largest(step[what] for step in self.scalars)
+        errors: dict[str, list[float]] = getattr(self, what)
+        return largest(error for own in errors.values() for error in own)
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The maximum, where not-a-number is larger than anything; 0 of nothing."""
+    return max(errors, key=lambda e: math.inf if math.isnan(e) else e, default=0.0)
+
+
+def _is_worse(error: float, than: float) -> bool:
+    return not math.isnan(than) and (math.isnan(error) or error > than)
+
+
+def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
+    """1e-6 of the global norm: below it a tensor is rounding noise, such as a key bias' gradient.
+
+    gradients: of the one-rank run.
+    """
+    return 1e-6 * math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients))
+
+
+def tensor_error(got: np.ndarray, expected: np.ndarray, scale: float) -> float:
+    """max|Δ| / scale, where scale is max(max|reference|, `gradient_floor`)."""
+    return float(np.abs(got - expected).max(initial=0.0)) / scale
+
+
+def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
+    """Every number and every rank's part of every tensor, after every step."""
+    found = Comparison()
+    shards: dict[str, list[Shard]] = {}
+    for result in results:
+        for shard in result.shards:
+            shards.setdefault(_reference_name(shard, reference), []).append(shard)
+    assert shards.keys() == reference.parameters.keys(), (
+        f"only one has {sorted(shards.keys() ^ reference.parameters.keys())}"
+    )
+    for step in range(len(reference.steps)):
+        floor = gradient_floor(
+            p.gradients[step] for p in reference.parameters.values() if p.gradients
+        )
+        for what in ("gradient", "weight"):
+            for name in reference.parameters:
+                differs = _compare_parameter(shards[name], reference, name, step, what, floor)
+                if differs is None:
+                    continue
+                getattr(found, f"{what}s").setdefault(name, []).append(differs.error)
+                _note(found, differs, tolerance)
+        _compare_scalars(found, results, reference, step, tolerance)
+    return found
+
+
+def _note(found: Comparison, difference: Difference, tolerance: float) -> None:
+    # Written so that not-a-number is a difference.
+    if found.first is None and not difference.error <= tolerance:
+        found.first = difference
+
+
+def _reference_name(shard: Shard, reference: Reference) -> str:
+    """The last stage's copy of a tied embedding has no name of its own on one rank."""
+    is_copy = shard.name == _TIED_COPY and _TIED_COPY not in reference.parameters
+    return _EMBEDDING if is_copy else shard.name
+
+
+def _compare_parameter(
+    shards: Sequence[Shard], reference: Reference, name: str, step: int, what: str, floor: float
+) -> Difference | None:
+    """The worst of all ranks' parts of one parameter; None when it is frozen in both."""
+    expected = reference.parameters[name]
+    whole = expected.gradients if what == "gradient" else expected.weights
+    worst = None
+    for shard in shards:
+        parts = shard.gradients if what == "gradient" else shard.weights
+        if not parts and not whole:
+            continue
+        # A gradient that only one of both has is a difference from zero.
+        wanted = slice_of(whole[step], shard) if whole else np.zeros_like(parts[step])
+        got = parts[step] if parts else np.zeros_like(wanted)
+        scale = max(float(np.abs(whole[step]).max()) if whole else 0.0, floor)
+        error = tensor_error(got, wanted, scale)
+        if worst is None or _is_worse(error, worst.error):
+            delta = np.abs(got - wanted)
+            index = tuple(int(i) for i in np.unravel_index(int(delta.argmax()), delta.shape))
+            values = float(got[index]), float(wanted[index])
+            worst = Difference(step + 1, what, shard.name, shard.where, index, *values, error)
+    return worst
+
+
+def slice_of(whole: np.ndarray, shard: Shard) -> np.ndarray:
+    """The part of a one-rank tensor that the shard's rank holds."""
+    if shard.tp_size == 1:
+        return whole
+    blocks = np.split(whole, shard.stride, shard.dim)
+    return np.concatenate(
+        [np.split(block, shard.tp_size, shard.dim)[shard.tp] for block in blocks], shard.dim
+    )
+
+
+def _compare_scalars(
+    found: Comparison,
+    results: Sequence[RankSteps],
+    reference: Reference,
+    step: int,
+    tolerance: float,
+) -> None:
+    expected, errors = reference.steps[step], {}
+    for name in _SCALARS:
+        worst = None
+        for rank, result in enumerate(results):
+            got = float(result.metrics[step][name])
+            error = abs(got - expected[name]) / max(abs(expected[name]), 1e-12)
+            if worst is None or _is_worse(error, worst.error):
+                worst = Difference(
+                    step + 1, name, "the step", f"rank {rank}", (), got, expected[name], error
+                )
+        assert worst is not None
+        errors[name] = worst.error
+        _note(found, worst, tolerance)
+    found.scalars.append(errors)

@@ -1,0 +1,60 @@
+"""`mimo verify`: does a recipe's layout take the same steps as one rank?"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from mimo.launch import warm_up_on_cpu
+from mimo.recipe import load_recipe
+from mimo.verify.cells import recipe_cells, sweep_cells
+from mimo.verify.report import print_progress, print_table, write_json
+from mimo.verify.scale import changes
+from mimo.verify.verifier import PRELOAD, CellResult, Verifier, failed
+
+
+def main(
+    path: Path,
+    overrides: Sequence[str],
+    num_ranks: int | None,
+    max_ranks: int,
+    full: bool,
+    sweep: bool,
+    precision: str,
+    json: Path | None,
+) -> int:
+    """Print a table of errors; 0 when every layout equals one rank, else 1.
+
+    sweep: run the built-in matrix in place of the recipe's own layout. full: do not shrink it.
+    Raises InputError for bad input, before any rank starts.
+    """
+    recipe = load_recipe(path, overrides)
+    if sweep:
+        chosen = sweep_cells(recipe, max_ranks)
+    else:
+        chosen = recipe_cells(recipe, num_ranks, max_ranks, full)
+    warm_up_on_cpu(PRELOAD)
+    notes = [*chosen.notes, *(f"changed: {change}" for change in changes(recipe, precision))]
+    console = Console()
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    results: list[CellResult] = []
+    with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
+        verifier = Verifier(Path(folder), precision)
+        for cell in chosen.cells:
+            results.append(verifier.run(cell))
+            print_progress(console, results[-1], len(results), len(chosen.cells))
+            sys.stdout.flush()
+    print_table(console, results, verifier.tolerance)
+    if json is not None:
+        write_json(json, results, path, precision, verifier.tolerance, notes)
+    differing = len(failed(results))
+    if differing:
+        print(f"{differing} of {len(results)} layouts do not take the steps of one rank")
+        return 1
+    print(f"all {len(results)} layouts take the steps of one rank")
+    return 0

@@ -1,0 +1,173 @@
+"""The same steps on one rank: plain autograd and a plain optimizer.
+
+No DDP, no bridge, no schedule, no Megatron optimizer: what a layout is compared with shares as
+little as it can with what it checks.
+
+Letters: P patches, I items, T packed tokens, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.batch import pack_lane, plan_microbatch
+from mimo.build import freeze_weights
+from mimo.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.layout import LANGUAGE
+from mimo.learning_rate import learning_rate
+from mimo.local import LocalModel
+from mimo.recipe import Recipe
+from mimo.train import join_world
+from mimo.verify.results import Reference, ReferenceParameter, be_quiet
+from mimo.verify.workload import Workload
+
+
+def run_reference(recipe: Recipe, num_steps: int, workload: Workload | None = None) -> Reference:
+    """The one rank of a world that is launched for it. ``workload``: written first, if given."""
+    be_quiet()
+    join_world(recipe)
+    if workload is not None:
+        workload.write(Path(recipe.data.tokenizer).parent)
+    return reference_steps(recipe, num_steps)
+
+
+def reference_steps(
+    recipe: Recipe, num_steps: int, unusable: Collection[str] = frozenset()
+) -> Reference:
+    """Train ``num_steps`` steps of `train.global_batch_size` samples in this process.
+
+    `train.micro_batch_size` samples are packed together. unusable: keys of samples whose items
+    and loss are left out.
+    """
+    chat = open_tokenizer(recipe)
+    dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
+    assert dataset is not None
+    local = LocalModel(recipe, chat.vocab_size, freeze=True)
+    _choose_trained(recipe, local)
+    parameters = {
+        f"{name}.{key}": parameter
+        for name, module in local.model.modules.items()
+        for key, parameter in module.raw[0].named_parameters()
+    }
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    optimizer = _optimizer(recipe, parameters)
+    train, steps = recipe.train, []
+    found = {name: ReferenceParameter() for name in parameters}
+    for step in range(num_steps):
+        optimizer.zero_grad(set_to_none=True)
+        losses, tokens = _sum_of_losses(recipe, local, dataset, step, unusable)
+        (losses / tokens).backward()
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        assert len(gradients) == len(trained), "a parameter got no gradient"
+        norm = float(torch.stack([g.double().pow(2).sum() for g in gradients]).sum().sqrt())
+        if train.clip_grad_norm:
+            for gradient in gradients:
+                gradient.mul_(min(1.0, train.clip_grad_norm / (norm + 1e-6)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step, train.steps, group["peak"], train.warmup_steps, train.min_learning_rate_ratio
+            )
+        optimizer.step()
+        loss = float(losses.detach()) / tokens
+        steps.append({"loss": loss, "loss_tokens": tokens, "grad_norm": norm})
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                found[name].gradients.append(parameter.grad.clone().numpy())
+            found[name].weights.append(parameter.detach().clone().numpy())
+    return Reference(steps, found)
+
+
+def _choose_trained(recipe: Recipe, local: LocalModel) -> None:
+    """Mark the parameters that learn."""
+    for name, module in local.model.modules.items():
+        module.raw[0].requires_grad_(True)
+        freeze_weights(recipe, name, module.raw)
+
+
+def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The recipe's optimizer; a module has its own rate, matrices decay and vectors don't."""
+    train, groups = recipe.train, []
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
+        module = name.partition(".")[0]
+        part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+        groups.append(
+            {
+                "params": [parameter],
+                "peak": part.learning_rate or train.learning_rate,
+                "weight_decay": train.weight_decay if parameter.dim() > 1 else 0.0,
+            }
+        )
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=train.learning_rate)
+    betas = (train.adam_beta1, train.adam_beta2)
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.adam_eps)
+
+
+def _sum_of_losses(
+    recipe: Recipe, local: LocalModel, dataset: Dataset, step: int, unusable: Collection[str]
+) -> tuple[Tensor, int]:
+    """The summed loss of a global batch, and its tokens."""
+    together = recipe.train.micro_batch_size
+    first = step * recipe.train.global_batch_size
+    losses: Any = 0.0
+    tokens = 0
+    for start in range(first, first + recipe.train.global_batch_size, together):
+        loss, count = _loss(recipe, local, dataset, start, together, unusable)
+        losses, tokens = losses + loss, tokens + count
+    return losses, tokens
+
+
+def _loss(
+    recipe: Recipe,
+    local: LocalModel,
+    dataset: Dataset,
+    first: int,
+    count: int,
+    unusable: Collection[str],
+) -> tuple[Tensor, int]:
+    """The summed loss of ``count`` samples from position ``first`` on, in one forward."""
+    reader = dataset.readers[0]
+    samples = plan_microbatch(dataset.indexes, dataset.order, first, 1, count)
+    blank = [n for n, key in enumerate(dataset.sample_keys(samples)) if key in unusable]
+    samples = samples.without(blank)
+    encoded = [reader.sample(int(s)) for s in samples.sample]
+    for n in blank:
+        encoded[n] = replace(encoded[n], item_offsets=np.zeros(0, np.int64))
+    grids = [
+        [reader.row_grid(int(item)) for item in samples.item[samples.item_sample == n]]
+        for n in range(count)
+    ]
+    lane = pack_lane(
+        encoded,
+        grids,
+        samples.loss_tokens.tolist(),
+        int(samples.lane_tokens[0]),
+        reader.chat.pad_token_id,
+    )
+    is_kept = np.repeat(~np.isin(np.arange(len(lane.lengths)), blank), lane.lengths)
+    rows = []
+    for name, encoder in recipe.encoders.items():
+        items = samples.item[samples.items_of_media(encoder.media)].tolist()
+        if items:
+            token = reader.chat.placeholder_ids[encoder.media]
+            places = np.flatnonzero((lane.input_ids == token) & is_kept)
+            rows.append((_encode(local, name, reader, items), places))
+    per_token = local.forward(lane, rows, with_labels=True)
+    loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
+    return loss, int(samples.loss_tokens.sum())
+
+
+def _encode(local: LocalModel, encoder: str, reader: Any, items: Sequence[int]) -> Tensor:
+    """Rows (N, H) of items of a data source, in order."""
+    patches = np.concatenate([reader.patches(item) for item in items])
+    shapes = np.array([reader.grid(item) for item in items], np.int64)
+    return local.encode(encoder, patches, shapes)

@@ -1,0 +1,212 @@
+"""The recipe that is run in place of a recipe: tiny modules, synthetic data, a given layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mimo.families import encoder_settings, language_settings
+from mimo.job import check_recipe
+from mimo.layout import LANGUAGE, GridSpec, Layout, minimum_run_ahead
+from mimo.recipe import Recipe
+from mimo.recipe_errors import RecipeError
+from mimo.verify.workload import SHARD, Media, Workload
+from mimo.yaml_source import dotted
+
+NUM_STEPS = 2  # the second step finds stale state
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+
+# Few different depths and widths, so that layouts share the one-rank run that they are compared to.
+_USUAL_STAGES = 4
+_USUAL_ENCODER_STAGES = 2
+_USUAL_TP = 2
+_USUAL_MICROBATCHES = 8
+_USUAL_SAMPLES = 6  # of all lanes together, in a microbatch
+_SEQUENCE_LENGTH = 192
+_GROUP = 3  # microbatches that a colocated encoder encodes in one go, where they are several
+
+# Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
+_LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
+_ADAM_EPS = 1e-3
+
+
+@dataclass(frozen=True)
+class ScaledRecipe:
+    """A recipe to run, its layout and its data."""
+
+    recipe: Recipe
+    layout: Layout
+    workload: Workload
+    directory: Path
+
+
+def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -> ScaledRecipe:
+    """The recipe with tiny modules on ``layout``; nothing of its own sizes or data is touched.
+
+    folder: where the data of all workloads go. Raises RecipeError when a family cannot work on
+    the layout's grids.
+    """
+    microbatches = _num_microbatches(recipe, layout)
+    lanes = layout.language.dp
+    samples = _USUAL_SAMPLES
+    if samples % lanes or samples // lanes < 2:
+        samples = 2 * lanes
+    data = recipe.model_dump(mode="json")
+    data["init_from"] = None
+    data["language"] |= {
+        "grid": _grid(layout, LANGUAGE),
+        "model": _scaled(language_settings(recipe), layout.language),
+    }
+    media = []
+    for name, encoder in recipe.encoders.items():
+        settings = encoder_settings(recipe, name)
+        data["encoders"][name] |= {
+            "placement": "colocated" if name in layout.colocated else "disjoint",
+            "grid": _grid(layout, name),
+            "model": _scaled(settings, layout.encoders[name]),
+            "encode_group": _encode_group(encoder.encode_group, layout.language),
+            "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
+        }
+        processor = type(settings)(**data["encoders"][name]["model"]).processor()
+        pixels = processor.patch_size * processor.merge_size
+        media.append(Media(encoder.media, encoder.placeholder, pixels))
+    workload = Workload(tuple(media), NUM_STEPS, microbatches, samples)
+    directory = folder / workload.name
+    _set_training(data, recipe, precision)
+    data["train"] |= {
+        "global_batch_size": microbatches * samples,
+        "micro_batch_size": samples // lanes,
+        "run_dir": str(folder / "runs"),
+    }
+    divisor = 2 * layout.language.cp * layout.language.tp
+    data["data"] |= {
+        "prepare": None,
+        "sources": [{"path": str(directory / SHARD)}],
+        "validation": [],
+        "test": [],
+        "tokenizer": str(directory / "tokenizer"),
+        "sequence_length": -(-_SEQUENCE_LENGTH // divisor) * divisor,
+        "shuffle_block": NUM_STEPS * microbatches * samples,  # in order
+        "max_skipped_samples": 0,
+    }
+    data["bridge"] |= {"wire_dtype": "auto", "check": "always", "timeout_seconds": 60.0}
+    scaled = _validated(data)
+    placed = check_recipe(scaled, None)
+    assert placed == layout, f"{placed} was built, not {layout}"
+    return ScaledRecipe(scaled, layout, workload, directory)
+
+
+def changes(recipe: Recipe, precision: str) -> list[str]:
+    """What differs from the recipe beside sizes, data and layout, one sentence each."""
+    train, optimizer = recipe.train, recipe.train.optimizer
+    found = [
+        f"{precision} instead of {train.precision}" if train.precision != precision else "",
+        f"learning rate {_LEARNING_RATE[optimizer]:g}, without warm-up, so that weights move",
+    ]
+    if optimizer == "adam" and _eps(recipe, precision) != train.adam_eps:
+        found.append(
+            f"adam_eps {_eps(recipe, precision):g} instead of {train.adam_eps:g}: a smaller one "
+            f"turns rounding of gradients near zero into whole steps"
+        )
+    if recipe.bridge.wire_dtype != "auto":
+        found.append(f"rows travel as {precision} instead of {recipe.bridge.wire_dtype}")
+    return [one for one in found if one]
+
+
+def _eps(recipe: Recipe, precision: str) -> float:
+    return recipe.train.adam_eps if precision == "fp64" else max(recipe.train.adam_eps, _ADAM_EPS)
+
+
+def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
+    """Optimizer settings under which a difference shows. The modules' rates keep their ratio."""
+    modules = {LANGUAGE: recipe.language, **recipe.encoders}
+    rates = {n: part.learning_rate or recipe.train.learning_rate for n, part in modules.items()}
+    scale = _LEARNING_RATE[recipe.train.optimizer] / max(rates.values())
+    for name, rate in rates.items():
+        part = data["language"] if name == LANGUAGE else data["encoders"][name]
+        part["learning_rate"] = rate * scale
+    data["train"] |= {
+        "steps": NUM_STEPS + 1,  # the last step writes a checkpoint
+        "precision": precision,
+        "learning_rate": _LEARNING_RATE[recipe.train.optimizer],
+        "warmup_steps": 0,
+        "adam_eps": _eps(recipe, precision),
+        "validate_every": None,
+        "save_every": None,
+        "threads_per_rank": 1,
+    }
+
+
+def _grid(layout: Layout, module: str) -> dict[str, Any]:
+    grid = layout.grids[module]
+    sizes = {axis: getattr(grid, axis) for axis in ("tp", "sp", "cp", "pp", "vpp", "dp")}
+    return sizes if module in layout.colocated else sizes | {"rank_offset": grid.rank_offset}
+
+
+def _scaled(settings: Any, grid: GridSpec) -> dict[str, Any]:
+    """The family's tiny settings for a grid, of few different depths and widths."""
+    usual = _USUAL_STAGES if grid.module == LANGUAGE else _USUAL_ENCODER_STAGES
+    stages = _multiple(usual, grid.pp * grid.vpp)
+    return settings.scaled_down(stages, _multiple(_USUAL_TP, grid.tp)).model_dump(mode="json")
+
+
+def _multiple(usual: int, size: int) -> int:
+    """``usual`` where ``size`` divides it, else ``size``."""
+    return usual if usual % size == 0 else size
+
+
+def _num_microbatches(recipe: Recipe, layout: Layout) -> int:
+    """Enough for the pipeline to be full and every encoder as far ahead as it may get."""
+    language, step = layout.language, layout.language.pp if layout.language.vpp > 1 else 1
+    count = math.lcm(step, _USUAL_MICROBATCHES)
+    # One more than needed is what `run_ahead: auto` means.
+    while count <= language.pp + minimum_run_ahead(language, count) + 1:
+        count += step
+    return count
+
+
+def _run_ahead(value: int | str, layout: Layout, microbatches: int) -> int | str:
+    """'auto', or the recipe's number between what is needed and what fits."""
+    if value == "auto":
+        return value
+    needed = minimum_run_ahead(layout.language, microbatches)
+    return min(max(int(value), needed), microbatches - layout.language.pp - 1)
+
+
+def _encode_group(value: int | str, language: GridSpec) -> int | str:
+    """'all', one, or several microbatches, as the interleaved schedule allows."""
+    if value == "all":
+        return value
+    stages = language.pp if language.vpp > 1 else 1
+    return stages if value == 1 else max(_GROUP // stages, 1) * stages
+
+
+def reference_recipe(scaled: ScaledRecipe) -> Recipe:
+    """The recipe without anything that says how it is spread over ranks.
+
+    Layouts with equal ones are compared with one and the same run on one rank.
+    """
+    data = scaled.recipe.model_dump(mode="json")
+    alone = {"grid": {"dp": 1}, "recompute": "none"}
+    data["language"] |= alone
+    for encoder in data["encoders"].values():
+        encoder |= alone | {"placement": "disjoint", "run_ahead": "auto", "encode_group": "all"}
+    data["bridge"] = {}
+    data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
+    spread = ("overlap_grad_reduce", "distributed_optimizer")
+    data["train"] |= {key: False for key in spread if key in data["train"]}
+    data["data"] |= {"packing": True, "sequence_length": _SEQUENCE_LENGTH}
+    return _validated(data)
+
+
+def _validated(data: dict[str, Any]) -> Recipe:
+    """The recipe with these keys. Raises RecipeError."""
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        problems = (f"{dotted(e['loc'])}: {e['msg']}; got {e['input']!r}" for e in error.errors())
+        raise RecipeError(*problems) from error

@@ -1,0 +1,187 @@
+"""Scales a layout down and keeps what is characteristic of it: pure integers.
+
+Every axis above 1 stays above 1. Placements, SP, interleaving and the kind of lane ratio between
+each encoder and the language model stay. What still needs too many ranks is covered by several
+layouts, each with some of the parallel axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+
+from mimo.layout import LANGUAGE, GridSpec, Layout
+
+Axis = tuple[str, str]
+"""A module and one of its axes, such as ("language", "tp")."""
+
+_AXES = ("tp", "cp", "pp", "dp")
+_SMALL = (2, 3, 4)  # sizes to try for an axis above 1, before its own
+_FEW_LANES = range(2, 9)  # of a disjoint encoder
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layout with some of the parallel axes of another, the others set to 1."""
+
+    axes: frozenset[Axis]
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """For example `language.tp · vision.dp`."""
+        return " · ".join(".".join(axis) for axis in sorted(self.axes)) or "no parallel axis"
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Layouts that together cover a layout that is too large.
+
+    uncovered: pairs of axes that are together in none of them.
+    """
+
+    parts: tuple[Part, ...]
+    uncovered: tuple[tuple[Axis, Axis], ...]
+
+
+def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
+    """The kind of lane ratio, which decides how rows and gradients are routed."""
+    if encoder_lanes == language_lanes:
+        return "equal"
+    if encoder_lanes % language_lanes == 0:
+        return "fan-in"
+    if language_lanes % encoder_lanes == 0:
+        return "fan-out"
+    return "non-dividing, " + ("more" if encoder_lanes > language_lanes else "fewer")
+
+
+def place(
+    language: GridSpec,
+    encoders: dict[str, GridSpec],
+    colocated: Iterable[str],
+    order: Iterable[str],
+) -> Layout:
+    """A layout of these grids, whose own offsets do not count.
+
+    order: the disjoint modules, in the order in which they take the ranks.
+    """
+    colocated = frozenset(colocated)
+    grids, start = {LANGUAGE: language, **encoders}, 0
+    for name in order:
+        grids[name] = replace(grids[name], rank_offset=start)
+        start = grids[name].ranks.stop
+    for name in colocated:
+        grids[name] = replace(grids[name], rank_offset=grids[LANGUAGE].rank_offset)
+    placed = {name: grids[name] for name in encoders}
+    return Layout(grids[LANGUAGE], placed, start, colocated)
+
+
+def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
+    """Axes above 1, by module; the lanes of a colocated encoder follow from the other axes."""
+    return tuple(
+        (name, axis)
+        for name, grid in layout.grids.items()
+        for axis in _AXES
+        if getattr(grid, axis) > 1 and not (axis == "dp" and name in layout.colocated)
+    )
+
+
+def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
+    """The layout with all other parallel axes set to 1.
+
+    None when a colocated encoder would not fit its ranks then.
+    """
+
+    def reduced(grid: GridSpec) -> GridSpec:
+        sizes = {axis: getattr(grid, axis) if (grid.module, axis) in axes else 1 for axis in _AXES}
+        grid = replace(grid, **sizes)
+        return replace(grid, sp=grid.sp and grid.tp > 1, vpp=grid.vpp if grid.pp > 1 else 1)
+
+    language = reduced(layout.language)
+    encoders = {name: reduced(grid) for name, grid in layout.encoders.items()}
+    for name in layout.colocated:
+        lanes, rest = divmod(language.size, encoders[name].tp)
+        if rest:
+            return None
+        encoders[name] = replace(encoders[name], dp=lanes)
+    return place(language, encoders, layout.colocated, _order(layout))
+
+
+def shrink(layout: Layout) -> Layout:
+    """The smallest layout of the same kind.
+
+    Each axis has the smallest size above 1 with which all lane ratios keep their kind.
+    """
+    language, found = layout.language, []
+    for sizes in product(*(_sizes(getattr(language, axis)) for axis in _AXES)):
+        candidate = replace(
+            language, **dict(zip(_AXES, sizes, strict=True)), vpp=min(language.vpp, 2)
+        )
+        encoders = {name: _shrink_encoder(layout, name, candidate) for name in layout.encoders}
+        fitting = {name: grid for name, grid in encoders.items() if grid is not None}
+        if len(fitting) == len(encoders):
+            placed = place(candidate, fitting, layout.colocated, _order(layout))
+            found.append((placed.world_size, sum(sizes), sizes, placed))
+    assert found, "the layout's own sizes are among the candidates"
+    return min(found, key=lambda one: one[:3])[-1]
+
+
+def cover(layout: Layout, max_ranks: int) -> Cover:
+    """All maximal sets of parallel axes whose shrunk layout fits into ``max_ranks``.
+
+    Raises ValueError naming the axes that no fitting layout has.
+    """
+    smallest, axes = shrink(layout), parallel_axes(layout)
+    if smallest.world_size <= max_ranks:
+        return Cover((Part(frozenset(axes), smallest),), ())
+    if not axes:
+        raise ValueError(f"the modules need {smallest.world_size} ranks, but got {max_ranks}")
+    parts: list[Part] = []
+    for count in range(len(axes), 0, -1):
+        for chosen in map(frozenset, combinations(axes, count)):
+            if any(chosen <= part.axes for part in parts):
+                continue
+            reduced = keep_axes(layout, chosen)
+            if reduced is not None and (small := shrink(reduced)).world_size <= max_ranks:
+                parts.append(Part(chosen, small))
+    covered = {pair for part in parts for pair in _pairs(part.axes)}
+    missing = [axis for axis in axes if not any(axis in part.axes for part in parts)]
+    if missing:
+        names = ", ".join(".grid.".join(axis) for axis in missing)
+        raise ValueError(f"no layout with {names} fits into {max_ranks} ranks")
+    uncovered = [pair for pair in combinations(axes, 2) if frozenset(pair) not in covered]
+    return Cover(tuple(parts), tuple(uncovered))
+
+
+def _pairs(axes: frozenset[Axis]) -> Iterator[frozenset[Axis]]:
+    return map(frozenset, combinations(axes, 2))
+
+
+def _order(layout: Layout) -> list[str]:
+    """The disjoint modules by their ranks."""
+    names = [name for name in layout.grids if name not in layout.colocated]
+    return sorted(names, key=lambda name: layout.grids[name].rank_offset)
+
+
+def _sizes(size: int) -> tuple[int, ...]:
+    """Sizes to try in place of ``size``: small ones, and itself."""
+    return (1,) if size == 1 else tuple(sorted({*_SMALL, size}))
+
+
+def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec | None:
+    """The encoder's smallest grid beside this language model's; None when there is none."""
+    grid = layout.encoders[name]
+    kind = lane_ratio(grid.dp, layout.language.dp)
+
+    def is_alike(tp: int, dp: int) -> bool:
+        same_axes = (tp > 1, dp > 1) == (grid.tp > 1, grid.dp > 1)
+        return same_axes and lane_ratio(dp, language.dp) == kind
+
+    if name in layout.colocated:
+        size = language.size
+        fits = [tp for tp in range(1, size + 1) if size % tp == 0 and is_alike(tp, size // tp)]
+        return replace(grid, tp=fits[0], dp=size // fits[0]) if fits else None
+    tp, cp, pp = (min(getattr(grid, axis), 2) for axis in ("tp", "cp", "pp"))
+    lanes = [dp for dp in (1, *_FEW_LANES, grid.dp) if is_alike(tp, dp)]
+    return replace(grid, tp=tp, cp=cp, pp=pp, vpp=min(grid.vpp, 2), dp=lanes[0]) if lanes else None

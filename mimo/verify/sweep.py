@@ -1,0 +1,178 @@
+"""The built-in matrix of layouts: one line each, on up to eight ranks.
+
+Applied to a recipe's own families and settings; only the layout keys are the matrix's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.recipe import Recipe
+from mimo.recipe_errors import RecipeError
+from mimo.verify.shrink import place
+from mimo.yaml_source import YamlSource
+
+_COLOCATED = "colocated"
+_SECOND = "second"  # the name of an encoder that a cell needs and the recipe has not
+_OPTIONS = {
+    "frozen encoder": ("encoders.{first}.freeze=true",),
+    "frozen language": ("language.freeze=true",),
+    "only the projector learns": ("language.freeze=true", "encoders.{first}.freeze=tower"),
+    "recompute": ("language.recompute=full", "encoders.{first}.recompute=full"),
+    "selective recompute": ("language.recompute=selective",),
+    "replicated": ("bridge.delivery=replicated",),
+    "overlap": ("train.overlap_grad_reduce=true",),
+    "groups of 3": ("encoders.{first}.encode_group=3",),
+    "unpacked": ("data.packing=false",),
+    "distributed optimizer": ("train.distributed_optimizer=true",),
+    "clipped": ("train.clip_grad_norm=0.5",),
+}
+# The matrix alone decides these.
+_RESET = (
+    "language.freeze=false",
+    "language.recompute=none",
+    "bridge.delivery=sharded",
+    "train.overlap_grad_reduce=false",
+    "data.packing=true",
+)
+_RESET_ENCODER = ("freeze=false", "recompute=none", "run_ahead=auto", "encode_group=all")
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """Grids as people say them: `tp2 sp pp2`, `dp3`, `colocated tp2`; "" is one rank.
+
+    second: of a second encoder, if the cell has one.
+    """
+
+    language: str
+    encoder: str
+    options: tuple[str, ...] = ()
+    second: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For example `dp3 → tp2 dp2 · recompute`."""
+        encoders = [self.encoder, *([] if self.second is None else [self.second])]
+        lanes = " + ".join(text or "1 rank" for text in encoders)
+        return " · ".join([f"{lanes} → {self.language or '1 rank'}", *self.options])
+
+
+SWEEP = (
+    # Lane ratios: equal, fan-in, fan-out, and those that do not divide.
+    SweepCell("", ""),
+    SweepCell("dp2", "dp2", ("overlap",)),
+    SweepCell("", "dp3"),
+    SweepCell("dp3", ""),
+    SweepCell("dp2", "dp3", ("clipped",)),
+    SweepCell("dp3", "dp2", ("recompute",)),
+    # Tensor and sequence parallelism, on either side.
+    SweepCell("tp2", "dp2"),
+    SweepCell("tp2 sp", ""),
+    SweepCell("tp2 sp", "tp2", ("recompute",)),
+    SweepCell("tp2 sp dp2", "dp3"),
+    SweepCell("tp2 sp dp2", "tp2 dp2", ("replicated",)),
+    SweepCell("tp4 sp", "tp2"),
+    # Pipelines, interleaved ones too, and encoders with stages.
+    SweepCell("pp2", "dp2"),
+    SweepCell("pp3", "dp2", ("selective recompute",)),
+    SweepCell("pp3", "pp2"),
+    SweepCell("pp2 vpp2", ""),
+    SweepCell("tp2 sp pp2 vpp2", "dp3"),
+    SweepCell("tp2 sp pp2", "tp2 dp2", ("recompute",)),
+    SweepCell("pp2 dp2", "dp3", ("overlap",)),
+    # Colocated encoders.
+    SweepCell("dp2", "colocated"),
+    SweepCell("tp2 sp", "colocated"),
+    SweepCell("tp2 dp2", "colocated tp2", ("groups of 3",)),
+    SweepCell("tp2 sp dp2", "colocated", ("recompute",)),
+    SweepCell("pp2 vpp2", "colocated tp2"),
+    SweepCell("tp2 sp pp2 dp2", "colocated tp2"),
+    # What does not learn.
+    SweepCell("dp2", "dp2", ("frozen encoder",)),
+    SweepCell("tp2 sp pp2", "dp2", ("frozen language",)),
+    SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),
+    SweepCell("pp3", "", ("frozen language",)),
+    # Two encoders: disjoint, colocated, and one of each.
+    SweepCell("tp2 sp dp2", "dp3", second=""),
+    SweepCell("tp2 pp2", "colocated tp2", second="colocated"),
+    SweepCell("tp2 sp", "dp3", ("recompute",), second="colocated"),
+    SweepCell("pp2 vpp2 dp2", "colocated", second="dp2"),
+)
+
+# Cells of features that recipes cannot use yet; add them to SWEEP when they can.
+AWAITING_FEATURES = (
+    SweepCell("cp2", "dp2"),
+    SweepCell("cp2 dp2", "dp3"),
+    SweepCell("tp2 cp2 sp", "tp2"),
+    SweepCell("tp2 cp2 pp2", "colocated tp2"),
+    SweepCell("tp2 cp2 sp dp2", "colocated", ("recompute",)),
+    SweepCell("cp2 pp2", "dp2", ("distributed optimizer",)),
+    SweepCell("dp2", "dp3", ("distributed optimizer",)),
+    SweepCell("tp2 sp pp2", "dp2", ("distributed optimizer", "clipped")),
+    SweepCell("tp2 sp dp2", "colocated tp2", ("distributed optimizer",)),
+    SweepCell("dp2", "", ("unpacked",)),
+    SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
+    SweepCell("pp3", "dp2", ("only the projector learns",)),
+)
+
+
+def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
+    """The recipe with a cell's encoders and options, and the cell's layout.
+
+    Raises RecipeError for a recipe without an encoder.
+    """
+    names = _encoder_names(recipe, cell)
+    source = YamlSource(Path("sweep"), recipe.model_dump(mode="json"))
+    encoders = source.data["encoders"]
+    if _SECOND in names and _SECOND not in encoders:
+        # Its data are a media of their own, whatever the first one's is.
+        own = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
+        encoders[_SECOND] = {**encoders[names[0]], **own}
+    source.data["encoders"] = {name: encoders[name] for name in names}
+    reset = [f"encoders.{name}.{key}" for name in names for key in _RESET_ENCODER]
+    options = [text.format(first=names[0]) for option in cell.options for text in _OPTIONS[option]]
+    for override in (*_RESET, *reset, *options):
+        source.override(override)
+    assert not source.problems, source.problems
+    return Recipe.model_validate(source.data), _layout(cell, names)
+
+
+def _encoder_names(recipe: Recipe, cell: SweepCell) -> Sequence[str]:
+    if not recipe.encoders:
+        raise RecipeError("encoders: the sweep needs a recipe with at least one encoder")
+    first, *others = recipe.encoders
+    return [first] if cell.second is None else [first, (others or [_SECOND])[0]]
+
+
+def _layout(cell: SweepCell, names: Sequence[str]) -> Layout:
+    """Disjoint encoders first, then the language model."""
+    language = GridSpec(LANGUAGE, **grid_sizes(cell.language))
+    texts = [cell.encoder] if cell.second is None else [cell.encoder, cell.second]
+    encoders, colocated = {}, []
+    for name, text in zip(names, texts, strict=True):
+        grid = GridSpec(name, **grid_sizes(text.removeprefix(_COLOCATED)))
+        if text.startswith(_COLOCATED):
+            colocated.append(name)
+            grid = replace(grid, dp=language.size // grid.tp)
+        encoders[name] = grid
+    disjoint = [name for name in names if name not in colocated]
+    return place(language, encoders, colocated, [*disjoint, LANGUAGE])
+
+
+def grid_sizes(text: str) -> dict[str, Any]:
+    """`"tp2 sp"` -> `{"tp": 2, "sp": True}`."""
+    sizes: dict[str, Any] = {}
+    for word in text.split():
+        if word == "sp":
+            sizes["sp"] = True
+            continue
+        match = re.fullmatch(r"(tp|cp|pp|vpp|dp)(\d+)", word)
+        assert match is not None, f"{word!r} in {text!r} is no axis with a size"
+        sizes[match[1]] = int(match[2])
+    return sizes
