@@ -13,7 +13,7 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _masked_sum(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    total = (output.float().view(-1) * loss_mask.view(-1)).sum()
+    total = (output.view(-1) * loss_mask.view(-1)).sum()
     # Megatron may scale what it differentiates in place, so the log is a copy.
     return total, loss_mask.sum().to(torch.int), total.detach().clone()
 
@@ -21,7 +21,8 @@ def _masked_sum(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tens
 def masked_sum(loss_mask: Tensor) -> LossFunction:
     """Sum of per-token losses (1, T) under ``loss_mask`` (1, T): (sum, tokens, logged sum).
 
-    A sum, not a mean: the division by the global token count happens once, after the step.
+    In the dtype of the losses, fp32 or fp64. A sum, not a mean: the division by the global token
+    count happens once, after the step.
     """
     return partial(_masked_sum, loss_mask)
 

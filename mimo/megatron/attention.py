@@ -111,8 +111,9 @@ class CoreAttention(nn.Module):
         self.attn_mask_type = attn_mask_type
         if softmax_scale is None:
             assert config.kv_channels is not None, "Megatron's config fills in the head size"
-            softmax_scale = config.kv_channels**-0.5
-        self.scale = softmax_scale
+            self.scale = float(config.kv_channels**-0.5)
+        else:
+            self.scale = softmax_scale
         kernel = choose_kernel(config.params_dtype)
         self.kernel = KERNELS[_own_kernel() if kernel == "transformer_engine" else kernel]
         self.cp = None
