@@ -174,10 +174,17 @@ def _shards(name: str, module: Any) -> list[dict]:
                     "dim": int(getattr(param, "partition_dim", 0)),
                     "stride": int(getattr(param, "partition_stride", 1)),
                     "gradient": None if gradient is None else gradient.detach().clone().numpy(),
-                    "weight": param.detach().clone().numpy(),
+                    # numpy has no bf16; fp32 holds the same numbers.
+                    "weight": param.detach().to(copy=True, dtype=_numpy_dtype(param)).numpy(),
                 }
             )
     return found
+
+
+def _numpy_dtype(param: Any) -> Any:
+    import torch
+
+    return torch.float32 if param.dtype == torch.bfloat16 else param.dtype
 
 
 def run_reference_steps(
