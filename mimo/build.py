@@ -24,7 +24,12 @@ from mimo.partition import PartitionAdapter
 from mimo.recipe import Encoder, Language, Recipe
 from mimo.topology import Topology
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoModel:
@@ -70,7 +75,7 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
                 chunk = language_family(recipe).build(
                     settings,
                     ctx,
-                    settings.padded_vocab_size(num_tokens),
+                    num_tokens,
                     recipe.data.sequence_length * recipe.train.micro_batch_size,
                     recipe.train.seed,
                 )
@@ -99,7 +104,9 @@ def _module(
     freeze_weights(recipe, name, chunks)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
         return Module(name, groups, chunks, chunks, None, learning_rate, part.trains)
-    wrapped = wrap_data_parallel(chunks, groups, train.overlap_grad_reduce)
+    wrapped = wrap_data_parallel(
+        chunks, groups, train.overlap_grad_reduce, train.distributed_optimizer
+    )
     # The schedules switch gradient synchronisation off for all but the last microbatch.
     switches = [one.no_sync for one in wrapped]
     for chunk in chunks:
@@ -112,6 +119,7 @@ def _module(
             beta1=train.adam_beta1,
             beta2=train.adam_beta2,
             eps=train.adam_eps,
+            distributed=train.distributed_optimizer,
         ),
         learning_rate,
         dtype,

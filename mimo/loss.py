@@ -13,8 +13,7 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _masked_sum(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    losses = output if output.dtype == torch.float64 else output.float()
-    total = (losses * loss_mask).sum()
+    total = (output * loss_mask).sum()
     # Megatron may scale what it differentiates in place, so the log is a copy.
     return total, loss_mask.sum().to(torch.int), total.detach().clone()
 
@@ -22,7 +21,8 @@ def _masked_sum(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tens
 def masked_sum(loss_mask: Tensor) -> LossFunction:
     """Sum of per-token losses (B, S) under ``loss_mask`` (B, S): (sum, tokens, logged sum).
 
-    A sum, not a mean: the division by the global token count happens once, after the step.
+    In the dtype of the losses, fp32 or fp64. A sum, not a mean: the division by the global token
+    count happens once, after the step.
     """
     return partial(_masked_sum, loss_mask)
 

@@ -176,12 +176,16 @@ class Data(Section):
 
 
 class Train(Section):
-    """The optimisation, and what is written when. `*_every` are numbers of steps; null is never."""
+    """The optimisation, and what is written when. `*_every` are numbers of steps; null is never.
+
+    `precision`: fp64 is for checking results on a CPU.
+    `distributed_optimizer`: each data-parallel rank keeps its share of Adam's state only.
+    """
 
     steps: Positive
     global_batch_size: Positive
     micro_batch_size: Positive = 1
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     seed: NotNegative = 1
     learning_rate: PositiveFloat = 1e-3
     warmup_steps: NotNegative = 0
@@ -193,6 +197,7 @@ class Train(Section):
     adam_eps: PositiveFloat = 1e-8
     clip_grad_norm: PositiveFloat | None = 1.0
     overlap_grad_reduce: bool = False
+    distributed_optimizer: bool = False
     log_every: Positive = 10
     validate_every: Positive | None = None
     validation_batches: Positive = 4
@@ -200,6 +205,20 @@ class Train(Section):
     keep_checkpoints: Positive = 2
     run_dir: str = "runs"
     threads_per_rank: Positive | None = None
+
+    @model_validator(mode="after")
+    def _state_can_be_distributed(self) -> "Train":
+        if self.distributed_optimizer and self.optimizer != "adam":
+            raise ValueError(
+                f"distributed_optimizer: true shares out Adam's state, but optimizer is "
+                f"{self.optimizer}; set optimizer: adam, or remove distributed_optimizer"
+            )
+        if self.distributed_optimizer and self.precision == "fp64":
+            raise ValueError(
+                "distributed_optimizer: true works in fp32 and bf16, but precision is fp64; "
+                "set precision: fp32, or remove distributed_optimizer"
+            )
+        return self
 
 
 class Recipe(Section):

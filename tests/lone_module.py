@@ -153,7 +153,7 @@ def run_language(
     ctx = _context(tp, sp)
     sizes = qwen3.Settings(**settings)
     vocab_size = sizes.padded_vocab_size(num_tokens)
-    model = qwen3.build(sizes, ctx, vocab_size, len(ids), SEED)
+    model = qwen3.build(sizes, ctx, num_tokens, len(ids), SEED)
     if weights is not None:
         _load(model, weights, ctx)
     inputs: dict[str, Any] = {

@@ -10,7 +10,8 @@ A family file offers
   checks it by ``layer_kinds()``, one name per layer.
 - ``check_grid(settings, tp, pp, vocab_size) -> list[str]``: problems of a grid with these sizes,
   one sentence each; pp counts virtual stages too, vocab_size is padded.
-- ``build(settings, ctx, vocab_size, max_sequence_length, seed)``: this rank's chunk as a Megatron
+- ``build(settings, ctx, num_tokens, max_sequence_length, seed)``: this rank's chunk as a Megatron
   `GPTModel` with freshly drawn weights, the same in every layout. ctx: the `ModuleContext` with
-  process groups, dtype and virtual stage; it is called once per virtual stage.
+  process groups, dtype and virtual stage; it is called once per virtual stage. num_tokens: of the
+  tokenizer; the family pads, and padding must take no part in the loss.
 """

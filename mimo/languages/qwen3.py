@@ -128,11 +128,14 @@ def check_grid(settings: Settings, tp: int, pp: int, vocab_size: int) -> list[st
 def build(
     settings: Settings,
     ctx: engine.ModuleContext,
-    vocab_size: int,
+    num_tokens: int,
     max_sequence_length: int,
     seed: int,
 ) -> LanguageModel:
-    """This rank's chunk with freshly drawn weights, the same in every layout."""
+    """This rank's chunk with freshly drawn weights, the same in every layout.
+
+    num_tokens: of the tokenizer, without the padding of the vocabulary.
+    """
     from mimo.megatron.language import LanguageShape, build_gpt
 
     shape = engine.StackShape(
@@ -149,7 +152,12 @@ def build(
     model = build_gpt(
         config,
         ctx,
-        LanguageShape(vocab_size, max_sequence_length, settings.tie_word_embeddings),
+        LanguageShape(
+            num_tokens=num_tokens,
+            vocab_size=settings.padded_vocab_size(num_tokens),
+            max_sequence_length=max_sequence_length,
+            tie_word_embeddings=settings.tie_word_embeddings,
+        ),
         lambda: engine.InterleavedMRope(
             settings.head_size, settings.mrope_section, settings.rotary_base
         ),

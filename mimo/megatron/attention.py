@@ -109,9 +109,11 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.attn_mask_type = attn_mask_type
-        assert config.kv_channels is not None, "Megatron's config fills in the head size"
-        usual: float = config.kv_channels**-0.5
-        self.scale = usual if softmax_scale is None else softmax_scale
+        if softmax_scale is None:
+            assert config.kv_channels is not None, "Megatron's config fills in the head size"
+            self.scale = float(config.kv_channels**-0.5)
+        else:
+            self.scale = softmax_scale
         kernel = choose_kernel(config.params_dtype)
         self.kernel = KERNELS[_own_kernel() if kernel == "transformer_engine" else kernel]
         self.cp = None

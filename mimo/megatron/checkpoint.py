@@ -14,7 +14,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch import Tensor, nn
+from torch import nn
+
+from mimo.megatron.optimizer_state import Share, share_of, whole_tensors
 
 State = dict[str, Any]
 
@@ -42,42 +44,32 @@ def weights_state(module: nn.Module, name: str, groups: ProcessGroupCollection) 
     return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
 
-def _optimizer_tensors(
-    optimizer: MegatronOptimizer, module: nn.Module, name: str
-) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, parameter key, tensor) of all per-parameter state, created first if need be.
-
-    Kinds: Adam's moments, and the fp32 master weight of a 16-bit parameter.
-    """
+def _shares(optimizer: MegatronOptimizer, module: nn.Module) -> Iterator[tuple[str, Share]]:
+    """(parameter, what this rank's optimizer holds of it), created first if need be."""
     base = optimizer.optimizer
     assert base is not None, "a module that trains has parameters"
     optimizer.init_state_fn(base, optimizer.config)
-    masters: dict[int, Tensor] = {}
-    if hasattr(optimizer, "float16_groups"):
-        mixed = cast("Any", optimizer)
-        for low, high in zip(mixed.float16_groups, mixed.fp32_from_float16_groups, strict=True):
-            masters |= {id(p): main for p, main in zip(low, high, strict=True)}
-    for local, param in module.named_parameters():
-        if not param.requires_grad:
-            continue
-        main = masters.get(id(param), param)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            if kind in base.state[main]:
-                yield kind, f"{name}.{local}", base.state[main][kind]
-        if id(param) in masters:
-            yield "fp32_param", f"{name}.{local}", main
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            yield name, share_of(optimizer, param)
 
 
 def optimizer_state(
     optimizer: MegatronOptimizer, module: nn.Module, name: str, weights: State
 ) -> State:
-    """Sharded optimizer tensors, cut like the ``weights`` (`weights_state`) they belong to."""
-    return {
-        f"{kind}.{key}": make_sharded_optimizer_tensor(
-            weights[key], tensor.detach(), f"optimizer.{kind}"
-        )
-        for kind, key, tensor in _optimizer_tensors(optimizer, module, name)
-    }
+    """Sharded optimizer tensors, cut like the ``weights`` (`weights_state`) they belong to.
+
+    Their form is the same for a distributed optimizer, so either can load what the other saved.
+    Every rank of the module calls it.
+    """
+    state: State = {}
+    for local, share in _shares(optimizer, module):
+        key = f"{name}.{local}"
+        for kind, tensor in whole_tensors(optimizer, share).items():
+            state[f"{kind}.{key}"] = make_sharded_optimizer_tensor(
+                weights[key], tensor, f"optimizer.{kind}"
+            )
+    return state
 
 
 @torch.no_grad()
@@ -92,8 +84,10 @@ def restore(
         param.copy_(loaded[f"{name}.{local}"])
     if optimizer is None:
         return
-    for kind, key, tensor in _optimizer_tensors(optimizer, module, name):
-        tensor.copy_(loaded[f"{kind}.{key}"])
+    for local, share in _shares(optimizer, module):
+        for kind, tensor in share.tensors.items():
+            whole = loaded[f"{kind}.{name}.{local}"]
+            tensor.copy_(whole.view(-1)[share.start : share.end].view_as(tensor))
     base = optimizer.optimizer
     assert base is not None
     for state in base.state.values():

@@ -9,10 +9,11 @@ from typing import Any, cast
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
-from torch import nn
+from torch import Tensor, nn
 
 from mimo.megatron.config import ModuleContext
 from mimo.megatron.context_parallel import zigzag_share
+from mimo.megatron.cross_entropy import vocab_parallel_cross_entropy
 from mimo.megatron.layers import stack_spec
 
 
@@ -21,7 +22,18 @@ class LanguageModel(GPTModel):
 
     Under context parallelism token ids, labels and embeddings are this rank's share, positions
     those of the whole sequence.
+    num_tokens: of the tokenizer; further rows of the embedding only pad the vocabulary.
     """
+
+    num_tokens: int
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """labels (B, S) int64, logits (S, B, V/tp) -> per-token losses (B, S), at least fp32.
+
+        Every tensor-parallel rank calls it with its columns. Padding takes no part.
+        """
+        columns = logits.transpose(0, 1)
+        return vocab_parallel_cross_entropy(columns, labels, self.num_tokens, self.pg_collection.tp)
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple:
         """As `GPTModel`, but frequencies (S, B, 1, D) of a dense batch are cut to (S/cp, B, 1, D).
@@ -63,8 +75,12 @@ class LanguageModel(GPTModel):
 
 @dataclass(frozen=True)
 class LanguageShape:
-    """What `GPTModel` needs beside the layer stack."""
+    """What `GPTModel` needs beside the layer stack.
 
+    num_tokens: of the tokenizer. vocab_size: rows of the embedding, padding included.
+    """
+
+    num_tokens: int
     vocab_size: int
     max_sequence_length: int
     tie_word_embeddings: bool
@@ -101,4 +117,5 @@ def build_gpt(
         vp_stage=ctx.vp_stage,
     )
     cast("Any", model).rotary_pos_emb = rotary()
+    model.num_tokens = shape.num_tokens
     return model

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import (
     Float16OptimizerWithFloat16Params,
@@ -32,13 +33,21 @@ from mimo.megatron.cpu import adapt_to_machine
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW ("adam") or plain SGD ("sgd"). Clipping is not the optimizer's: its norm is global."""
+    """AdamW ("adam") or plain SGD ("sgd"). Clipping is not the optimizer's: its norm is global.
+
+    distributed: with Adam in fp32 or bf16, every data-parallel rank keeps and updates only its
+        share of the optimizer's state (ZeRO stage 1, Rajbhandari et al. 2020).
+    """
 
     name: str
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
+    distributed: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.distributed or self.name == "adam", "only Adam's state can be distributed"
 
 
 def prepare_engine(seed: int) -> None:
@@ -56,19 +65,24 @@ def prepare_engine(seed: int) -> None:
 
 
 def wrap_data_parallel(
-    chunks: Sequence[nn.Module], groups: ProcessGroupCollection, overlap_grad_reduce: bool
+    chunks: Sequence[nn.Module],
+    groups: ProcessGroupCollection,
+    overlap_grad_reduce: bool,
+    distributed_optimizer: bool = False,
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each model chunk of a trainable module; gradients are kept in fp32.
+    """Megatron's DDP around each model chunk of a trainable module.
 
+    Gradients are kept in fp32, of an fp64 module in fp64. With a distributed optimizer they are
+    reduce-scattered, so a rank has the sum for its share of the parameters only.
     Every rank of the module calls it.
     """
     return [
         DistributedDataParallel(
             chunk.config,  # type: ignore[arg-type]
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
+                grad_reduce_in_fp32=chunk.config.params_dtype != torch.float64,  # type: ignore[union-attr]
                 overlap_grad_reduce=overlap_grad_reduce,
-                use_distributed_optimizer=False,
+                use_distributed_optimizer=distributed_optimizer,
             ),
             chunk,
             # Chunks after the first are off the critical path of the interleaved schedule.
@@ -80,7 +94,7 @@ def wrap_data_parallel(
 
 
 def build_optimizer(
-    chunks: Sequence[nn.Module],
+    chunks: Sequence[DistributedDataParallel],
     settings: OptimizerSettings,
     learning_rate: float,
     dtype: torch.dtype,
@@ -107,6 +121,7 @@ def build_optimizer(
         sgd_momentum=0.0,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
+        use_distributed_optimizer=settings.distributed,
         # Clipping uses one norm over all modules and is done by the caller.
         clip_grad=0.0,
     )
@@ -135,11 +150,24 @@ def build_optimizer(
                     }
 
     optimizer: MegatronOptimizer
-    if dtype == torch.float32:
+    # bf16 has the range of fp32 and needs no loss scaling.
+    scaler = cast("MegatronGradScaler", None)
+    if settings.distributed:
+        optimizer = DistributedOptimizer(
+            base,
+            config,
+            scaler,
+            fill_state,
+            model_chunks=list(chunks),  # type: ignore[arg-type]
+            per_model_buffers={n: cast("Any", chunk).buffers for n, chunk in enumerate(chunks)},
+            data_parallel_group=groups.intra_dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,
+            distributed_optimizer_instance_id=0,
+        )
+    elif dtype in (torch.float32, torch.float64):
         optimizer = FP32Optimizer(base, config, fill_state)
     else:
-        # bf16 has the range of fp32 and needs no loss scaling.
-        scaler = cast("MegatronGradScaler", None)
         optimizer = Float16OptimizerWithFloat16Params(base, config, scaler, fill_state)
     # Read by Megatron when it decides which parameters are tensor-parallel duplicates.
     optimizer.tp_group = groups.tp  # type: ignore[attr-defined]
@@ -178,10 +206,11 @@ def squared_gradient_norm(optimizer: MegatronOptimizer, groups: ProcessGroupColl
     """This rank's share of the squared global gradient norm, after `finish_gradients`.
 
     Summed over all ranks of all modules it is the squared norm of the whole model's gradient:
-    replicas over DP count on lane 0 only, TP duplicates on TP rank 0 only, tied weights once.
+    replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only, tied weights
+    once. A distributed optimizer has no replicas: each rank counts its share.
     """
     optimizer.prepare_grads()
-    if groups.dp_cp.rank() != 0:
+    if groups.dp_cp.rank() != 0 and not isinstance(optimizer, DistributedOptimizer):
         return 0.0
     grads = optimizer.get_grads_for_grad_norm()
     return math.fsum(float(g.double().pow(2).sum()) for g in grads)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mimo.dataset import open_dataset
 from mimo.layout import Layout, build_layout
@@ -46,24 +49,23 @@ def layout_steps(
     if check is not None:
         planner = trainer._planner(dataset)
         check(recipe, layout, planner.finish(planner.microbatches(0)))
-    shards = [
-        shard
-        for name, module in trainer.model.modules.items()
-        for shard in _shards(name, module, topology.rank)
-    ]
-    parameters = [p for m in trainer.model.modules.values() for _, _, p in _parameters(m)]
+    modules = trainer.model.modules
+    shards = {name: shards_of(name, one, topology.rank) for name, one in modules.items()}
     metrics = []
     steps = trainer.train(dataset, None)
     for _ in range(num_steps):
         metrics.append(next(steps))
-        for module in trainer.model.modules.values():
+        for name, module in modules.items():
             gather_gradients(module)
-        for shard, parameter in zip(shards, parameters, strict=True):
-            if parameter.requires_grad:
-                shard.gradients.append(parameter.main_grad.detach().clone().numpy())
-            shard.weights.append(parameter.detach().clone().numpy())
+            record(shards[name], module)
     steps.close()
-    return RankSteps(metrics, shards)
+    return RankSteps(metrics, [shard for own in shards.values() for shard in own])
+
+
+def _numpy_copy(tensor: Tensor) -> np.ndarray:
+    """Also of bf16, which numpy has not; fp32 holds the same numbers."""
+    dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+    return tensor.detach().to(copy=True, dtype=dtype).numpy()
 
 
 def _parameters(module: Module) -> list[tuple[int, str, Any]]:
@@ -75,7 +77,16 @@ def _parameters(module: Module) -> list[tuple[int, str, Any]]:
     ]
 
 
-def _shards(name: str, module: Module, rank: int) -> list[Shard]:
+def record(shards: Sequence[Shard], module: Module) -> None:
+    """Add the module's present gradients and weights to its shards."""
+    for shard, (_, _, parameter) in zip(shards, _parameters(module), strict=True):
+        if parameter.requires_grad:
+            shard.gradients.append(_numpy_copy(parameter.main_grad))
+        shard.weights.append(_numpy_copy(parameter))
+
+
+def shards_of(name: str, module: Module, rank: int) -> list[Shard]:
+    """This rank's parts of the module's parameters, without any value yet."""
     found = []
     groups, interleaved = module.groups, len(module.raw) > 1
     for number, local, parameter in _parameters(module):

@@ -182,6 +182,26 @@ def test_logits_and_every_gradient_equal_those_of_transformers_per_segment(
     assert error <= TOLERANCE, f"gradient of {name}: error {error:.2e}"
 
 
+def test_losses_are_those_of_the_tokens_without_the_padding_of_the_vocabulary(
+    run_ranks: RunRanks,
+) -> None:
+    reference = compute_reference(True, "text")
+    (got,) = run_ranks(
+        lone_module.run_language,
+        1,
+        SETTINGS | {"tie_word_embeddings": True},
+        NUM_TOKENS,
+        reference.weights,
+        reference.ids,
+        reference.positions,
+        LENGTHS,
+    )
+    # Padded rows of the head hold 1e3: their logits would outweigh every token's.
+    assert (got["logits"][:, NUM_TOKENS:].abs() > 100).any()
+    expected = nn.functional.cross_entropy(reference.logits, reference.ids, reduction="none")
+    torch.testing.assert_close(got["losses"], expected, rtol=0, atol=TOLERANCE)
+
+
 def test_image_positions_change_the_logits() -> None:
     text = compute_reference(True, "text")
     images = compute_reference(True, "images")

@@ -1,0 +1,338 @@
+"""A language model alone, trained for some steps on any grid: what runs inside ranks.
+
+No recipe, no encoder, no bridge: engine, data parallelism, schedule and optimizer. One rank and
+any grid see the same microbatches; whole sequences are drawn everywhere and each rank cuts out
+what its place in the grid has to see.
+
+Letters: T packed tokens of a lane, S sequence, B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data import mrope_position_ids
+from tests.mimo import tiny
+
+SEED = 11
+NUM_TOKENS = 100
+SETTINGS = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "head_size": 16,
+    "rotary_base": 10_000.0,
+    "mrope_section": (4, 2, 2),
+    "tie_word_embeddings": True,
+    "init_std": 0.1,
+}
+# Multiples of 2·cp·tp for every grid here; (offset, grid in rows) of the images in each segment.
+LENGTHS = (24, 8, 16, 16)
+IMAGES = ([(2, (1, 2, 3)), (12, (1, 3, 3))], [(0, (1, 1, 4))], [], [(5, (1, 4, 2))])
+NUM_LANES = 2
+NUM_MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train and how; grids differ, the rest is the same on one rank.
+
+    grid: axes of a `GridSpec`. dense: a batch of two sequences instead of packed segments.
+    kl: distil from drawn teacher logits instead of learning labels.
+    """
+
+    grid: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    steps: int = 1
+    optimizer: str = "sgd"
+    learning_rate: float = 0.1
+    dense: bool = False
+    kl: bool = False
+    recompute: str = "none"
+    overlap: bool = False
+    distributed: bool = False
+    scatter_embedding: bool = True
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Whole: ids, labels, loss_mask (B, S), position_ids (3, B, S); B = 1 and S = T if packed."""
+
+    ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    positions: Tensor
+    lengths: tuple[int, ...] | None
+    teacher: Tensor
+
+
+def microbatches(step: int, lane: int, dense: bool) -> Iterator[Microbatch]:
+    """Those of one of NUM_LANES lanes in one step; lanes have other tokens and loss tokens."""
+    for number in range(NUM_MICROBATCHES):
+        rng = np.random.default_rng([SEED, step, lane, number])
+        shape = (2, 32) if dense else (1, sum(LENGTHS))
+        if dense:
+            grids = [mrope_position_ids(32, [4], [(1, 2, 2 + b)]) for b in range(2)]
+            positions = torch.from_numpy(np.stack(grids, 1))
+        else:
+            parts = [
+                mrope_position_ids(n, [o for o, _ in images], [g for _, g in images])
+                for n, images in zip(LENGTHS, IMAGES, strict=True)
+            ]
+            positions = torch.from_numpy(np.concatenate(parts, 1))[:, None]
+        yield Microbatch(
+            ids=torch.from_numpy(rng.integers(0, NUM_TOKENS, shape)),
+            labels=torch.from_numpy(rng.integers(0, NUM_TOKENS, shape)),
+            loss_mask=torch.from_numpy((rng.random(shape) < 0.2 + 0.3 * lane).astype(np.float32)),
+            positions=positions,
+            lengths=None if dense else LENGTHS,
+            teacher=torch.from_numpy(2 * rng.standard_normal((*shape, 128))),
+        )
+
+
+def count_loss_tokens(job: Job, step: int) -> int:
+    """N of the global batch."""
+    return sum(
+        int(one.loss_mask.sum())
+        for lane in range(NUM_LANES)
+        for one in microbatches(step, lane, job.dense)
+    )
+
+
+def share(whole: Tensor, lengths: Sequence[int], cp: dist.ProcessGroup) -> Tensor:
+    """The zigzag share of dim 1, written out from the definition."""
+    if cp.size() == 1:
+        return whole
+    rows, start = [], 0
+    for length in lengths:
+        chunks = torch.arange(start, start + length).chunk(2 * cp.size())
+        rows += [chunks[cp.rank()], chunks[2 * cp.size() - 1 - cp.rank()]]
+        start += length
+    return whole[:, torch.cat(rows)]
+
+
+class Trainer:
+    """One rank's model of a `Job`."""
+
+    def __init__(self, job: Job) -> None:
+        from mimo.languages import qwen3
+        from mimo.layout import LANGUAGE, GridSpec, Layout
+        from mimo.megatron.config import ModuleContext
+        from mimo.megatron.parallel import (
+            OptimizerSettings,
+            build_optimizer,
+            prepare_engine,
+            wrap_data_parallel,
+        )
+        from mimo.topology import build_topology
+
+        self.job = job
+        prepare_engine(SEED)
+        grid = GridSpec(LANGUAGE, **job.grid)
+        layout = Layout(language=grid, encoders={}, world_size=grid.size)
+        self.groups = build_topology(layout).modules[LANGUAGE]
+        self.raw = []
+        for stage in range(grid.vpp):
+            ctx = ModuleContext(
+                groups=self.groups,
+                dtype=job.dtype,
+                sequence_parallel=grid.sp,
+                virtual_stages=grid.vpp,
+                vp_stage=stage if grid.vpp > 1 else None,
+                recompute=job.recompute,
+                scatter_embedding=job.scatter_embedding,
+            )
+            sizes = qwen3.Settings(**{**SETTINGS, **job.settings})
+            self.raw.append(qwen3.build(sizes, ctx, NUM_TOKENS, 64, SEED))
+        self.chunks = wrap_data_parallel(self.raw, self.groups, job.overlap, job.distributed)
+        switches = [chunk.no_sync for chunk in self.chunks]
+        for chunk in self.raw:
+            chunk.config.no_sync_func = switches if len(switches) > 1 else switches[0]
+        self.optimizer = build_optimizer(
+            self.chunks,
+            OptimizerSettings(job.optimizer, 0.1, 0.9, 0.95, 1e-4, job.distributed),
+            job.learning_rate,
+            job.dtype,
+            self.groups,
+        )
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step: the summed loss of this rank and its share of the squared gradient norm."""
+        from mimo.megatron.parallel import (
+            finish_gradients,
+            squared_gradient_norm,
+            step_optimizer,
+            zero_gradients,
+        )
+        from mimo.megatron.schedule import run_schedule
+
+        for chunk in self.chunks:
+            chunk.train()
+        zero_gradients(self.chunks, self.optimizer)
+        lanes = range(self.groups.dp.rank(), NUM_LANES, self.groups.dp.size())
+        batch = [one for lane in lanes for one in microbatches(step, lane, self.job.dense)]
+        logged = run_schedule(
+            self._forward_step, batch, self.chunks, self.groups, sequence_length=sum(LENGTHS)
+        )
+        finish_gradients(self.chunks, self.groups, count_loss_tokens(self.job, step))
+        norm = squared_gradient_norm(self.optimizer, self.groups)
+        step_optimizer(self.optimizer, self.job.learning_rate, 1.0)
+        first = self.groups.tp.rank() == 0
+        return {"loss": float(sum(logged)) if first else 0.0, "squared_norm": norm}
+
+    def _forward_step(self, batches: Iterator[Microbatch], chunk: Any) -> tuple[Any, Any]:
+        from mimo.loss import masked_sum
+        from mimo.megatron.cross_entropy import vocab_parallel_kl
+        from mimo.megatron.segments import PackedSegments
+
+        one, cp, tp = next(batches), self.groups.cp, self.groups.tp
+        lengths = one.lengths or (one.ids.shape[1],)
+        segments = None
+        if one.lengths is not None:
+            segments = PackedSegments.from_lengths(one.lengths, one.ids.device)
+        output = chunk(
+            input_ids=share(one.ids, lengths, cp),
+            position_ids=one.positions,
+            attention_mask=None,
+            labels=None if self.job.kl else share(one.labels, lengths, cp),
+            packed_seq_params=segments,
+        )
+        if self.job.kl and self.raw[-1].post_process:
+            teacher = share(one.teacher, lengths, cp).chunk(tp.size(), -1)[tp.rank()]
+            output = vocab_parallel_kl(output, teacher.to(output.dtype), NUM_TOKENS, tp)
+        return output, masked_sum(share(one.loss_mask, lengths, cp))
+
+    def shards(self) -> list[Any]:
+        """Weights and gradients of this rank, for `tiny.assemble`."""
+        from mimo.model import Module
+        from mimo.verify.run import record, shards_of
+
+        rate = self.job.learning_rate
+        chunks: list[torch.nn.Module] = [*self.chunks]
+        module = Module("language", self.groups, self.raw, chunks, self.optimizer, rate, True)
+        found = shards_of("language", module, dist.get_rank())
+        record(found, module)
+        return found
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def train(rank: int, job: Job) -> dict[str, Any]:
+    """All steps of a job: metrics of each, then weights and last gradients."""
+    trainer = Trainer(job)
+    return {"metrics": [trainer.step(n) for n in range(job.steps)], "shards": trainer.shards()}
+
+
+def state_sizes(rank: int, job: Job) -> int:
+    """Elements of this rank's optimizer state after a step, the count of steps left out."""
+    trainer = Trainer(job)
+    trainer.step(0)
+    base = trainer.optimizer.optimizer
+    assert base is not None
+    return sum(
+        tensor.numel()
+        for state in base.state.values()
+        for kind, tensor in state.items()
+        if kind != "step"
+    )
+
+
+def save_and_go_on(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, Any]:
+    """As `train`, with a checkpoint after some of the steps."""
+    trainer = Trainer(job)
+    metrics = []
+    for step in range(job.steps):
+        if step == saved_after:
+            _save(trainer, directory)
+        metrics.append(trainer.step(step))
+    return {"metrics": metrics, "shards": trainer.shards()}
+
+
+def resume(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, Any]:
+    """A fresh model that loads the checkpoint and does the remaining steps."""
+    trainer = Trainer(job)
+    _load(trainer, directory, saved_after)
+    metrics = [trainer.step(step) for step in range(saved_after, job.steps)]
+    return {"metrics": metrics, "shards": trainer.shards()}
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    from mimo.megatron.checkpoint import optimizer_state, weights_state
+
+    state: dict[str, Any] = {}
+    for number, chunk in enumerate(trainer.raw):
+        weights = weights_state(chunk, "language", trainer.groups)
+        part = weights | optimizer_state(trainer.optimizer, chunk, "language", weights)
+        state |= {f"{number}.{key}": value for key, value in part.items()}
+    return state
+
+
+def _save(trainer: Trainer, directory: Path) -> None:
+    from mimo.megatron.checkpoint import save_sharded
+
+    save_sharded(_state(trainer), directory)
+
+
+def _load(trainer: Trainer, directory: Path, step: int) -> None:
+    from mimo.megatron.checkpoint import load_sharded, restore
+
+    loaded = load_sharded(_state(trainer), directory)
+    for number, chunk in enumerate(trainer.raw):
+        prefix = f"{number}."
+        own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
+        restore(chunk, trainer.optimizer, "language", own, step)
+
+
+# ------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job's results put together: by step the loss sum and gradient norm, whole tensors."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, dict[str, Any]]
+
+
+def outcome(results: Sequence[dict[str, Any]], gradients: bool = True) -> Outcome:
+    """Put the ranks' results together; a distributed optimizer has no whole ``gradients``."""
+    steps = list(zip(*(one["metrics"] for one in results), strict=True))
+    weights = tiny.assemble(results, "weight")
+    found = tiny.assemble(results, "gradient") if gradients else dict.fromkeys(weights)
+    return Outcome(
+        losses=[sum(one["loss"] for one in step) for step in steps],
+        norms=[sum(one["squared_norm"] for one in step) ** 0.5 for step in steps],
+        parameters={n: {"weight": weights[n], "gradient": found[n]} for n in weights},
+    )
+
+
+def assert_same(got: Outcome, expected: Outcome, tolerance: float) -> None:
+    """Losses, norms, gradients where there are any, and weights: DESIGN 5.4's measure."""
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=tolerance)
+    np.testing.assert_allclose(got.norms, expected.norms, rtol=tolerance)
+    reference = expected.parameters
+    # The last stage's copy of a tied embedding has the name of a head that one rank lacks.
+    head = "language.output_layer.weight"
+    if head in got.parameters and head not in reference:
+        embedding = "language.embedding.word_embeddings.weight"
+        reference = reference | {head: reference[embedding]}
+    for what in ("gradient", "weight"):
+        values = {name: p[what] for name, p in got.parameters.items()}
+        if any(value is None for value in values.values()):
+            continue
+        found = tiny.errors(values, reference, what)
+        name = max(found, key=lambda n: found[n])
+        assert found[name] <= tolerance, f"{what} of {name}: error {found[name]:.2e}"

@@ -1,0 +1,122 @@
+"""Adam's state shared out over data-parallel ranks: same steps, checkpoints for any layout.
+
+The reference is plain Adam on one rank. The epsilon is 1e-4: Adam's first steps turn rounding
+noise of gradients that are zero in theory into steps of the learning rate otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import language_steps
+from tests.conftest import RunRanks
+from tests.language_steps import Job, assert_same, outcome
+
+TOLERANCE = 1e-5
+ADAM = Job(optimizer="adam", learning_rate=0.01, steps=2)
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2},
+    "dp2 cp2": {"dp": 2, "cp": 2},
+    "dp2 tp2 sp": {"dp": 2, "tp": 2, "sp": True},
+    "dp2 pp2": {"dp": 2, "pp": 2},
+}
+
+
+def run(run_ranks: RunRanks, job: Job, function: Any = language_steps.train, *args: Any) -> Any:
+    grid = job.grid
+    size = int(np.prod([grid.get(axis, 1) for axis in ("tp", "cp", "pp", "dp")]))
+    return run_ranks(function, size, job, *args)
+
+
+@pytest.fixture(scope="module")
+def plain_adam(run_ranks: RunRanks) -> language_steps.Outcome:
+    return outcome(run(run_ranks, ADAM))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_two_steps_equal_plain_adam_on_one_rank(
+    run_ranks: RunRanks, plain_adam: language_steps.Outcome, grid: dict[str, Any], overlap: bool
+) -> None:
+    job = replace(ADAM, grid=grid, distributed=True, overlap=overlap)
+    got = outcome(run(run_ranks, job), gradients=False)
+    assert_same(got, plain_adam, TOLERANCE)
+
+
+def test_interleaved_stages_and_recomputation_change_nothing(run_ranks: RunRanks) -> None:
+    job = replace(ADAM, settings={"num_layers": 4}, steps=2)
+    expected = outcome(run(run_ranks, job))
+    grid = {"pp": 2, "vpp": 2, "dp": 2}
+    job = replace(job, grid=grid, distributed=True, overlap=True, recompute="full")
+    assert_same(outcome(run(run_ranks, job), gradients=False), expected, TOLERANCE)
+
+
+def test_each_rank_keeps_its_share_of_the_state_only(run_ranks: RunRanks) -> None:
+    (whole,) = run(run_ranks, ADAM, language_steps.state_sizes)
+    shares = run(
+        run_ranks, replace(ADAM, grid={"dp": 2}, distributed=True), language_steps.state_sizes
+    )
+    assert sum(shares) == whole
+    assert max(shares) < 0.6 * whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grid", [{"dp": 2, "tp": 2, "sp": True}, {"dp": 2, "pp": 2}], ids=str)
+def test_a_resumed_run_goes_on_bit_for_bit(
+    run_ranks: RunRanks, tmp_path: Path, grid: dict[str, Any], dtype: torch.dtype
+) -> None:
+    job = replace(ADAM, grid=grid, distributed=True, steps=3, dtype=dtype)
+    through = outcome(run(run_ranks, job, language_steps.save_and_go_on, tmp_path, 1), False)
+    resumed = outcome(run(run_ranks, job, language_steps.resume, tmp_path, 1), False)
+    assert resumed.losses == through.losses[1:]
+    assert resumed.norms == through.norms[1:]
+    for name, values in through.parameters.items():
+        np.testing.assert_array_equal(resumed.parameters[name]["weight"], values["weight"], name)
+
+
+# (saved by, read by): grid and whether the optimizer is distributed.
+RESHARDED = {
+    "dp2 to tp2": (({"dp": 2}, True), ({"tp": 2, "sp": True}, True)),
+    "tp2 dp2 to pp2": (({"tp": 2, "dp": 2}, True), ({"pp": 2}, True)),
+    "pp2 dp2 to cp2": (({"pp": 2, "dp": 2}, True), ({"cp": 2}, True)),
+    "dp2 to plain Adam on one rank": (({"dp": 2}, True), ({}, False)),
+    "plain Adam on one rank to dp2": (({}, False), ({"dp": 2}, True)),
+}
+
+
+@pytest.mark.parametrize("case", RESHARDED.values(), ids=RESHARDED)
+def test_a_checkpoint_goes_on_in_another_layout(
+    run_ranks: RunRanks, tmp_path: Path, case: Any
+) -> None:
+    (saved, saved_shared), (read, read_shared) = case
+    job = replace(ADAM, steps=3, overlap=True)
+    expected = outcome(run(run_ranks, replace(job, overlap=False)), gradients=False)
+    before = replace(job, grid=saved, distributed=saved_shared)
+    run(run_ranks, before, language_steps.save_and_go_on, tmp_path, 1)
+    after = replace(job, grid=read, distributed=read_shared)
+    got = outcome(run(run_ranks, after, language_steps.resume, tmp_path, 1), gradients=False)
+    rest = replace_steps(expected, 1)
+    assert_same(got, rest, TOLERANCE)
+
+
+def replace_steps(expected: language_steps.Outcome, first: int) -> language_steps.Outcome:
+    """The outcome without the metrics of the steps before ``first``."""
+    return replace(expected, losses=expected.losses[first:], norms=expected.norms[first:])
+
+
+def test_bf16_steps_follow_plain_bf16_adam(run_ranks: RunRanks) -> None:
+    job = replace(ADAM, grid={"dp": 2}, dtype=torch.bfloat16)
+    plain = outcome(run(run_ranks, job), gradients=False)
+    shared = outcome(run(run_ranks, replace(job, distributed=True)), gradients=False)
+    # Same sums in the same order, so even the roundings are the same.
+    assert shared.losses == plain.losses
+    for name, values in plain.parameters.items():
+        np.testing.assert_array_equal(shared.parameters[name]["weight"], values["weight"], name)
