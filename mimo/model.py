@@ -26,6 +26,7 @@ from bridge import (
     ColocatedBridge,
     FlatEmbeddings,
     SampleKeys,
+    TransferWatch,
     check_plans,
 )
 from data.batch import PackedLane
@@ -84,6 +85,7 @@ class MimoModel:
     encode_group: microbatches that colocated encoders encode in one go; None for all.
     trains_encoders: whether any encoder of the recipe trains, on whatever rank: gradients then
     pass all stages of the language model, frozen or not.
+    watch: looks after transfers on a device whose waiting does not block the host.
     partition: with `delivery: replicated`, cuts the whole sequence with all rows in place.
     """
 
@@ -94,6 +96,7 @@ class MimoModel:
     colocated: dict[str, ColocatedBridge] = field(default_factory=dict)
     encode_group: int | None = None
     trains_encoders: bool = False
+    watch: TransferWatch | None = None
     partition: PartitionAdapter | None = None
 
     def run(
