@@ -16,6 +16,7 @@ from bridge.shard_map import (
 from bridge.source import ReplicatedSource, SequenceShardedSource, Source
 from bridge.transfer import BridgeEnd
 from bridge.waiting import BridgeError
+from bridge.watch import TransferWatch
 
 __all__ = [
     "BridgeEnd",
@@ -34,6 +35,7 @@ __all__ = [
     "SequenceShardedSource",
     "ShardMap",
     "Source",
+    "TransferWatch",
     "assign_items",
     "check_plans",
     "imbalance",

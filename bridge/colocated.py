@@ -22,7 +22,7 @@ from torch import Tensor
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import ints, offsets
 from bridge.transfer import BridgeEnd, share_out
-from bridge.waiting import BridgeError, Message, UnexpectedRows, wait_for
+from bridge.waiting import BridgeError, Message, UnexpectedRows
 
 
 @dataclass(frozen=True)
@@ -226,5 +226,5 @@ class ColocatedBridge:
         ]
         span = f"microbatches {microbatches.start} to {microbatches.stop - 1}"
         text = f"bridge {self.end.name} (colocated): {what} of {span}"
-        wait_for(messages, text, microbatches.start, self.end.timeout_seconds)
+        self.end.wait(messages, text, microbatches.start)
         return incoming

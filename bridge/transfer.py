@@ -20,6 +20,7 @@ from torch import Tensor
 from bridge.plan import Exchange
 from bridge.runs import Ints, ints, offsets
 from bridge.waiting import Message, wait_for
+from bridge.watch import TransferWatch
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class BridgeEnd:
     wire_dtype: dtype of both messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group if the rows of a lane are shared out over it and
         each rank needs all of them (forward on the receiver, backward on the sender).
-    timeout_seconds: how long to wait for a transfer. None leaves it to the backend, where waiting
-        does not block the host (NCCL).
+    timeout_seconds: how long a transfer may take once it is waited for; None: as the backend says.
+    watch: looks after that where waiting does not block the host; None where it does.
     """
 
     name: str
@@ -45,6 +46,18 @@ class BridgeEnd:
     trainable: bool
     gather: dist.ProcessGroup | None = None
     timeout_seconds: float | None = None
+    watch: TransferWatch | None = None
+
+    def wait(self, messages: Sequence[Message], what: str, microbatch: int) -> None:
+        """Return once all messages are done, or on the device once all later work waits for them.
+
+        Raises BridgeError; ``what`` names the transfer in it.
+        """
+        if self.watch is None or self.timeout_seconds is None:
+            wait_for(messages, what, microbatch, self.timeout_seconds)
+            return
+        self.watch.add(messages, what, microbatch, self.timeout_seconds)
+        wait_for(messages, what, microbatch, None)
 
     def sharers(self) -> list[int]:
         """Ranks whose received rows make up this rank's rows, in order."""
@@ -70,12 +83,12 @@ class Transfer:
     arrive outside of it, each with the places (n,) of its rows. what: names the transfer.
     """
 
+    end: BridgeEnd
     works: list[dist.Work]
     parts: Sequence[Tensor]
     exchange: Exchange
     what: str
     microbatch: int
-    timeout_seconds: float | None
     into: Tensor | None = None
     apart: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -84,7 +97,7 @@ class Transfer:
         incoming = self.into is not None
         peers = zip(self.works, self.exchange.peers, self.exchange.counts, strict=True)
         messages = [Message(work, peer, rows, incoming) for work, peer, rows in peers]
-        wait_for(messages, self.what, self.microbatch, self.timeout_seconds)
+        self.end.wait(messages, self.what, self.microbatch)
         if self.into is not None:
             _put(self.into, self.apart)
 
@@ -97,7 +110,7 @@ def start_sending(
     parts = [part.to(end.wire_dtype).contiguous() for part in parts]
     group, what = _route(end, microbatch, kind)
     works = _start([(dist.isend, part, peer) for part, peer in _pairs(parts, exchange)], group)
-    return Transfer(works, parts, exchange, what, microbatch, end.timeout_seconds)
+    return Transfer(end, works, parts, exchange, what, microbatch)
 
 
 def start_receiving(
@@ -111,7 +124,7 @@ def start_receiving(
     parts, apart = _landing(into, np.split(places, bounds) if exchange.peers else [])
     group, what = _route(end, microbatch, kind)
     works = _start([(dist.irecv, part, peer) for part, peer in _pairs(parts, exchange)], group)
-    return Transfer(works, parts, exchange, what, microbatch, end.timeout_seconds, into, apart)
+    return Transfer(end, works, parts, exchange, what, microbatch, into, apart)
 
 
 def share_out(
@@ -146,7 +159,7 @@ def share_out(
         for work, (operation, part, peer) in zip(works, calls, strict=True)
     ]
     what = f"bridge {end.name}: {kind} of microbatch {microbatch}, shared out over a lane's ranks"
-    wait_for(messages, what, microbatch, end.timeout_seconds)
+    end.wait(messages, what, microbatch)
     _put(buffer, apart)
 
 

@@ -47,13 +47,26 @@ class Message:
         return f"rank {self.peer} to {'send' if self.incoming else 'take'} {self.rows} rows"
 
 
+def too_late(
+    what: str, microbatch: int | None, seconds: float, missing: Sequence[Message]
+) -> BridgeError:
+    """The error of a transfer ``what`` whose ``missing`` messages took more than ``seconds``."""
+    verb = "did not arrive" if missing[0].incoming else "were not taken"
+    waiting = ", ".join(map(str, missing))
+    return BridgeError(
+        f"{what} {verb} within bridge.timeout_seconds {seconds:g}; still waiting for {waiting}",
+        microbatch,
+        sorted({message.peer for message in missing}),
+    )
+
+
 def wait_for(
     messages: Sequence[Message],
     what: str,
     microbatch: int | None,
     timeout_seconds: float | None,
 ) -> None:
-    """Wait for all messages, ``timeout_seconds`` at most.
+    """Wait for all messages, ``timeout_seconds`` at most; None leaves that to the backend.
 
     Raises BridgeError that starts with ``what`` and names every message still missing.
     """
@@ -77,16 +90,12 @@ def wait_for(
             cause = cause or error
     if cause is None:
         return
-    seconds = time.monotonic() - started if timeout_seconds is None else timeout_seconds
-    waiting = ", ".join(str(message) for message in late)
-    if lost:
-        peers = ", ".join(str(message) for message in lost)
-        also = f"; still waiting for {waiting}" if late else ""
-        # Gloo's text: the place in its source, what happened, advice.
-        reason = re.sub(r"^\[\S+\] ", "", str(cause)).split(". ")[0]
-        text = f"failed while waiting for {peers}{also}: {reason}"
-    else:
-        verb = "did not arrive" if late[0].incoming else "were not taken"
-        text = f"{verb} within bridge.timeout_seconds {seconds:g}; still waiting for {waiting}"
-    blamed = sorted({message.peer for message in lost or late})
-    raise BridgeError(f"{what} {text}", microbatch, blamed) from cause
+    if not lost:
+        seconds = time.monotonic() - started if timeout_seconds is None else timeout_seconds
+        raise too_late(what, microbatch, seconds, late) from cause
+    peers = ", ".join(map(str, lost))
+    also = f"; still waiting for {', '.join(map(str, late))}" if late else ""
+    # Gloo's text: the place in its source, what happened, advice.
+    reason = re.sub(r"^\[\S+\] ", "", str(cause)).split(". ")[0]
+    text = f"{what} failed while waiting for {peers}{also}: {reason}"
+    raise BridgeError(text, microbatch, sorted({message.peer for message in lost})) from cause

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from bridge import BridgeEnd, BridgeReceiver, BridgeSender, ColocatedBridge
+from bridge import BridgeEnd, BridgeReceiver, BridgeSender, ColocatedBridge, TransferWatch
 from mimo.device import has_gpu, local_device
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.layout import LANGUAGE, run_ahead
@@ -54,6 +54,8 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
         device=local_device(),
         partition=partition,
         encode_group=min(groups_of_microbatches, default=None),
+        # On a GPU waiting does not block the host.
+        watch=TransferWatch() if has_gpu() else None,
         trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
         whole_rows=recipe.bridge.delivery == "replicated",
     )
@@ -157,8 +159,8 @@ def _add_bridges(
                 device=model.device,
                 trainable=recipe.encoders[name].trains,
                 gather=gather,
-                # On a GPU waiting must not block the host: the backend watches its own timeout.
-                timeout_seconds=None if has_gpu() else recipe.bridge.timeout_seconds,
+                timeout_seconds=recipe.bridge.timeout_seconds,
+                watch=model.watch,
             )
 
         # Nothing to gather where each rank needs just its slice, or gets all rows anyway.

@@ -12,6 +12,7 @@ from mimo.device import choose_before_fork
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.launch import launch, rank_environment
 from mimo.layout import Layout, build_layout
+from mimo.rank_processes import end_with_failed_thread, print_and_exit
 from mimo.recipe import Recipe, load_recipe
 from mimo.recipe_errors import RecipeError
 
@@ -130,6 +131,7 @@ def _run_in_place(recipe: Recipe, checkpoint: Path | None) -> int:
 
     from mimo.train import join_world, train_in_world
 
+    end_with_failed_thread(print_and_exit)
     run_dir = run_dir_of(recipe)
     if join_world(recipe).rank == 0:
         make_run_dir(recipe, resumes=checkpoint is not None)

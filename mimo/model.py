@@ -26,6 +26,7 @@ from bridge import (
     ColocatedBridge,
     FlatEmbeddings,
     SampleKeys,
+    TransferWatch,
     check_plans,
 )
 from data.batch import PackedLane
@@ -97,6 +98,7 @@ class MimoModel:
     encode_group: microbatches that colocated encoders encode in one go; None for all.
     trains_encoders: whether any encoder of the recipe trains, on whatever rank: gradients then
     pass all stages of the language model, frozen or not.
+    watch: looks after transfers on a device whose waiting does not block the host.
     partition: cuts sequences for this rank; on language ranks.
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are put in place in
     whole sequences, which are cut then.
@@ -109,6 +111,7 @@ class MimoModel:
     colocated: dict[str, ColocatedBridge] = field(default_factory=dict)
     encode_group: int | None = None
     trains_encoders: bool = False
+    watch: TransferWatch | None = None
     partition: PartitionAdapter | None = None
     whole_rows: bool = False
 

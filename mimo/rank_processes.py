@@ -37,6 +37,8 @@ _CONSEQUENCE = re.compile(
 _ALL_TOLD_SECONDS = 1.0
 _EARLIER_CAUSE_SECONDS = 0.1  # how long an earlier cause may still be under way
 
+_LAST_WORDS = threading.Lock()  # who holds it reports for this rank and ends it
+
 
 @dataclass(frozen=True)
 class RankError:
@@ -269,6 +271,9 @@ def _rank_main(
         STACKS_SIGNAL, file=sys.stderr if stack_file is None else stack_file.open("w")
     )
     threading.Thread(target=_end_with_starter, name="end with starter", daemon=True).start()
+    end_with_failed_thread(
+        lambda error: _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)
+    )
     try:
         target, args = pickle.loads(payload)
         message = pickle.dumps((_resolve(target)(*args),))
@@ -278,6 +283,26 @@ def _rank_main(
         message = pickle.dumps((None,))
     # Threads and libraries of the engine may not wind down in time, or at all: do not wait.
     _send_and_exit(pipe, message, code=0)
+
+
+def end_with_failed_thread(end: Callable[[BaseException], None]) -> None:
+    """Call ``end`` in this process when one of its threads fails, in that thread.
+
+    Python would print the error and go on, though the main thread may be stuck for good.
+    """
+
+    def failed(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            end(args.exc_value)
+
+    threading.excepthook = failed
+
+
+def print_and_exit(error: BaseException) -> None:
+    """The end of a rank that nobody of ours has started: torchrun and srun see the exit code."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(getattr(error, "exit_code", 1))
 
 
 def _resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -303,13 +328,16 @@ def _describe(rank: int, error: BaseException) -> RankError:
 
 
 def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:
+    _LAST_WORDS.acquire()  # for good
     try:
         # First: once the last message is there, the starter ends every rank.
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        pipe.send_bytes(message)
-        os._exit(code)
+        try:
+            pipe.send_bytes(message)
+        finally:
+            os._exit(code)
 
 
 def _end_with_starter() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from bridge import BridgeError
 from mimo.build import build_model
 from mimo.checkpoint import load_checkpoint, save_checkpoint
 from mimo.checkpoint_folder import Progress
@@ -31,6 +30,7 @@ from mimo.device import (
 )
 from mimo.exchange import sum_over_world
 from mimo.families import language_settings
+from mimo.faults import told_where
 from mimo.launch import RankEnv, rank_environment
 from mimo.layout import LANGUAGE, build_layout, num_microbatches
 from mimo.learning_rate import learning_rate
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 _CHECKED_STEPS = 3
 # Transfers over the bridge say what is missing, so they give up before any other collective does.
 _COLLECTIVE_PATIENCE = 1.5
-_SHOWN_SAMPLES = 16  # in one error message
 
 
 class Trainer:
@@ -132,17 +131,9 @@ class Trainer:
         def sample_keys(microbatch: int) -> list[str]:
             return dataset.sample_keys(plan.microbatches[microbatch].samples)
 
-        try:
+        batch = f"{'validation batch' if forward_only else 'step'} {loaded.step}"
+        with told_where(self.model.watch, batch, sample_keys):
             return self.model.run(plan, packed, items, forward_only, check, sample_keys)
-        except BridgeError as error:
-            where = f"{'validation batch' if forward_only else 'step'} {loaded.step}"
-            if error.microbatch is not None:
-                keys = sample_keys(error.microbatch)
-                more = f" and {len(keys) - _SHOWN_SAMPLES} more" if keys[_SHOWN_SAMPLES:] else ""
-                where += f", samples of microbatch {error.microbatch}: "
-                where += ", ".join(keys[:_SHOWN_SAMPLES]) + more
-            error.add_note(f"in {where}")
-            raise
 
     def _update(self, step: int, squared_norm: float) -> float:
         """Clip by the norm over all modules and step every optimizer; returns the norm."""

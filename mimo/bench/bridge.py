@@ -1,7 +1,7 @@
 """`mimo bench bridge`: what the bridge is worth, measured, and whether it keeps its promises.
 
-Its four parts: against Megatron's bridge, sharded against replicated delivery, the time to plan,
-and the balance of items over lanes.
+Its parts: against Megatron's bridge, sharded against replicated delivery, ours against its bare
+messages, the time to plan, and the balance of items over lanes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mimo.bench.bridge_bounds import bounds
+from mimo.bench.bridge_bounds import JUDGED_TP, bounds
 from mimo.bench.bridge_picture import draw
 from mimo.bench.bridge_planning import (
     BALANCE_ITEMS,
@@ -89,6 +89,7 @@ def measure(
     """Run all parts, one after the other, showing how far they are."""
     warm_up(PRELOAD)  # the engine loads while the parts without ranks run; those are repeated
     sizes = (rows, rows // _SECOND_SIZE)
+    judged = [case for case in cases if case.sp and case.language_tp == JUDGED_TP]
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -97,7 +98,7 @@ def measure(
         console=console,
         transient=True,
     ) as progress:
-        steps = progress.add_task("", total=len(sizes) * (len(cases) + 1) + 5)
+        steps = progress.add_task("", total=len(sizes) * (len(cases) + len(judged) + 1) + 5)
 
         def step[T](what: str, part: Callable[[], T]) -> T:
             progress.update(steps, description=what)
@@ -113,6 +114,7 @@ def measure(
 
         megatron = [against("megatron", case, size) for size in sizes for case in cases]
         replicated = [against("replicated", cases[0], size) for size in sizes]
+        messages = [against("messages", case, size) for size in sizes for case in judged]
         # After the ranks: their processes have ended, and nothing else runs.
         plans = [step(f"plan for {n} ranks", lambda n=n: time_plan(n)) for n in PLAN_RANKS]
         balance = [
@@ -124,6 +126,7 @@ def measure(
         repeats=repeats,
         against_megatron=megatron,
         against_replicated=replicated,
+        against_messages=messages,
         plan=plans,
         balance=balance,
         bounds=bounds(megatron, plans, balance),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mimo.bench.bridge_planning import PLAN_RANKS, Balance, PlanTime
 from mimo.bench.bridge_result import Contest
 
+JUDGED_TP = 4  # of the language model, with SP
 _BYTES_OVER_BOUND = 1.01
 _FEWER_BYTES = 3.9
 _FASTER_FORWARD = 5.0
@@ -47,15 +48,15 @@ def bounds(
 ) -> list[Bound]:
     """Every promise, kept or not.
 
-    Bytes are judged on all layouts into tp 4 with SP; speed on one encoder rank and the larger
-    size, where bytes and not the latency of single calls decide. The tables show all of them.
+    Judged are all layouts into tp 4 with SP: bytes in both sizes, speed in the larger one, where
+    bytes and not the latency of single calls decide. The tables show all of them.
     """
-    judged = [c for c in contests if c.rival == "megatron" and c.sp and c.language_tp == 4]
+    judged = [c for c in contests if c.rival == "megatron" and c.sp and c.language_tp == JUDGED_TP]
     most_rows = max((contest.rows for contest in judged), default=0)
     found: list[Bound] = []
     for contest in judged:
         found += _bytes(contest)
-        if contest.num_ranks == 1 + contest.language_tp and contest.rows == most_rows:
+        if contest.rows == most_rows:
             found += _speed(contest)
     found += [
         Bound(f"plan for {plan.num_ranks} ranks, ms", plan.ms, _PLAN_MS, True)

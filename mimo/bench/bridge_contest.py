@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge import BridgeEnd, BridgeReceiver, BridgeSender, FlatEmbeddings
+from mimo.bench.bare_messages import BareMessages
 from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_workload import ENCODER, Case, Delivery, Workload
 from mimo.bench.received import count_received
@@ -96,7 +97,7 @@ class OurBridge:
             self.receiver.finish()
             return rows
         self.sender.begin([self.plan], forward_only=not backward)
-        sizes = self.plan.split_sizes[self.lane]
+        sizes = self.workload.runs.split_sizes(self.lane)
         values = self.values if backward else self.values.detach()
         token = self.sender.send(0, FlatEmbeddings(values, sizes))
         arrived = torch.autograd.grad(token, values)[0] if backward else values
@@ -222,16 +223,15 @@ def _everyone(value: int) -> list[int]:
 def compete(
     case: Case, rows: int, hidden: int, repeats: int, rival: Rival, topology: Topology
 ) -> Contest:
-    """Check ours and `rival`, count their bytes, then time them. Every rank of the world calls it.
-
-    rival: Megatron's bridge, or ours with replicated delivery.
-    """
+    """Check ours and `rival`, count their bytes, then time them; every rank calls it."""
     workload = Workload(case, rows, hidden)
-    theirs = (
-        TheirBridge(workload, topology)
-        if rival == "megatron"
-        else OurBridge(workload, topology, rival)
-    )
+    theirs: Contestant
+    if rival == "megatron":
+        theirs = TheirBridge(workload, topology)
+    elif rival == "messages":
+        theirs = BareMessages(workload, topology)
+    else:
+        theirs = OurBridge(workload, topology, rival)
     ours = OurBridge(workload, topology, "sharded")
     for contestant in (ours, theirs):
         contestant.check()

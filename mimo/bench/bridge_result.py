@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Rival = Literal["megatron", "replicated"]
+Rival = Literal["megatron", "replicated", "messages"]
+"""Megatron's bridge, ours with replicated delivery, or the messages of ours and nothing else."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ def print_tables(report: Report, console: Console) -> None:
     console.print(_traffic("Megatron", report.against_megatron))
     console.print(_times("sharded against replicated", "replicated", report.against_replicated))
     console.print(_traffic("replicated", report.against_replicated))
+    console.print(_times("ours against its bare messages", "bare", report.against_messages))
     console.print(_plans(report.plan))
     console.print(_balances(report.balance))
     for note in report.notes:

@@ -121,6 +121,15 @@ def test_replicated_delivery_brings_every_row_to_every_rank(run_ranks: RunRanks)
     assert result["gradients_received"]["theirs"] == [ROWS * ROW_BYTES]
 
 
+@pytest.mark.parametrize("case", [Case(1, 1, 4, 1), Case(2, 2, 2, 1)], ids=str)
+def test_bare_messages_are_checked_by_content_and_are_those_of_ours(
+    case: Case, run_ranks: RunRanks
+) -> None:
+    result = measured(run_ranks, case, "messages")
+    for traffic in (result["rows_received"], result["gradients_received"]):
+        assert traffic["theirs"] == traffic["ours"] == traffic["bound"]
+
+
 @pytest.mark.parametrize("case", bench.CASES, ids=str)
 def test_a_workload_gives_every_lane_equal_rows_and_leaves_no_row_out(case: Case) -> None:
     workload = Workload(case, 256, HIDDEN)
@@ -212,6 +221,7 @@ def test_layouts_and_growth_that_the_bounds_do_not_speak_of_are_not_judged() -> 
     assert kept(contest=replace(CONTEST, sp=False, **slow))
     assert kept(contest=replace(CONTEST, language_tp=2, **slow))
     assert kept(contest=replace(CONTEST, rival="replicated", **slow))
+    assert kept(contest=replace(CONTEST, rival="messages", **slow))
     assert kept(plan=replace(PLAN, num_ranks=16384, sender_ms=99.0))
 
 
@@ -242,6 +252,7 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     assert [c["rows"] for c in found["against_megatron"]] == [ROWS, ROWS // 4]
     assert all(c["forward_times_faster"] > 0 for c in found["against_megatron"])
     assert [c["rival"] for c in found["against_replicated"]] == ["replicated"] * 2
+    assert found["against_messages"] == [], "only layouts whose speed is judged"
     assert [plan["num_ranks"] for plan in found["plan"]] == [1024, 4096, 16384]
     assert [balance["num_items"] for balance in found["balance"]] == [512, 4096]
 

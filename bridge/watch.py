@@ -1,0 +1,92 @@
+"""Ends a rank whose transfers take too long, where waiting for them does not block the host.
+
+On a GPU `work.wait()` only queues a wait on the device, so the host goes on and gets stuck later,
+in a call that knows nothing of the bridge, until the backend's own watchdog aborts with a message
+that names neither edge nor rows. Nothing can be raised in a thread that is stuck there. So a
+thread of its own looks at what is under way and, when time is up, raises the same BridgeError as
+a rank on the CPU does: whoever runs the ranks ends a rank one of whose threads has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bridge.waiting import BridgeError, Message, too_late
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 1.0
+_POLLS_PER_TIMEOUT = 10  # at least; short timeouts are looked at more often
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Messages that must be done at ``deadline``, on the monotonic clock."""
+
+    messages: Sequence[Message]
+    what: str
+    microbatch: int | None
+    timeout_seconds: float
+    deadline: float
+
+
+class TransferWatch:
+    """Looks after the transfers of one process, from a daemon thread that starts with the first.
+
+    tell_where: adds to an error what the training loop knows of its place; None adds nothing.
+    """
+
+    def __init__(self) -> None:
+        self.tell_where: Callable[[BridgeError], None] | None = None
+        self._new: queue.SimpleQueue[_Watched] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(
+        self,
+        messages: Sequence[Message],
+        what: str,
+        microbatch: int | None,
+        timeout_seconds: float,
+    ) -> None:
+        """Watch ``messages`` from now on, whose wait has been asked for.
+
+        The time includes what the device still has to do before it, so it must be longer than a
+        step.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        self._new.put(_Watched(messages, what, microbatch, timeout_seconds, deadline))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="bridge watch", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Sleep while nothing is under way; raise BridgeError when something is too late."""
+        watched: list[_Watched] = []
+        while True:
+            if not watched:
+                watched.append(self._new.get())
+            while not self._new.empty():
+                watched.append(self._new.get())
+            now = time.monotonic()
+            still = []
+            for one in watched:
+                missing = [m for m in one.messages if not m.work.is_completed()]
+                if missing and now > one.deadline:
+                    raise self._error(one, missing)
+                if missing:
+                    still.append(one)
+            watched = still
+            shortest = min((one.timeout_seconds for one in watched), default=0.0)
+            time.sleep(min(_POLL_SECONDS, shortest / _POLLS_PER_TIMEOUT))
+
+    def _error(self, one: _Watched, missing: Sequence[Message]) -> BridgeError:
+        error = too_late(one.what, one.microbatch, one.timeout_seconds, missing)
+        if self.tell_where is not None:
+            self.tell_where(error)
+        logger.error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
+        return error
