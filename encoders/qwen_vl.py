@@ -12,11 +12,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.images import ImageProcessor
+from encoders._patches import (
+    PatchRope,
+    blank_grid,
+    check_heads,
+    check_tower_grid,
+    frame_lengths,
+    patch_places,
+)
 from mimo import megatron as engine
 
 if TYPE_CHECKING:
@@ -46,12 +53,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
-        heads = self.num_attention_heads
-        if self.hidden_size % (4 * heads):
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of 4 · num_attention_heads, "
-                f"{4 * heads}: rows and columns turn half of each head's channels, in pairs"
-            )
+        check_heads(self.hidden_size, self.num_attention_heads)
         self.processor()  # raises ValueError for pixel limits that no image can meet
         return self
 
@@ -69,18 +71,14 @@ class Settings(BaseModel):
 
 def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
     """Problems of a tp × pp grid with these sizes, each one sentence."""
-    return [
-        f"tp={tp} must divide {key}, which is {size}"
-        for key, size in (
-            ("num_attention_heads", settings.num_attention_heads),
-            ("ffn_hidden_size", settings.ffn_hidden_size),
-        )
-        if size % tp
-    ] + [
-        f"pp={pp} must divide num_layers, which is {settings.num_layers}"
-        for _ in [settings.num_layers % pp]
-        if settings.num_layers % pp
-    ]
+    return check_tower_grid(
+        settings.num_layers, settings.num_attention_heads, settings.ffn_hidden_size, tp, pp
+    )
+
+
+def num_levels(settings: Settings) -> int:
+    """Feature levels beside the embeddings: none."""
+    return 0
 
 
 class QwenVLTower(nn.Module):
@@ -109,30 +107,12 @@ class QwenVLTower(nn.Module):
                 config, ctx.groups, merged, merged, output_size, nn.functional.gelu
             )
         head_size = settings.hidden_size // settings.num_attention_heads
-        exponent = torch.arange(0, head_size // 2, 2, dtype=torch.float32) / (head_size // 2)
-        self.inv_freq: Tensor
-        self.register_buffer("inv_freq", settings.rotary_base**-exponent, persistent=False)
+        self.rope = PatchRope(head_size, settings.rotary_base)
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Called by the schedule with what the previous stage sent; None on the first."""
         # Megatron's annotation leaves out that it may be None.
         self.blocks.set_input_tensor(cast("Tensor", input_tensor[0]))
-
-    def rotary_frequencies(self, grids: Tensor) -> Tensor:
-        """grids (I, 3) int64 as (t, h, w) in patches -> (P, 1, 1, head size) fp32.
-
-        Half of the channels turns with the row of a patch, half with its column. Patches come in
-        blocks of merge × merge neighbours, as the processor emits them.
-        """
-        merge = self.settings.merge_size
-        positions = []
-        for t, h, w in grids.tolist():
-            block = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
-            block = block.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
-            positions.append(block.reshape(-1, 2).repeat(t, 1))
-        place = torch.cat(positions).to(self.inv_freq.device, torch.float32)  # (P, 2)
-        freqs = (place[:, :, None] * self.inv_freq).flatten(1)  # (P, head size / 2)
-        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
 
     def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
         """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
@@ -146,20 +126,19 @@ class QwenVLTower(nn.Module):
         is_blank = grids.shape[0] == 0
         if is_blank:
             # The engine cannot run on no tokens at all: one blank row is encoded and dropped.
-            grids = torch.tensor([[1, merge, merge]])
+            grids = blank_grid(merge)
         hidden = None
         if self.patch_embed is not None:
             assert patches is not None, "the first stage needs patches"
             if is_blank:
                 patches = patches.new_zeros(merge * merge, patches.shape[1])
             hidden = self.patch_embed(patches)[:, None, :]  # (P, 1, D)
-        per_frame = (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0])
-        device = self.inv_freq.device
+        device = self.rope.inv_freq.device
         hidden = self.blocks(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self.rotary_frequencies(grids),
-            packed_seq_params=engine.PackedSegments.from_lengths(per_frame.tolist(), device),
+            rotary_pos_emb=self.rope(patch_places(grids, merge)),
+            packed_seq_params=engine.PackedSegments.from_lengths(frame_lengths(grids), device),
         )
         if self.merger is None:
             return hidden

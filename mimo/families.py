@@ -19,7 +19,9 @@ from mimo.yaml_source import Location
 
 def _load(package: str, name: str, location: Location, recipe: Recipe) -> ModuleType:
     home = importlib.import_module(package)
-    choices = sorted(m.name for m in pkgutil.iter_modules(home.__path__))
+    modules = [m.name for m in pkgutil.iter_modules(home.__path__)]
+    # What families share is private to them.
+    choices = sorted(module for module in modules if not module.startswith("_"))
     if name not in choices:
         raise RecipeError(
             recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")

@@ -9,6 +9,7 @@ Letters: P patches, C numbers per patch, I images, N rows, T packed tokens, H hi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,29 +62,54 @@ def worst_error(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tu
     return found[name], name
 
 
+def join_gradients(results: Sequence[Mapping[str, Any]]) -> Weights:
+    """Whole gradients from the shards that all ranks of one module returned."""
+    joined = tiny.assemble([{"shards": result["shards"]} for result in results], "gradient")
+    return {name: torch.from_numpy(value) for name, value in joined.items()}
+
+
+@dataclass(frozen=True)
+class TowerOptions:
+    """How `run_tower` runs a tower: its family, the grid (tp · pp ranks) and what is recomputed."""
+
+    family: str = "qwen_vl"
+    tp: int = 1
+    pp: int = 1
+    recompute: str = "none"
+
+
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def _context(tp: int, sp: bool) -> Any:
-    """A world of ``tp`` ranks that holds one module in fp32."""
+def _context(tp: int, sp: bool, pp: int = 1, recompute: str = "none") -> Any:
+    """A world of ``tp · pp`` ranks that holds one module in fp32."""
     from mimo.layout import LANGUAGE, GridSpec, Layout
     from mimo.megatron.config import ModuleContext
     from mimo.megatron.parallel import prepare_engine
     from mimo.topology import build_topology
 
     prepare_engine(SEED)
-    layout = Layout(language=GridSpec(LANGUAGE, tp=tp, sp=sp), encoders={}, world_size=tp)
+    grid = GridSpec(LANGUAGE, tp=tp, sp=sp, pp=pp)
+    layout = Layout(language=grid, encoders={}, world_size=grid.size)
     groups = build_topology(layout).modules[LANGUAGE]
-    return ModuleContext(groups=groups, dtype=torch.float32, sequence_parallel=sp)
+    return ModuleContext(
+        groups=groups, dtype=torch.float32, sequence_parallel=sp, recompute=recompute
+    )
 
 
 @torch.no_grad()
 def _load(model: nn.Module, weights: Weights, ctx: Any) -> None:
     """Copy whole tensors into this rank's parameters, or the slices that it holds."""
-    from mimo.megatron.initialize import tensor_parallel_slice
+    from mimo.megatron.initialize import global_name, tensor_parallel_slice
 
-    params = dict(model.named_parameters())
-    assert params.keys() == weights.keys(), params.keys() ^ weights.keys()
+    stage = ctx.groups.pp.rank()
+    params = {
+        global_name(name, model.config, stage, None): param
+        for name, param in model.named_parameters()
+    }
+    missing = params.keys() - weights.keys()
+    assert not missing, missing
+    assert ctx.groups.pp.size() > 1 or params.keys() == weights.keys()
     tp = ctx.groups.tp
     for name, param in params.items():
         full = weights[name]
@@ -101,30 +127,71 @@ def run_tower(
     weights: Weights | None,
     calls: Sequence[tuple[Tensor, Tensor]],
     row_gradients: Tensor | None = None,
-    tp: int = 1,
+    options: TowerOptions = TowerOptions(),
 ) -> dict[str, Any]:
     """Vision tower on calls of (patches (P, C), grids (I, 3)): rows (N, H) of each call.
 
     weights: None leaves the freshly drawn ones.
-    row_gradients: (N, H) of the last call; with them also the gradients of every parameter, and
-        of that call's patches (P, C).
+    row_gradients: (N, H) of the last call; with them also this rank's gradients of every parameter
+        ("gradients" by local name, "shards" for `join_gradients`), and on the first stage of that
+        call's patches (P, C).
     """
-    from encoders import qwen_vl
+    import importlib
 
-    ctx = _context(tp, sp=False)
-    tower = qwen_vl.build(qwen_vl.Settings(**settings), ctx, output_size, SEED)
+    family = importlib.import_module(f"encoders.{options.family}")
+    ctx = _context(options.tp, False, options.pp, options.recompute)
+    tower = family.build(family.Settings(**settings), ctx, output_size, SEED)
     if weights is not None:
         _load(tower, weights, ctx)
-    rows, patches = torch.zeros(0), torch.zeros(0)
+    rows, patches, before = torch.zeros(0), torch.zeros(0), None
     found: dict[str, Any] = {"rows": []}
     for patches, grids in calls:
         patches.requires_grad_()
-        rows = tower(patches, grids)
+        if not ctx.is_first_stage:
+            before = _exchange(None, rank - options.tp).requires_grad_()
+        tower.set_input_tensor([before])
+        rows = tower(patches if ctx.is_first_stage else None, grids)
+        if not ctx.is_last_stage:
+            _exchange(rows.detach(), rank + options.tp)
         found["rows"].append(rows.detach())
     if row_gradients is not None:
-        rows.backward(row_gradients)
+        rows.backward(row_gradients if ctx.is_last_stage else _exchange(None, rank + options.tp))
+        if before is not None:
+            assert before.grad is not None
+            _exchange(before.grad, rank - options.tp)
         found |= {"gradients": gradients(tower), "patch_gradients": patches.grad}
+        found["shards"] = _gradient_shards(tower, ctx)
     return found
+
+
+def _exchange(sent: Tensor | None, peer: int) -> Tensor:
+    """Send a tensor to another rank, or receive one from it when there is none to send."""
+    import torch.distributed as dist
+
+    box = [sent]
+    if sent is None:
+        dist.recv_object_list(box, src=peer)
+    else:
+        dist.send_object_list(box, dst=peer)
+    assert box[0] is not None
+    return box[0]
+
+
+def _gradient_shards(model: nn.Module, ctx: Any) -> list[dict[str, Any]]:
+    """This rank's part of every gradient, as `tiny.assemble` takes it."""
+    from mimo.megatron.initialize import global_name
+
+    return [
+        {
+            "name": global_name(name, model.config, ctx.groups.pp.rank(), None),
+            "tp": ctx.groups.tp.rank(),
+            "split": bool(getattr(param, "tensor_model_parallel", False)),
+            "dim": int(getattr(param, "partition_dim", 0)),
+            "stride": int(getattr(param, "partition_stride", 1)),
+            "gradient": None if param.grad is None else param.grad.numpy(),
+        }
+        for name, param in model.named_parameters()
+    ]
 
 
 def run_language(

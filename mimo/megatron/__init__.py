@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from mimo.megatron.initialize import initialize_parameters
     from mimo.megatron.language import LanguageModel, build_gpt
     from mimo.megatron.layers import ParallelMLP, build_stack
-    from mimo.megatron.norms import RMSNorm
+    from mimo.megatron.norms import LayerNorm, RMSNorm
     from mimo.megatron.rope import InterleavedMRope
 
 _HOME = {
     "LanguageModel": "language",
+    "LayerNorm": "norms",
     "InterleavedMRope": "rope",
     "ModuleContext": "config",
     "PackedSegments": "attention",
@@ -40,6 +41,7 @@ _HOME = {
 __all__ = [
     "InterleavedMRope",
     "LanguageModel",
+    "LayerNorm",
     "ModuleContext",
     "PackedSegments",
     "ParallelMLP",

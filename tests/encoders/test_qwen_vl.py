@@ -191,7 +191,7 @@ def test_two_tensor_parallel_ranks_give_the_rows_of_one(
         reference.weights,
         [(reference.patches, GRIDS)],
         None,
-        2,
+        lone_module.TowerOptions(tp=2),
     )
     for result in results:
         torch.testing.assert_close(result["rows"][0], reference.rows, rtol=0, atol=TOLERANCE)
@@ -201,6 +201,7 @@ def test_fresh_weights_are_the_same_function_on_one_rank_and_on_two(run_ranks: R
     call = (patches_of(GRIDS), GRIDS)
     settings = SETTINGS | {"init_std": 0.05}
     (one,) = run_ranks(lone_module.run_tower, 1, settings, OUTPUT_SIZE, None, [call])
-    two = run_ranks(lone_module.run_tower, 2, settings, OUTPUT_SIZE, None, [call], None, 2)
+    tp2 = lone_module.TowerOptions(tp=2)
+    two = run_ranks(lone_module.run_tower, 2, settings, OUTPUT_SIZE, None, [call], None, tp2)
     for result in two:
         torch.testing.assert_close(result["rows"], one["rows"], rtol=0, atol=TOLERANCE)
