@@ -241,6 +241,59 @@ def run_language(
     return found
 
 
+def run_language_with_levels(
+    rank: int,
+    settings: dict[str, Any],
+    num_tokens: int,
+    weights: Weights,
+    ids: Tensor,
+    positions: Tensor,
+    lengths: Sequence[int],
+    levels: Tensor,
+    places: Tensor,
+    logit_gradients: Tensor,
+    tp: int = 1,
+    sp: bool = False,
+    recompute: str = "none",
+) -> dict[str, Any]:
+    """As `run_language`, with levels (k, n, H) added at places (n,) behind the first k layers.
+
+    Returns this rank's logits (T, V / tp), the gradients of its parameters and those of the rows
+    that it adds, (k, n', H), n' of the n under sequence parallelism, with their numbers (n',).
+    """
+    from mimo.languages import qwen3
+    from mimo.megatron import PackedSegments
+    from mimo.megatron.deepstack import level_inputs
+
+    ctx = _context(tp, sp, recompute=recompute)
+    sizes = qwen3.Settings(**settings)
+    vocab_size = sizes.padded_vocab_size(num_tokens)
+    model = qwen3.build(sizes, ctx, vocab_size, len(ids), SEED)
+    _load(model, weights, ctx)
+    model.train()
+    mine = torch.arange(len(places))
+    if sp:
+        part = len(ids) // tp
+        mine = mine[(places // part) == rank]
+        places = places - rank * part
+    rows = levels[:, mine].clone().requires_grad_()
+    logits = model(
+        input_ids=ids[None],
+        position_ids=positions[:, None, :],
+        attention_mask=None,
+        packed_seq_params=PackedSegments.from_lengths(lengths, ids.device),
+        extra_block_kwargs=level_inputs(rows, places[mine]),
+    )[0]
+    padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
+    logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])
+    return {
+        "logits": logits.detach(),
+        "gradients": gradients(model),
+        "row_gradients": rows.grad,
+        "rows": mine,
+    }
+
+
 def noise(seed: int, *shape: int) -> Tensor:
     """N(0, 1) numbers, fp32."""
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, np.float32))

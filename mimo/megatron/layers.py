@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from mimo.megatron.attention import CoreAttention, choose_kernel
+from mimo.megatron.deepstack import DeepStackLayer
 from mimo.megatron.norms import RMSNorm, norm_class
 
 
@@ -34,7 +35,7 @@ def _core_attention(config: TransformerConfig) -> type:
 
 
 def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, attention, norm, MLP."""
+    """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels."""
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     qk_norm = RMSNorm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
@@ -47,7 +48,7 @@ def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
     norm = norm_class(config.normalization)
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)  # type: ignore[arg-type]
     return ModuleSpec(
-        module=TransformerLayer,
+        module=DeepStackLayer if causal else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,  # type: ignore[arg-type]
             self_attention=ModuleSpec(
