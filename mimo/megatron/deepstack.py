@@ -10,7 +10,7 @@ Letters: S local sequence, H hidden, n rows of this rank, k levels of this chunk
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -47,7 +47,7 @@ class DeepStackLayer(TransformerLayer):
 
         Also with no rows the result depends on them, so that a backward reaches the bridge.
         """
-        hidden, _ = super().forward(*args, **kwargs)
+        hidden = cast("Tensor", super().forward(*args, **kwargs)[0])
         if context is None or context_mask is None:
             return hidden, None
         hidden = hidden.index_add(0, context_mask, context[0].to(hidden.dtype))
