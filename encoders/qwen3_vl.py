@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
 
 
+PROJECTOR = ("merger.", "level_mergers.")
+"""How the names of the projectors' weights begin; the rest is the tower."""
+
+
 class Settings(BaseModel):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 

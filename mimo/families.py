@@ -74,9 +74,30 @@ def encoder_settings(recipe: Recipe, encoder: str):
     )
 
 
+def num_levels(recipe: Recipe, encoder: str) -> int:
+    """Feature levels that an encoder emits beside the embeddings.
+
+    0 where its family or its settings are wrong, which is for others to report.
+    """
+    try:
+        return encoder_family(recipe, encoder).num_levels(encoder_settings(recipe, encoder))
+    except RecipeError:
+        return 0
+
+
+def num_language_layers(recipe: Recipe) -> int | None:
+    """Layers of the language model; None where its settings are wrong."""
+    try:
+        return language_settings(recipe).num_layers
+    except RecipeError:
+        return None
+
+
 __all__ = [
     "encoder_family",
     "encoder_settings",
     "language_family",
     "language_settings",
+    "num_language_layers",
+    "num_levels",
 ]

@@ -14,9 +14,12 @@ from bridge import (
     BridgePlan,
     ItemRuns,
     LaneSegments,
+    LevelGroup,
     ReplicatedSource,
+    ShardMap,
     assign_items,
     imbalance,
+    plan_levels,
     replicated_destination,
     sharded_destination,
 )
@@ -31,12 +34,17 @@ class PlannedItems:
     """The items of one encoder in a global microbatch, and how their rows are delivered.
 
     item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
-    bridge: planned once it is known which samples are unusable.
+    bridges: the embeddings' first, one per stage of the language model that needs rows; planned
+        once it is known which samples are unusable.
     """
 
     item: np.ndarray
     lane: np.ndarray
-    bridge: BridgePlan | None = None
+    bridges: tuple[LevelGroup, ...] = ()
+
+    def split_sizes(self, lane: int) -> tuple[int, ...]:
+        """Rows per sample of the microbatch that one encoder lane produces."""
+        return self.bridges[0].plan.runs.split_sizes(lane)
 
     def of_lane(self, lane: int) -> np.ndarray:
         """Numbers in the microbatch of the items that one encoder lane owns, in order."""
@@ -65,10 +73,10 @@ class StepPlan:
     num_tokens: int
     encoder_imbalance: float
 
-    def bridges(self, encoder: str) -> list[BridgePlan]:
-        """The plan of the encoder's bridge for each microbatch."""
-        planned = [m.encoders[encoder].bridge for m in self.microbatches]
-        return [bridge for bridge in planned if bridge is not None]
+    def bridges(self, encoder: str, level: int = 0) -> list[BridgePlan]:
+        """For each microbatch, the plan of the encoder's bridge that carries a level."""
+        groups = [m.encoders[encoder].bridges for m in self.microbatches]
+        return [group.plan for own in groups for group in own if level in group.levels]
 
 
 class StepPlanner:
@@ -171,7 +179,7 @@ class StepPlanner:
             for name, items in planned.encoders.items():
                 usable = kept[items.item]
                 item, lane = renumbered[items.item[usable]], items.lane[usable]
-                encoders[name] = PlannedItems(item, lane, self._bridge(name, samples, item, lane))
+                encoders[name] = PlannedItems(item, lane, self._bridges(name, samples, item, lane))
             finished.append(PlannedMicrobatch(samples, encoders))
         return StepPlan(
             microbatches=tuple(finished),
@@ -193,10 +201,10 @@ class StepPlanner:
             found.append(imbalance(cost, lane, self.layout.encoders[encoder].dp))
         return float(np.mean(found))
 
-    def _bridge(
+    def _bridges(
         self, name: str, samples: GlobalMicrobatch, item: np.ndarray, item_lane: np.ndarray
-    ) -> BridgePlan:
-        encoder, language = self.layout.encoders[name], self.layout.language
+    ) -> tuple[LevelGroup, ...]:
+        encoder = self.layout.encoders[name]
         runs = ItemRuns(
             sample=samples.item_sample[item],
             source_lane=item_lane,
@@ -207,18 +215,28 @@ class StepPlanner:
         )
         rows = np.bincount(item_lane, weights=runs.rows, minlength=encoder.dp).astype(np.int64)
         source = ReplicatedSource(rows, _ranks(encoder, encoder.pp - 1)[:, 0, :])
-        ranks, segments = _ranks(language, 0), _segments(samples)
-        if self.delivery == "replicated":
-            return BridgePlan.build(
-                runs,
-                source,
-                replicated_destination(segments.tokens, ranks),
-                # Every TP rank has a row's whole gradient: they return even shares.
-                returning=sharded_destination(segments, ranks, False, runs),
-            )
-        return BridgePlan.build(
-            runs, source, sharded_destination(segments, ranks, language.sp, runs)
+        segments = _segments(samples)
+        destinations, returning = {}, {}
+        for link in self.layout.links_of(name):
+            maps = self._destination(link.stage, segments, runs)
+            for level in link.levels:
+                destinations[level], returning[level] = maps
+        levels = sorted(destinations)
+        return plan_levels(
+            runs, source, [destinations[n] for n in levels], [returning[n] for n in levels]
         )
+
+    def _destination(
+        self, stage: int, segments: LaneSegments, runs: ItemRuns
+    ) -> tuple[ShardMap, ShardMap | None]:
+        """Where rows go on a stage, and which ranks return gradients if rows have copies there."""
+        language = self.layout.language
+        ranks = _ranks(language, stage)
+        if self.delivery == "sharded":
+            return sharded_destination(segments, ranks, language.sp, runs), None
+        # Every TP rank has a row's whole gradient: they return even shares.
+        returning = sharded_destination(segments, ranks, False, runs)
+        return replicated_destination(segments.tokens, ranks), returning
 
 
 def _ranks(grid: GridSpec, stage: int) -> np.ndarray:

@@ -282,7 +282,7 @@ def run_language_with_levels(
         position_ids=positions[:, None, :],
         attention_mask=None,
         packed_seq_params=PackedSegments.from_lengths(lengths, ids.device),
-        extra_block_kwargs=level_inputs(rows, places[mine]),
+        extra_block_kwargs=level_inputs((rows, places[mine])),
     )[0]
     padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
     logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])

@@ -5,7 +5,8 @@ its mask. Our layers attend to themselves alone, so that channel is free, and it
 full recomputation takes as explicit checkpoint arguments and gives gradients back for: rows that
 reached a recomputed layer by a closure would lose theirs.
 
-Letters: S local sequence, H hidden, n rows of this rank, k levels of this chunk.
+Letters: B sequences (1 for packed) of S local tokens, H hidden, n rows of this rank, k levels of
+this chunk.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from __future__ import annotations
 from typing import Any, cast
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from mimo.alignment import sequence_first
 
-def level_inputs(rows: Tensor | None, positions: Tensor | None) -> dict[str, Any]:
+
+def level_inputs(levels: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
     """What `GPTModel` takes as `extra_block_kwargs`; nothing where there are no levels.
 
-    rows: (k, n, H), the first for the chunk's first layer, and so on. positions: (n,) int64, the
-    same for all levels, in the sequence that the hidden states of this rank hold: its own slice
-    under sequence parallelism. Positions of one level must differ.
+    levels: rows (k, n, H), the first for the chunk's first layer, and so on, and positions (n,)
+    int64, the same for all levels, in what the hidden states of this rank hold: its own slice
+    under sequence parallelism; b·S + s is token s of sequence b. No position comes twice.
     """
-    if rows is None or positions is None:
-        return {}
-    return {"context": rows[:, :, None, :], "context_mask": positions}
+    return {} if levels is None else {"context": levels[0], "context_mask": levels[1]}
 
 
 class DeepStackLayer(TransformerLayer):
@@ -42,13 +44,18 @@ class DeepStackLayer(TransformerLayer):
         context_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states (S, 1, H), context (k, n, 1, H), context_mask (n,) -> hidden states and
-        the levels that are left, or None.
+        """hidden_states (S, B, H), context (k, n, H), context_mask (n,) -> hidden states and the
+        levels that are left, or None.
 
         Also with no rows the result depends on them, so that a backward reaches the bridge.
         """
         hidden = cast("Tensor", super().forward(*args, **kwargs)[0])
         if context is None or context_mask is None:
             return hidden, None
-        hidden = hidden.index_add(0, context_mask, context[0].to(hidden.dtype))
+        places = sequence_first(context_mask, hidden)
+        added = hidden.flatten(0, 1).index_add(0, places, context[0].to(hidden.dtype))
+        # Pipeline schedules free what a stage has sent and refuse views, whose memory stays.
+        hidden = make_viewless_tensor(
+            added.view(hidden.shape), requires_grad=hidden.requires_grad, keep_graph=True
+        )
         return hidden, context[1:] if context.shape[0] > 1 else None
