@@ -5,6 +5,7 @@ from bridge.check import SampleKeys, check_plans
 from bridge.colocated import ColocatedBridge
 from bridge.communicator import BridgeReceiver, BridgeSender
 from bridge.flat import FlatEmbeddings
+from bridge.levels import LevelReceiver, split_levels, take_chunk
 from bridge.plan import BridgePlan, Exchange, LevelGroup, lower_bound_rows, plan_levels
 from bridge.runs import ItemRuns
 from bridge.shard_map import (
@@ -30,6 +31,7 @@ __all__ = [
     "ItemRuns",
     "LaneSegments",
     "LevelGroup",
+    "LevelReceiver",
     "ReplicatedSource",
     "SampleKeys",
     "SequenceShardedSource",
@@ -43,4 +45,6 @@ __all__ = [
     "plan_levels",
     "replicated_destination",
     "sharded_destination",
+    "split_levels",
+    "take_chunk",
 ]

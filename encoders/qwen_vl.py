@@ -17,11 +17,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.images import ImageProcessor
+from encoders._patches import (
+    PatchRope,
+    RowParts,
+    check_heads,
+    check_tower_grid,
+    frame_lengths,
+    patch_places,
+)
 from mimo import megatron as engine
 
 if TYPE_CHECKING:
@@ -51,12 +58,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
-        heads = self.num_attention_heads
-        if self.hidden_size % (4 * heads):
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of 4 · num_attention_heads, "
-                f"{4 * heads}: rows and columns turn half of each head's channels, in pairs"
-            )
+        check_heads(self.hidden_size, self.num_attention_heads)
         self.processor()  # raises ValueError for pixel limits that no image can meet
         return self
 
@@ -98,18 +100,14 @@ class Settings(BaseModel):
 
 def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
     """Problems of a tp × pp grid with these sizes, each one sentence."""
-    return [
-        f"tp={tp} must divide {key}, which is {size}"
-        for key, size in (
-            ("num_attention_heads", settings.num_attention_heads),
-            ("ffn_hidden_size", settings.ffn_hidden_size),
-        )
-        if size % tp
-    ] + [
-        f"pp={pp} must divide num_layers, which is {settings.num_layers}"
-        for _ in [settings.num_layers % pp]
-        if settings.num_layers % pp
-    ]
+    return check_tower_grid(
+        settings.num_layers, settings.num_attention_heads, settings.ffn_hidden_size, tp, pp
+    )
+
+
+def num_levels(settings: Settings) -> int:
+    """Feature levels beside the embeddings: none."""
+    return 0
 
 
 class QwenVLTower(nn.Module):
@@ -125,16 +123,14 @@ class QwenVLTower(nn.Module):
         super().__init__()
         self.settings = settings
         self.config = config
-        self.parts = ctx.groups.tp.size() if config.sequence_parallel else 1
-        self.part = ctx.groups.tp.rank() if config.sequence_parallel else 0
+        self.parts = RowParts.of(settings.merge_size, config, ctx.groups)
         merged = settings.hidden_size * settings.merge_size**2
         in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
         self.patch_embed, self.merger = None, None
         if ctx.is_first_stage:
             # A convolution whose stride is its kernel is a linear map of each patch.
             self.patch_embed = nn.Linear(in_size, settings.hidden_size, bias=False, dtype=ctx.dtype)
-            # Each rank embeds its own patches: their gradients are summed over the group.
-            self.patch_embed.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            self.parts.sum_gradients(self.patch_embed)
         # The merger normalises single patches: that is the final norm of the stack.
         self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
         if ctx.is_last_stage:
@@ -142,30 +138,12 @@ class QwenVLTower(nn.Module):
                 config, ctx.groups, merged, merged, output_size, nn.functional.gelu
             )
         head_size = settings.hidden_size // settings.num_attention_heads
-        exponent = torch.arange(0, head_size // 2, 2, dtype=torch.float32) / (head_size // 2)
-        self.inv_freq: Tensor
-        self.register_buffer("inv_freq", settings.rotary_base**-exponent, persistent=False)
+        self.rope = PatchRope(head_size, settings.rotary_base)
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Called by the schedule with what the previous stage sent; None on the first."""
         # Megatron's annotation leaves out that it may be None.
         self.blocks.set_input_tensor(cast("Tensor", input_tensor[0]))
-
-    def rotary_frequencies(self, grids: Tensor) -> Tensor:
-        """grids (I, 3) int64 as (t, h, w) in patches -> (P, 1, 1, head size) fp32.
-
-        Half of the channels turns with the row of a patch, half with its column. Patches come in
-        blocks of merge × merge neighbours, as the processor emits them.
-        """
-        merge = self.settings.merge_size
-        positions = []
-        for t, h, w in grids.tolist():
-            block = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
-            block = block.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
-            positions.append(block.reshape(-1, 2).repeat(t, 1))
-        place = torch.cat(positions).to(self.inv_freq.device, torch.float32)  # (P, 2)
-        freqs = (place[:, :, None] * self.inv_freq).flatten(1)  # (P, head size / 2)
-        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
 
     def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
         """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
@@ -178,35 +156,24 @@ class QwenVLTower(nn.Module):
         gets its (zero) gradient and data-parallel hooks fire.
         """
         merge = self.settings.merge_size
-        num_rows = int(grids.prod(1).sum()) // merge**2
-        # The engine cannot run on no tokens at all: then a blank row per part is encoded, too.
-        num_blank = -num_rows % self.parts if num_rows else self.parts
-        if num_blank:
-            grids = torch.cat((grids, torch.tensor([[1, merge, merge * num_blank]])))
+        is_blank = grids.shape[0] == 0
+        grids = self.parts.with_blanks(grids)
         hidden = None
         if self.patch_embed is not None:
             assert patches is not None, "the first stage needs patches"
-            hidden = self.patch_embed(self._own_patches(patches, num_rows + num_blank))[:, None, :]
-        per_frame = (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0])
-        device = self.inv_freq.device
+            own = self.parts.own(patches, int(grids.prod(1).sum()))
+            hidden = self.patch_embed(own)[:, None, :]  # (P, 1, D)
+        device = self.rope.inv_freq.device
         hidden = self.blocks(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self.rotary_frequencies(grids),
-            packed_seq_params=engine.PackedSegments.from_lengths(per_frame.tolist(), device),
+            rotary_pos_emb=self.rope(patch_places(grids, merge)),
+            packed_seq_params=engine.PackedSegments.from_lengths(frame_lengths(grids), device),
         )
         if self.merger is None:
             return hidden
         rows = self.merger(hidden.reshape(-1, self.settings.hidden_size * merge**2))
-        return rows if num_rows else rows[:0]
-
-    def _own_patches(self, patches: Tensor, num_rows: int) -> Tensor:
-        """patches (P, C) of all images -> this rank's, with blank ones up to ``num_rows``."""
-        size = num_rows * self.settings.merge_size**2 // self.parts
-        own = patches[self.part * size : (self.part + 1) * size]
-        if own.shape[0] == size:
-            return own
-        return torch.cat((own, own.new_zeros(size - own.shape[0], own.shape[1])))
+        return rows[:0] if is_blank else rows
 
 
 def build(

@@ -19,8 +19,11 @@ def place_rows(text: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     """
     if rows.shape[0] != positions.shape[0]:
         raise ValueError(f"{rows.shape[0]} rows arrived for {positions.shape[0]} positions")
-    length, batch, hidden = text.shape
-    if batch > 1:
-        positions = positions % length * batch + positions // length
-    flat = text.reshape(length * batch, hidden)
-    return flat.index_copy(0, positions, rows.to(text.dtype)).view(text.shape)
+    flat = text.flatten(0, 1).index_copy(0, sequence_first(positions, text), rows.to(text.dtype))
+    return flat.view(text.shape)
+
+
+def sequence_first(positions: Tensor, hidden: Tensor) -> Tensor:
+    """Positions b·S + s in a batch -> s·B + b, indices into ``hidden`` (S, B, H) flattened."""
+    length, batch = hidden.shape[:2]
+    return positions if batch == 1 else positions % length * batch + positions // length

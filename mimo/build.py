@@ -7,7 +7,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from bridge import BridgeEnd, BridgeReceiver, BridgeSender, ColocatedBridge, TransferWatch
+from bridge import (
+    BridgeEnd,
+    BridgeReceiver,
+    BridgeSender,
+    ColocatedBridge,
+    LevelReceiver,
+    TransferWatch,
+)
 from mimo.device import has_gpu, local_device
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.layout import LANGUAGE, run_ahead
@@ -145,19 +152,20 @@ def _add_bridges(
     model: MimoModel, recipe: Recipe, topology: Topology, hidden_size: int, dtype: torch.dtype
 ) -> None:
     wire = dtype if recipe.bridge.wire_dtype == "auto" else DTYPES[recipe.bridge.wire_dtype]
-    for name, groups in topology.bridges.items():
+    for link, groups in topology.bridges.items():
+        name = link.encoder
 
-        def end(gather, name=name, groups=groups) -> BridgeEnd:
+        def end(gather, link=link, groups=groups) -> BridgeEnd:
             return BridgeEnd(
-                name=name,
+                name=link.name,
                 rank=topology.rank,
                 forward=groups.forward,
                 backward=groups.backward,
-                hidden_size=hidden_size,
+                hidden_size=hidden_size * len(link.levels),
                 dtype=dtype,
                 wire_dtype=wire,
                 device=model.device,
-                trainable=recipe.encoders[name].trains,
+                trainable=recipe.encoders[link.encoder].trains,
                 gather=gather,
                 timeout_seconds=recipe.bridge.timeout_seconds,
                 watch=model.watch,
@@ -174,9 +182,9 @@ def _add_bridges(
             shares = own.tp if grid.tp > 1 and not grid.sp else None
             lane = grid.coords(topology.rank).dp
         if name in topology.layout.colocated:
-            first = topology.modules[LANGUAGE].pp.rank() == 0
-            model.colocated[name] = ColocatedBridge(end(whole_lane), lane, first, shares)
+            receives = topology.modules[LANGUAGE].pp.rank() == link.stage
+            model.colocated[link] = ColocatedBridge(end(whole_lane), lane, receives, shares)
         elif topology.owns(name):
-            model.senders[name] = BridgeSender(end(shares), lane, model.modules[name].run_ahead)
+            model.senders[link] = BridgeSender(end(shares), lane, model.modules[name].run_ahead)
         else:
-            model.receivers[name] = BridgeReceiver(end(whole_lane))
+            model.receivers[link] = LevelReceiver(BridgeReceiver(end(whole_lane)), link.chunks)

@@ -19,7 +19,9 @@ from mimo.yaml_source import Location
 
 def _load(package: str, name: str, location: Location, recipe: Recipe) -> ModuleType:
     home = importlib.import_module(package)
-    choices = sorted(m.name for m in pkgutil.iter_modules(home.__path__))
+    modules = [m.name for m in pkgutil.iter_modules(home.__path__)]
+    # What families share is private to them.
+    choices = sorted(module for module in modules if not module.startswith("_"))
     if name not in choices:
         raise RecipeError(
             recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")
@@ -72,9 +74,30 @@ def encoder_settings(recipe: Recipe, encoder: str):
     )
 
 
+def num_levels(recipe: Recipe, encoder: str) -> int:
+    """Feature levels that an encoder emits beside the embeddings.
+
+    0 where its family or its settings are wrong, which is for others to report.
+    """
+    try:
+        return encoder_family(recipe, encoder).num_levels(encoder_settings(recipe, encoder))
+    except RecipeError:
+        return 0
+
+
+def num_language_layers(recipe: Recipe) -> int | None:
+    """Layers of the language model; None where its settings are wrong."""
+    try:
+        return language_settings(recipe).num_layers
+    except RecipeError:
+        return None
+
+
 __all__ = [
     "encoder_family",
     "encoder_settings",
     "language_family",
     "language_settings",
+    "num_language_layers",
+    "num_levels",
 ]

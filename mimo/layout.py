@@ -6,10 +6,12 @@ model, unless a recipe gives `rank_offset`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
+from mimo.families import num_language_layers, num_levels
+from mimo.levels import Link, level_places, links_of, minimum_run_ahead
 from mimo.not_yet import refusals
 from mimo.recipe import Encoder, Grid, Language, Recipe
 from mimo.recipe_errors import RecipeError
@@ -83,12 +85,18 @@ class Layout:
     """Every module's grid; disjoint ones together use each of the `world_size` ranks once.
 
     colocated: names of the encoders that run on the language model's ranks.
+    links: of the encoders that emit feature levels, one per stage that needs any.
     """
 
     language: GridSpec
     encoders: dict[str, GridSpec]
     world_size: int
     colocated: frozenset[str] = frozenset()
+    links: dict[str, tuple[Link, ...]] = field(default_factory=dict)
+
+    def links_of(self, encoder: str) -> tuple[Link, ...]:
+        """The bridges of an encoder; without levels, one to the language model's first stage."""
+        return self.links.get(encoder, (Link(encoder),))
 
     @property
     def grids(self) -> dict[str, GridSpec]:
@@ -128,6 +136,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
         encoders={name: grids[name] for name in recipe.encoders},
         world_size=world_size or needed,
         colocated=frozenset(colocated),
+        links=_links(recipe, grids[LANGUAGE], problems),
     )
     problems += _tiling_problems(recipe, layout)
     problems += _colocation_problems(recipe, layout)
@@ -142,38 +151,33 @@ def num_microbatches(recipe: Recipe, layout: Layout) -> int:
     return recipe.train.global_batch_size // (recipe.train.micro_batch_size * layout.language.dp)
 
 
-def minimum_run_ahead(language: GridSpec, microbatches: int) -> int:
-    """Microbatches a disjoint encoder must have sent ahead before it waits for a gradient.
-
-    With fewer both sides wait for each other: the encoder for the gradient of a microbatch, the
-    language model's first stage for the rows of a later one. Found by walking the order in which
-    Megatron's schedule (1F1B, or interleaved with `vpp` chunks) runs that stage.
-    """
-    pp, vpp = language.pp, language.vpp
-    table = [
-        (microbatch, chunk)
-        for first in range(0, microbatches, pp)
-        for chunk in range(vpp)
-        for microbatch in range(first, min(first + pp, microbatches))
-    ]
-    warmup = min(pp - 1 if vpp == 1 else (pp - 1) * 2 + (vpp - 1) * pp, len(table))
-    received = sum(chunk == 0 for _, chunk in table[:warmup])
-    returned = needed = 0
-    for step, (_, backward_chunk) in enumerate(table):
-        if warmup + step < len(table):
-            received += table[warmup + step][1] == 0
-        if backward_chunk == vpp - 1:  # backward runs the chunks in reverse
-            needed = max(needed, received - 1 - returned)
-            returned += 1
-    return needed
-
-
 def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
     """The run-ahead of `encoder`; 'auto' is one more than needed, so that both sides overlap."""
     value = recipe.encoders[encoder].run_ahead
     if value != "auto":
         return value
-    return minimum_run_ahead(layout.language, num_microbatches(recipe, layout)) + 1
+    language, links = layout.language, layout.links_of(encoder)
+    microbatches = num_microbatches(recipe, layout)
+    return minimum_run_ahead(language.pp, language.vpp, microbatches, links) + 1
+
+
+def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
+    """By encoder with feature levels, its bridges; too many levels are added to `problems`."""
+    links, layers = {}, num_language_layers(recipe)
+    for name in recipe.encoders:
+        levels = num_levels(recipe, name)
+        if layers is not None and levels > layers:
+            problems.append(
+                recipe.problem(
+                    ("encoders", name, "model"),
+                    f"emits {levels} feature levels, one for each of the language model's first "
+                    f"layers, but language.model.num_layers is {layers}; emit fewer levels",
+                )
+            )
+        elif layers is not None and levels > 0:
+            places = level_places(language.pp, language.vpp, layers, levels)
+            links[name] = links_of(name, places)
+    return links
 
 
 def _key(module: str) -> tuple[str, ...]:
@@ -354,10 +358,11 @@ def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     microbatches = max(1, train.global_batch_size // step)
     if language.vpp > 1:
         yield from _interleaving_problems(recipe, language, microbatches)
-    needed = minimum_run_ahead(language, microbatches)
     for name, encoder in recipe.encoders.items():
         if name in layout.colocated or encoder.run_ahead == "auto":
             continue
+        links = layout.links_of(name)
+        needed = minimum_run_ahead(language.pp, language.vpp, microbatches, links)
         if encoder.run_ahead < needed:
             yield recipe.problem(
                 ("encoders", name, "run_ahead"),

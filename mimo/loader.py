@@ -212,12 +212,11 @@ def gather_items(
             nothing = np.zeros((0, patch_dim), np.float32)
             patches = np.concatenate([nothing, *(loaded.patches[m][item] for item in items)])
         grids = [readers[source].grid(item) for source, item in items]
-        assert own.bridge is not None
         gathered.append(
             EncoderItems(
                 patches=patches,
                 grids=np.array(grids, np.int64).reshape(-1, 3),
-                split_sizes=own.bridge.runs.split_sizes(coords.dp),
+                split_sizes=own.split_sizes(coords.dp),
             )
         )
     return gathered

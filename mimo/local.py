@@ -2,7 +2,7 @@
 
 For generation, and as the reference that layouts are compared with.
 
-Letters: T packed tokens, N rows, H hidden, V padded vocabulary.
+Letters: T packed tokens, N rows, H hidden, L levels with the embeddings, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.batch import PackedLane
-from mimo.alignment import place_rows
+from mimo.arrivals import Arrived, join_levels, place_embeddings
 from mimo.build import build_model
 from mimo.checkpoint import load_checkpoint
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.device import initialize_distributed
 from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.megatron.deepstack import level_inputs
 from mimo.megatron.segments import PackedSegments
 from mimo.model import MimoModel
 from mimo.recipe import Grid, Recipe, load_recipe
@@ -92,7 +93,10 @@ class LocalModel:
         return self.model.modules[LANGUAGE].raw[0]
 
     def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
-        """patches (P, C) float32, grids (I, 3) int64 -> the encoder's rows (N, H)."""
+        """patches (P, C) float32, grids (I, 3) int64 -> the encoder's rows (N, L·H).
+
+        The embeddings and its feature levels side by side.
+        """
         tower = self.model.modules[encoder].raw[0]
         dtype = next(tower.parameters()).dtype
         return tower(torch.from_numpy(patches).to(self.device, dtype), torch.from_numpy(grids))
@@ -102,18 +106,22 @@ class LocalModel:
     ) -> Tensor:
         """Per-token losses (1, T) fp32 with labels, else logits (1, T, V).
 
-        rows: of each encoder that has items, (N, H) and their positions (N,).
+        rows: of each encoder that has items, (N, L·H) and their positions (N,).
         """
         ids = torch.from_numpy(lane.input_ids).to(self.device)[None]
         positions = torch.from_numpy(lane.position_ids).to(self.device)[:, None, :]
         hidden = self.language.embedding(input_ids=ids, position_ids=positions)  # type: ignore[operator]
-        for values, places in rows:
-            hidden = place_rows(hidden, values, torch.from_numpy(places).to(self.device))
+        size = hidden.shape[-1]
+        arrived = [
+            Arrived.of(values, torch.from_numpy(places).to(self.device), size, True)
+            for values, places in rows
+        ]
         return self.language(
             input_ids=ids,
             position_ids=positions,
             attention_mask=None,
-            decoder_input=hidden,
+            decoder_input=place_embeddings(hidden, arrived),
             labels=torch.from_numpy(lane.labels).to(self.device)[None] if with_labels else None,
             packed_seq_params=PackedSegments.from_lengths(lane.lengths, self.device),
+            extra_block_kwargs=level_inputs(join_levels(arrived)),
         )

@@ -1,8 +1,8 @@
 """The multimodal model of one rank: only the modules that this rank owns a part of.
 
 Each module runs its own Megatron schedule on its own grid; the bridge is the only thing between
-them. Disjoint: an encoder's forward ends in `BridgeSender.send`, the language model's first stage
-begins with `BridgeReceiver.receive`, both autograd operations. Colocated: the items of a group of
+them. Disjoint: an encoder's forward ends in `BridgeSender.send`, that of a language model's stage
+begins with `LevelReceiver.receive`, both autograd operations. Colocated: the items of a group of
 microbatches are encoded in one go, rows and gradients are exchanged around the language model's
 schedule.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -21,19 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from bridge import (
-    BridgeReceiver,
     BridgeSender,
     ColocatedBridge,
     FlatEmbeddings,
+    LevelReceiver,
     SampleKeys,
     TransferWatch,
     check_plans,
+    split_levels,
+    take_chunk,
 )
 from data.batch import PackedLane
-from mimo.alignment import place_rows
+from mimo.arrivals import Arrived, cut_levels, join_levels, place_embeddings
 from mimo.layout import LANGUAGE
+from mimo.levels import Link
 from mimo.loader import EncoderItems
 from mimo.loss import masked_sum, pass_token
+from mimo.megatron.deepstack import level_inputs
 from mimo.megatron.groups import ProcessGroupCollection
 from mimo.megatron.parallel import MegatronOptimizer, finish_gradients, zero_gradients
 from mimo.megatron.schedule import accumulate_only, run_schedule
@@ -93,8 +98,8 @@ class LanguageBatch:
 class MimoModel:
     """The modules of this rank and its ends of the bridges.
 
-    senders: by disjoint encoder, on its last stage. receivers: by disjoint encoder, on the
-    language model's first stage. colocated: by colocated encoder.
+    senders: of disjoint encoders, on their last stage. receivers: of disjoint encoders, on stages
+    of the language model that need their rows. colocated: of colocated encoders.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
     trains_encoders: whether any encoder of the recipe trains, on whatever rank: gradients then
     pass all stages of the language model, frozen or not.
@@ -106,9 +111,9 @@ class MimoModel:
 
     modules: dict[str, Module]
     device: torch.device
-    senders: dict[str, BridgeSender] = field(default_factory=dict)
-    receivers: dict[str, BridgeReceiver] = field(default_factory=dict)
-    colocated: dict[str, ColocatedBridge] = field(default_factory=dict)
+    senders: dict[Link, BridgeSender] = field(default_factory=dict)
+    receivers: dict[Link, LevelReceiver] = field(default_factory=dict)
+    colocated: dict[Link, ColocatedBridge] = field(default_factory=dict)
     encode_group: int | None = None
     trains_encoders: bool = False
     watch: TransferWatch | None = None
@@ -137,9 +142,9 @@ class MimoModel:
                 chunk.train(not forward_only)
             if module.optimizer is not None and not forward_only:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
-        bridges = [*self.senders.values(), *self.receivers.values(), *self.colocated.values()]
-        for bridge in bridges:
-            plans = plan.bridges(bridge.end.name)
+        bridges = {**self.senders, **self.receivers, **self.colocated}
+        for link, bridge in bridges.items():
+            plans = plan.bridges(link.encoder, link.levels[0])
             if check:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.begin(plans, forward_only)
@@ -147,9 +152,9 @@ class MimoModel:
         for name, module in self.modules.items():
             if name == LANGUAGE:
                 loss = self._run_groups(module, language, items, forward_only)
-            elif name not in self.colocated:
+            elif name not in self._colocated_encoders():
                 self._run_encoder(module, items[name], forward_only)
-        for bridge in bridges:
+        for bridge in bridges.values():
             bridge.finish()
         return loss
 
@@ -164,15 +169,20 @@ class MimoModel:
     def _run_encoder(
         self, module: Module, items: Sequence[EncoderItems], forward_only: bool
     ) -> None:
-        sender = self.senders.get(module.name)  # on the last stage
+        # On the last stage.
+        senders = {link: s for link, s in self.senders.items() if link.encoder == module.name}
 
         def forward_step(batches: Iterator[tuple[int, EncoderItems]], chunk: nn.Module):
             number, own = next(batches)
             output = chunk(self._patches(own, module), torch.from_numpy(own.grids))
-            if sender is None:
+            if not senders:
                 return output, pass_token
-            rows = FlatEmbeddings(output, own.split_sizes, module.sequence_parts)
-            return sender.send(number, rows), pass_token
+            parts = split_levels(output, [link.levels for link in senders])
+            tokens = [
+                sender.send(number, FlatEmbeddings(part, own.split_sizes, module.sequence_parts))
+                for sender, part in zip(senders.values(), parts, strict=True)
+            ]
+            return torch.stack(tokens).sum(), pass_token
 
         with torch.set_grad_enabled(module.trains and not forward_only):
             run_schedule(
@@ -211,18 +221,29 @@ class MimoModel:
                     stack.enter_context(accumulate_only([c for m in trained for c in m.chunks]))
                 rows = {
                     name: self._encode(name, items[name], group, forward_only)
-                    for name in self.colocated
+                    for name in self._colocated_encoders()
                 }
                 loss += self._run_language(module, batches, group, forward_only)
-                for name, bridge in self.colocated.items():
-                    if bridge.end.trainable and not forward_only:
-                        torch.autograd.backward(rows[name], bridge.collect(group))
+                for name, parts in rows.items():
+                    bridges = self._colocated_of(name).values()
+                    if self.modules[name].trains and not forward_only:
+                        gradients = [bridge.collect(group) for bridge in bridges]
+                        torch.autograd.backward(parts, gradients)
         return loss
+
+    def _colocated_encoders(self) -> list[str]:
+        return list(dict.fromkeys(link.encoder for link in self.colocated))
+
+    def _colocated_of(self, encoder: str) -> dict[Link, ColocatedBridge]:
+        return {link: b for link, b in self.colocated.items() if link.encoder == encoder}
 
     def _encode(
         self, name: str, items: Sequence[EncoderItems], group: range, forward_only: bool
-    ) -> Tensor:
-        """One forward of a colocated encoder over a group's items; delivers its rows (N, H)."""
+    ) -> list[Tensor]:
+        """One forward of a colocated encoder over a group's items; delivers its rows.
+
+        Returns the rows (N, k·H) of each of its bridges, for their way back.
+        """
         module = self.modules[name]
         own = [items[m] for m in group]
         patches = np.concatenate([one.patches for one in own if one.patches is not None])
@@ -231,8 +252,11 @@ class MimoModel:
             rows = module.chunks[0](
                 torch.from_numpy(patches).to(self.device, module.dtype), torch.from_numpy(grids)
             )
-        self.colocated[name].deliver(group, rows)
-        return rows
+            bridges = self._colocated_of(name)
+            parts = split_levels(rows, [link.levels for link in bridges])
+        for bridge, part in zip(bridges.values(), parts, strict=True):
+            bridge.deliver(group, part)
+        return parts
 
     def _run_language(
         self, module: Module, batches: Sequence[PackedLane], group: range, forward_only: bool
@@ -244,14 +268,16 @@ class MimoModel:
             number = next(numbers)
             gpt = cast("Any", raw_of[id(chunk)])
             own = self._language_batch(batches[number])
+            arrived = self._receive(gpt, number)
             embed = gpt.pre_process
             output = chunk(
                 input_ids=own.input_ids,
                 position_ids=own.position_ids,
                 attention_mask=None,
-                decoder_input=self._embed(gpt, number, own) if embed else None,
+                decoder_input=self._embed(gpt, own, arrived) if embed else None,
                 labels=own.labels,
                 packed_seq_params=own.segments,
+                extra_block_kwargs=level_inputs(self._levels(own, arrived)),
             )
             return output, masked_sum(own.loss_mask)
 
@@ -291,16 +317,40 @@ class MimoModel:
             segments=segments,
         )
 
-    def _embed(self, gpt: Any, number: int, own: LanguageBatch) -> Tensor:
+    def _receive(self, gpt: Any, number: int) -> list[Arrived]:
+        """What all encoders deliver to a chunk for a microbatch."""
+        chunk, size = gpt.vp_stage or 0, gpt.config.hidden_size
+        found = [
+            receiver.receive(number, chunk)
+            for link, receiver in self.receivers.items()
+            if chunk in link.chunks
+        ]
+        for link, bridge in self.colocated.items():
+            if bridge.receives and chunk in link.chunks:
+                rows, places = bridge.receive(number)
+                found.append((take_chunk(rows, link.chunks, chunk), places))
+        return [Arrived.of(rows, places, size, gpt.pre_process) for rows, places in found]
+
+    def _embed(self, gpt: Any, own: LanguageBatch, arrived: Sequence[Arrived]) -> Tensor:
         """Text embeddings with the rows of all encoders in place: this rank's (S', B, H)."""
         hidden = gpt.embedding(input_ids=own.input_ids, position_ids=own.position_ids)
-        for receiver in (*self.receivers.values(), *self.colocated.values()):
-            rows, places = receiver.receive(number)
-            hidden = place_rows(hidden, rows, places)
+        hidden = place_embeddings(hidden, arrived)
         if self.whole_rows:
             assert self.partition is not None, "language ranks have a partition adapter"
             hidden = self.partition.shard_embeddings(hidden, own.segments)
         return hidden
+
+    def _levels(
+        self, own: LanguageBatch, arrived: Sequence[Arrived]
+    ) -> tuple[Tensor, Tensor] | None:
+        """The levels of all encoders for a chunk's layers: rows (k, n, H) and their places."""
+        levels = join_levels(arrived)
+        if levels is None or not self.whole_rows:
+            return levels
+        assert self.partition is not None, "language ranks have a partition adapter"
+        cut = partial(self.partition.shard_embeddings, packed_seq_params=own.segments)
+        batch, length = own.input_ids.shape
+        return cut_levels(levels, batch, length, cut)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -14,11 +14,14 @@ from bridge import (
     BridgePlan,
     ItemRuns,
     LaneSegments,
+    LevelGroup,
     ReplicatedSource,
     SequenceShardedSource,
+    ShardMap,
     Source,
     assign_items,
     imbalance,
+    plan_levels,
     replicated_destination,
     sharded_destination,
 )
@@ -33,12 +36,17 @@ class PlannedItems:
     """The items of one encoder in a global microbatch, and how their rows are delivered.
 
     item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
-    bridge: planned once it is known which samples are unusable.
+    bridges: the embeddings' first, one per stage of the language model that needs rows; planned
+        once it is known which samples are unusable.
     """
 
     item: np.ndarray
     lane: np.ndarray
-    bridge: BridgePlan | None = None
+    bridges: tuple[LevelGroup, ...] = ()
+
+    def split_sizes(self, lane: int) -> tuple[int, ...]:
+        """Rows per sample of the microbatch that one encoder lane produces."""
+        return self.bridges[0].plan.runs.split_sizes(lane)
 
     def of_lane(self, lane: int) -> np.ndarray:
         """Numbers in the microbatch of the items that one encoder lane owns, in order."""
@@ -67,10 +75,10 @@ class StepPlan:
     num_tokens: int
     encoder_imbalance: float
 
-    def bridges(self, encoder: str) -> list[BridgePlan]:
-        """The plan of the encoder's bridge for each microbatch."""
-        planned = [m.encoders[encoder].bridge for m in self.microbatches]
-        return [bridge for bridge in planned if bridge is not None]
+    def bridges(self, encoder: str, level: int = 0) -> list[BridgePlan]:
+        """For each microbatch, the plan of the encoder's bridge that carries a level."""
+        groups = [m.encoders[encoder].bridges for m in self.microbatches]
+        return [group.plan for own in groups for group in own if level in group.levels]
 
 
 class StepPlanner:
@@ -178,8 +186,8 @@ class StepPlanner:
         for name in self.layout.encoders:
             for planned, source in zip(finished, self._sources(name, finished), strict=True):
                 items = planned.encoders[name]
-                bridge = self._bridge(planned.samples, items, source)
-                planned.encoders[name] = replace(items, bridge=bridge)
+                bridges = self._bridges(name, planned.samples, items, source)
+                planned.encoders[name] = replace(items, bridges=bridges)
         return StepPlan(
             microbatches=tuple(finished),
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
@@ -214,8 +222,10 @@ class StepPlanner:
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         return [s for g in groups for s in SequenceShardedSource.encoded_together(g, ranks)]
 
-    def _bridge(self, samples: GlobalMicrobatch, items: PlannedItems, source: Source) -> BridgePlan:
-        language, item = self.layout.language, items.item
+    def _bridges(
+        self, name: str, samples: GlobalMicrobatch, items: PlannedItems, source: Source
+    ) -> tuple[LevelGroup, ...]:
+        item = items.item
         runs = ItemRuns(
             sample=samples.item_sample[item],
             source_lane=items.lane,
@@ -224,18 +234,28 @@ class StepPlanner:
             rows=samples.item_rows[item],
             num_samples=samples.num_samples,
         )
-        ranks, segments = _ranks(language, 0), _segments(samples)
-        if self.delivery == "replicated":
-            return BridgePlan.build(
-                runs,
-                source,
-                replicated_destination(segments.tokens, ranks),
-                # Every TP rank has a row's whole gradient: they return even shares.
-                returning=sharded_destination(segments, ranks, False, runs),
-            )
-        return BridgePlan.build(
-            runs, source, sharded_destination(segments, ranks, language.sp, runs)
+        segments = _segments(samples)
+        destinations, returning = {}, {}
+        for link in self.layout.links_of(name):
+            maps = self._destination(link.stage, segments, runs)
+            for level in link.levels:
+                destinations[level], returning[level] = maps
+        levels = sorted(destinations)
+        return plan_levels(
+            runs, source, [destinations[n] for n in levels], [returning[n] for n in levels]
         )
+
+    def _destination(
+        self, stage: int, segments: LaneSegments, runs: ItemRuns
+    ) -> tuple[ShardMap, ShardMap | None]:
+        """Where rows go on a stage, and which ranks return gradients if rows have copies there."""
+        language = self.layout.language
+        ranks = _ranks(language, stage)
+        if self.delivery == "sharded":
+            return sharded_destination(segments, ranks, language.sp, runs), None
+        # Every TP rank has a row's whole gradient: they return even shares.
+        returning = sharded_destination(segments, ranks, False, runs)
+        return replicated_destination(segments.tokens, ranks), returning
 
 
 def _ranks(grid: GridSpec, stage: int) -> np.ndarray:

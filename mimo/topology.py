@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mimo.device import local_device
 from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.levels import Link
 from mimo.megatron.groups import HyperCommGrid, ProcessGroupCollection
 
 # Megatron's names for groups, and the axes of our grid that each spans. Without experts, the
@@ -41,7 +42,7 @@ _GROUP_AXES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class BridgeGroups:
-    """Groups of one encoder's bridge: the encoder's last and the language model's first stage.
+    """Groups of one bridge: the encoder's last stage and one stage of the language model.
 
     Two groups, because in-order transfers of gradients must not wait behind those of rows.
     """
@@ -55,13 +56,13 @@ class Topology:
     """This rank's view: its modules' groups and the bridges that it takes part in.
 
     modules: groups of the modules that this rank owns a part of, by module name.
-    bridges: by encoder name; only bridges with this rank at one end.
+    bridges: those with this rank at one end, of an encoder in the order of their stages.
     """
 
     layout: Layout
     rank: int
     modules: dict[str, ProcessGroupCollection] = field(default_factory=dict)
-    bridges: dict[str, BridgeGroups] = field(default_factory=dict)
+    bridges: dict[Link, BridgeGroups] = field(default_factory=dict)
 
     def owns(self, module: str) -> bool:
         """Whether this rank holds a part of the module."""
@@ -137,25 +138,36 @@ def build_topology(layout: Layout) -> Topology:
         groups = _module_groups(spec, factory)
         if groups is not None:
             topology.modules[name] = groups
-    language = layout.language
+    for name, spec in layout.encoders.items():
+        for link in layout.links_of(name):
+            _add_bridge(topology, factory, spec, link)
+    return topology
+
+
+def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, link: Link) -> None:
+    """Create the groups of one bridge; every rank of the world calls it."""
+    language = topology.layout.language
+    senders = [
+        encoder.rank(dp=d, pp=encoder.pp - 1, tp=t)
+        for d in range(encoder.dp)
+        for t in range(encoder.tp)
+    ]
     receivers = [
-        language.rank(dp=d, cp=c, tp=t)
+        language.rank(dp=d, pp=link.stage, cp=c, tp=t)
         for d in range(language.dp)
         for c in range(language.cp)
         for t in range(language.tp)
     ]
-    for name, spec in layout.encoders.items():
-        senders = [
-            spec.rank(dp=d, pp=spec.pp - 1, tp=t) for d in range(spec.dp) for t in range(spec.tp)
-        ]
-        ends = sorted({*senders, *receivers})
-        pair = [factory.fresh(ends, f"bridge.{name}.{way}") for way in ("forward", "backward")]
-        if rank in ends:
-            assert pair[0] is not None and pair[1] is not None
-            bridge = BridgeGroups(pair[0], pair[1])
-            for group in (bridge.forward, bridge.backward):
-                # NCCL wants the first call of a group from all of its ranks; later messages go
-                # only between peers that have rows to exchange.
-                dist.all_reduce(torch.zeros(1, device=local_device()), group=group)
-            topology.bridges[name] = bridge
-    return topology
+    ends = sorted({*senders, *receivers})
+    pair = [
+        factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}")
+        for way in ("forward", "backward")
+    ]
+    if topology.rank not in ends:
+        return
+    assert pair[0] is not None and pair[1] is not None
+    for group in pair:
+        # NCCL wants the first call of a group from all of its ranks; later messages go only
+        # between peers that have rows to exchange.
+        dist.all_reduce(torch.zeros(1, device=local_device()), group=group)
+    topology.bridges[link] = BridgeGroups(pair[0], pair[1])

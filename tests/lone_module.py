@@ -9,6 +9,7 @@ Letters: P patches, C numbers per patch, I images, N rows, T packed tokens, H hi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,29 +62,55 @@ def worst_error(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tu
     return found[name], name
 
 
+def join_gradients(results: Sequence[Mapping[str, Any]]) -> Weights:
+    """Whole gradients from the shards that all ranks of one module returned."""
+    joined = tiny.assemble([{"shards": result["shards"]} for result in results], "gradient")
+    return {name: torch.from_numpy(value) for name, value in joined.items()}
+
+
+@dataclass(frozen=True)
+class TowerOptions:
+    """How `run_tower` runs a tower: its family, the grid (tp · pp ranks) and what is recomputed."""
+
+    family: str = "qwen_vl"
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    recompute: str = "none"
+
+
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def _context(tp: int, sp: bool) -> Any:
-    """A world of ``tp`` ranks that holds one module in fp32."""
+def _context(tp: int, sp: bool, pp: int = 1, recompute: str = "none") -> Any:
+    """A world of ``tp · pp`` ranks that holds one module in fp32."""
     from mimo.layout import LANGUAGE, GridSpec, Layout
     from mimo.megatron.config import ModuleContext
     from mimo.megatron.parallel import prepare_engine
     from mimo.topology import build_topology
 
     prepare_engine(SEED)
-    layout = Layout(language=GridSpec(LANGUAGE, tp=tp, sp=sp), encoders={}, world_size=tp)
+    grid = GridSpec(LANGUAGE, tp=tp, sp=sp, pp=pp)
+    layout = Layout(language=grid, encoders={}, world_size=grid.size)
     groups = build_topology(layout).modules[LANGUAGE]
-    return ModuleContext(groups=groups, dtype=torch.float32, sequence_parallel=sp)
+    return ModuleContext(
+        groups=groups, dtype=torch.float32, sequence_parallel=sp, recompute=recompute
+    )
 
 
 @torch.no_grad()
 def _load(model: nn.Module, weights: Weights, ctx: Any) -> None:
     """Copy whole tensors into this rank's parameters, or the slices that it holds."""
-    from mimo.megatron.initialize import tensor_parallel_slice
+    from mimo.megatron.initialize import global_name, tensor_parallel_slice
 
-    params = dict(model.named_parameters())
-    assert params.keys() == weights.keys(), params.keys() ^ weights.keys()
+    stage = ctx.groups.pp.rank()
+    params = {
+        global_name(name, model.config, stage, None): param
+        for name, param in model.named_parameters()
+    }
+    missing = params.keys() - weights.keys()
+    assert not missing, missing
+    assert ctx.groups.pp.size() > 1 or params.keys() == weights.keys()
     tp = ctx.groups.tp
     for name, param in params.items():
         full = weights[name]
@@ -101,30 +128,69 @@ def run_tower(
     weights: Weights | None,
     calls: Sequence[tuple[Tensor, Tensor]],
     row_gradients: Tensor | None = None,
-    tp: int = 1,
-    sp: bool = False,
+    options: TowerOptions = TowerOptions(),
 ) -> dict[str, Any]:
     """Vision tower on calls of (patches (P, C), grids (I, 3)): rows (N, H) of each call.
 
     weights: None leaves the freshly drawn ones.
-    row_gradients: (N, H) of the last call; with them also the gradients of every parameter, and
-        of that call's patches (P, C).
+    row_gradients: (N, H) of the last call; with them also this rank's gradients of every parameter
+        ("gradients" by local name, "shards" for `join_gradients`), and on the first stage of that
+        call's patches (P, C).
     """
-    from encoders import qwen_vl
+    import importlib
 
-    ctx = _context(tp, sp)
-    tower = qwen_vl.build(qwen_vl.Settings(**settings), ctx, output_size, SEED)
+    family = importlib.import_module(f"encoders.{options.family}")
+    ctx = _context(options.tp, options.sp, options.pp, options.recompute)
+    tower = family.build(family.Settings(**settings), ctx, output_size, SEED)
     if weights is not None:
         _load(tower, weights, ctx)
-    rows, patches = torch.zeros(0), torch.zeros(0)
+    rows, patches, before = torch.zeros(0), torch.zeros(0), None
     found: dict[str, Any] = {"rows": []}
     for patches, grids in calls:
         patches.requires_grad_()
-        rows = tower(patches, grids)
+        if not ctx.is_first_stage:
+            before = _exchange(None, rank - options.tp).requires_grad_()
+        tower.set_input_tensor([before])
+        rows = tower(patches if ctx.is_first_stage else None, grids)
+        if not ctx.is_last_stage:
+            _exchange(rows.detach(), rank + options.tp)
         found["rows"].append(rows.detach())
     if row_gradients is not None:
-        rows.backward(row_gradients)
+        rows.backward(row_gradients if ctx.is_last_stage else _exchange(None, rank + options.tp))
+        if before is not None:
+            assert before.grad is not None
+            _exchange(before.grad, rank - options.tp)
         found |= {"gradients": gradients(tower), "patch_gradients": patches.grad}
+        found["shards"] = _gradient_shards(tower, ctx)
+    return found
+
+
+def _exchange(sent: Tensor | None, peer: int) -> Tensor:
+    """Send a tensor to another rank, or receive one from it when there is none to send."""
+    import torch.distributed as dist
+
+    box = [sent]
+    if sent is None:
+        dist.recv_object_list(box, src=peer)
+    else:
+        dist.send_object_list(box, dst=peer)
+    assert box[0] is not None
+    return box[0]
+
+
+def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
+    """This rank's part of every gradient, as `tiny.assemble` takes it."""
+    import torch.distributed as dist
+
+    from mimo.model import Module
+    from mimo.verify.run import shards_of
+
+    module = Module("", ctx.groups, [model], [model], None, 0.0, True)
+    found = shards_of("", module, dist.get_rank())
+    for shard, param in zip(found, model.parameters(), strict=True):
+        shard.name = shard.name.removeprefix(".")
+        if param.grad is not None:
+            shard.gradients.append(param.grad.numpy())
     return found
 
 
@@ -173,6 +239,59 @@ def run_language(
         found["embedded"] = model(**inputs, decoder_input=hidden)[0]
         found["losses"] = model(**inputs, labels=ids[None])[0]
     return found
+
+
+def run_language_with_levels(
+    rank: int,
+    settings: dict[str, Any],
+    num_tokens: int,
+    weights: Weights,
+    ids: Tensor,
+    positions: Tensor,
+    lengths: Sequence[int],
+    levels: Tensor,
+    places: Tensor,
+    logit_gradients: Tensor,
+    tp: int = 1,
+    sp: bool = False,
+    recompute: str = "none",
+) -> dict[str, Any]:
+    """As `run_language`, with levels (k, n, H) added at places (n,) behind the first k layers.
+
+    Returns this rank's logits (T, V / tp), the gradients of its parameters and those of the rows
+    that it adds, (k, n', H), n' of the n under sequence parallelism, with their numbers (n',).
+    """
+    from mimo.languages import qwen3
+    from mimo.megatron import PackedSegments
+    from mimo.megatron.deepstack import level_inputs
+
+    ctx = _context(tp, sp, recompute=recompute)
+    sizes = qwen3.Settings(**settings)
+    vocab_size = sizes.padded_vocab_size(num_tokens)
+    model = qwen3.build(sizes, ctx, vocab_size, len(ids), SEED)
+    _load(model, weights, ctx)
+    model.train()
+    mine = torch.arange(len(places))
+    if sp:
+        part = len(ids) // tp
+        mine = mine[(places // part) == rank]
+        places = places - rank * part
+    rows = levels[:, mine].clone().requires_grad_()
+    logits = model(
+        input_ids=ids[None],
+        position_ids=positions[:, None, :],
+        attention_mask=None,
+        packed_seq_params=PackedSegments.from_lengths(lengths, ids.device),
+        extra_block_kwargs=level_inputs((rows, places[mine])),
+    )[0]
+    padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
+    logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])
+    return {
+        "logits": logits.detach(),
+        "gradients": gradients(model),
+        "row_gradients": rows.grad,
+        "rows": mine,
+    }
 
 
 def noise(seed: int, *shape: int) -> Tensor:

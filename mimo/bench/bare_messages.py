@@ -14,6 +14,7 @@ from torch import Tensor
 from bridge import Exchange
 from mimo.bench.bridge_workload import ENCODER, Workload
 from mimo.device import local_device
+from mimo.levels import Link
 from mimo.topology import Topology
 
 _Way = Literal["send", "receive"]
@@ -29,7 +30,7 @@ class BareMessages:
 
     def __init__(self, workload: Workload, topology: Topology) -> None:
         plan, rank = workload.build_plan("sharded"), topology.rank
-        groups, grid = topology.bridges[ENCODER], workload.case.layout.encoders[ENCODER]
+        groups, grid = topology.bridges[Link(ENCODER)], workload.case.layout.encoders[ENCODER]
         if topology.owns(ENCODER):
             lane = grid.coords(rank).dp
             exchange = plan.sends(rank)

@@ -24,6 +24,7 @@ from mimo.bench.received import count_received
 from mimo.device import backend, initialize_distributed, local_device, set_threads, synchronize
 from mimo.launch import rank_environment
 from mimo.layout import LANGUAGE
+from mimo.levels import Link
 from mimo.megatron.rival_bridge import MegatronBridge
 from mimo.topology import Topology, build_topology, comm_grid
 
@@ -57,7 +58,7 @@ class OurBridge:
         self.workload = workload
         self.delivery: Delivery = delivery
         layout, rank = workload.case.layout, topology.rank
-        groups = topology.bridges[ENCODER]
+        groups = topology.bridges[Link(ENCODER)]
         self.encodes = topology.owns(ENCODER)
         module = ENCODER if self.encodes else LANGUAGE
         grid = layout.grids[module]

@@ -15,19 +15,22 @@ if TYPE_CHECKING:
         TransformerConfig,
         transformer_config,
     )
+    from mimo.megatron.groups import ProcessGroupCollection
     from mimo.megatron.initialize import initialize_parameters
     from mimo.megatron.language import LanguageModel, build_gpt
     from mimo.megatron.layers import ParallelMLP, build_stack
-    from mimo.megatron.norms import RMSNorm
+    from mimo.megatron.norms import LayerNorm, RMSNorm
     from mimo.megatron.rope import InterleavedMRope
     from mimo.megatron.segments import PackedSegments
 
 _HOME = {
     "LanguageModel": "language",
+    "LayerNorm": "norms",
     "InterleavedMRope": "rope",
     "ModuleContext": "config",
     "PackedSegments": "segments",
     "ParallelMLP": "layers",
+    "ProcessGroupCollection": "groups",
     "RMSNorm": "norms",
     "StackShape": "config",
     "TransformerConfig": "config",
@@ -40,9 +43,11 @@ _HOME = {
 __all__ = [
     "InterleavedMRope",
     "LanguageModel",
+    "LayerNorm",
     "ModuleContext",
     "PackedSegments",
     "ParallelMLP",
+    "ProcessGroupCollection",
     "RMSNorm",
     "StackShape",
     "TransformerConfig",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -47,7 +48,7 @@ class ModuleContext:
 
 @dataclass(frozen=True)
 class StackShape:
-    """Sizes of a stack of transformer layers. `head_size` defaults to hidden over heads."""
+    """Sizes of a stack of transformer layers."""
 
     num_layers: int
     hidden_size: int
@@ -56,6 +57,7 @@ class StackShape:
     num_kv_heads: int
     head_size: int
     norm_eps: float = 1e-6
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     activation: Callable[[Tensor], Tensor] = torch.nn.functional.silu
     gated: bool = True
     linear_bias: bool = False
@@ -88,7 +90,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         num_query_groups=shape.num_kv_heads,
         kv_channels=shape.head_size,
         layernorm_epsilon=shape.norm_eps,
-        normalization="RMSNorm",
+        normalization=shape.normalization,
         activation_func=shape.activation,
         gated_linear_unit=shape.gated,
         add_bias_linear=shape.linear_bias,

@@ -21,11 +21,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from mimo.megatron.attention import core_attention
-from mimo.megatron.norms import RMSNorm
+from mimo.megatron.deepstack import DeepStackLayer
+from mimo.megatron.norms import RMSNorm, norm_class
 
 
 def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, attention, norm, MLP."""
+    """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels."""
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     qk_norm = RMSNorm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
@@ -35,16 +36,17 @@ def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
     )
+    norm = norm_class(config.normalization)
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)  # type: ignore[arg-type]
     return ModuleSpec(
-        module=TransformerLayer,
+        module=DeepStackLayer if causal else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,  # type: ignore[arg-type]
+            input_layernorm=norm,  # type: ignore[arg-type]
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": mask}, submodules=attention
             ),
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
-            pre_mlp_layernorm=RMSNorm,  # type: ignore[arg-type]
+            pre_mlp_layernorm=norm,  # type: ignore[arg-type]
             mlp=partial(MLP.as_mlp_submodule, submodules=mlp),  # type: ignore[arg-type]
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
         ),
@@ -58,7 +60,7 @@ def stack_spec(
     layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
     return TransformerBlockSubmodules(
         layer_specs=[layer_spec(config, causal)] * layers,
-        layer_norm=RMSNorm,  # type: ignore[arg-type]
+        layer_norm=norm_class(config.normalization),  # type: ignore[arg-type]
     )
 
 

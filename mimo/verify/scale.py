@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from mimo.families import encoder_settings, language_settings
 from mimo.job import check_recipe
-from mimo.layout import LANGUAGE, GridSpec, Layout, minimum_run_ahead
+from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.levels import minimum_run_ahead
 from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError
 from mimo.verify.workload import SHARD, Media, Workload
@@ -164,7 +165,7 @@ def _num_microbatches(recipe: Recipe, layout: Layout) -> int:
     language, step = layout.language, layout.language.pp if layout.language.vpp > 1 else 1
     count = math.lcm(step, _USUAL_MICROBATCHES)
     # One more than needed is what `run_ahead: auto` means.
-    while count <= language.pp + minimum_run_ahead(language, count) + 1:
+    while count <= language.pp + minimum_run_ahead(language.pp, language.vpp, count) + 1:
         count += step
     return count
 
@@ -173,7 +174,7 @@ def _run_ahead(value: int | str, layout: Layout, microbatches: int) -> int | str
     """'auto', or the recipe's number between what is needed and what fits."""
     if value == "auto":
         return value
-    needed = minimum_run_ahead(layout.language, microbatches)
+    needed = minimum_run_ahead(layout.language.pp, layout.language.vpp, microbatches)
     return min(max(int(value), needed), microbatches - layout.language.pp - 1)
 
 

@@ -9,6 +9,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from data import ImageProcessor, image_size, open_image
 
+HALF = (0.5, 0.5, 0.5)
 SIZES = [(28, 28), (31, 57), (300, 7), (640, 481), (1, 1), (13, 200), (1000, 999), (56, 84)]
 
 
@@ -30,6 +31,8 @@ def reference(image: Image.Image, processor: ImageProcessor) -> tuple[np.ndarray
         patch_size=processor.patch_size,
         merge_size=processor.merge_size,
         temporal_patch_size=processor.temporal_patch_size,
+        image_mean=list(processor.mean),
+        image_std=list(processor.std),
     )
     out = ours(images=[image], return_tensors="np")
     return out["pixel_values"], tuple(int(x) for x in out["image_grid_thw"][0])
@@ -42,8 +45,11 @@ def reference(image: Image.Image, processor: ImageProcessor) -> tuple[np.ndarray
         ImageProcessor(),
         ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 20),
         ImageProcessor(patch_size=16, merge_size=3, temporal_patch_size=1, max_pixels=200_000),
+        ImageProcessor(
+            patch_size=16, min_pixels=256 * 256, max_pixels=4096 * 4096, mean=HALF, std=HALF
+        ),
     ],
-    ids=["default", "small", "other-patches"],
+    ids=["default", "small", "other-patches", "qwen3-vl"],
 )
 def test_patches_and_grid_equal_transformers(size: tuple[int, int], processor: ImageProcessor):
     image = noise(*size)

@@ -18,7 +18,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 
 from tests import lone_module
 from tests.conftest import RunRanks
-from tests.lone_module import Weights, noise
+from tests.lone_module import TowerOptions, Weights, noise
 
 TOLERANCE = 1e-5
 
@@ -191,7 +191,7 @@ def test_two_tensor_parallel_ranks_give_the_rows_of_one(
         reference.weights,
         [(reference.patches, GRIDS)],
         None,
-        2,
+        lone_module.TowerOptions(tp=2),
     )
     for result in results:
         torch.testing.assert_close(result["rows"][0], reference.rows, rtol=0, atol=TOLERANCE)
@@ -203,8 +203,9 @@ def test_sequence_parallel_ranks_each_give_their_part_of_the_rows_of_one(
 ) -> None:
     none = (torch.zeros(0, PATCH_NUMBERS), torch.zeros(0, 3, dtype=torch.int64))
     calls = [(reference.patches, GRIDS), none]
+    options = TowerOptions(tp=tp, sp=True)
     results = run_ranks(
-        lone_module.run_tower, tp, SETTINGS, OUTPUT_SIZE, reference.weights, calls, None, tp, True
+        lone_module.run_tower, tp, SETTINGS, OUTPUT_SIZE, reference.weights, calls, None, options
     )
     num_rows = len(reference.rows)
     part = -(-num_rows // tp)
@@ -219,6 +220,7 @@ def test_fresh_weights_are_the_same_function_on_one_rank_and_on_two(run_ranks: R
     call = (patches_of(GRIDS), GRIDS)
     settings = SETTINGS | {"init_std": 0.05}
     (one,) = run_ranks(lone_module.run_tower, 1, settings, OUTPUT_SIZE, None, [call])
-    two = run_ranks(lone_module.run_tower, 2, settings, OUTPUT_SIZE, None, [call], None, 2)
+    tp2 = lone_module.TowerOptions(tp=2)
+    two = run_ranks(lone_module.run_tower, 2, settings, OUTPUT_SIZE, None, [call], None, tp2)
     for result in two:
         torch.testing.assert_close(result["rows"], one["rows"], rtol=0, atol=TOLERANCE)

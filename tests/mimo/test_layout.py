@@ -8,10 +8,10 @@ from mimo.layout import (
     GridSpec,
     Layout,
     build_layout,
-    minimum_run_ahead,
     num_microbatches,
     run_ahead,
 )
+from mimo.levels import minimum_run_ahead
 from mimo.recipe import Recipe, RecipeError, load_recipe
 from tests.mimo.test_recipe import RECIPE
 
@@ -155,8 +155,7 @@ def test_a_recipe_built_in_python_is_refused_like_one_from_a_file(path: Path) ->
 def test_least_run_ahead_follows_from_the_order_of_the_schedule(
     pp: int, vpp: int, microbatches: int, needed: int
 ) -> None:
-    grid = GridSpec("language", pp=pp, vpp=vpp)
-    assert minimum_run_ahead(grid, microbatches) == needed
+    assert minimum_run_ahead(pp, vpp, microbatches) == needed
 
 
 def test_colocated_encoder_gets_all_ranks_of_the_language_model(path: Path) -> None:
@@ -181,7 +180,7 @@ def test_automatic_run_ahead_is_one_more_than_the_least_that_does_not_deadlock(
 ) -> None:
     recipe = load_recipe(path, [f"language.grid.pp={pp}", "train.global_batch_size=24"])
     layout = build_layout(recipe)
-    assert minimum_run_ahead(layout.language, num_microbatches(recipe, layout)) == pp - 1
+    assert minimum_run_ahead(pp, 1, num_microbatches(recipe, layout)) == pp - 1
     assert run_ahead(recipe, layout, "vision") == pp
 
 

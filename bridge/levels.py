@@ -1,0 +1,124 @@
+"""Several feature levels over one bridge: their rows stand side by side in every message.
+
+A level is one more vector per row, for a deeper layer of the language model. A message carries
+(n, k·H) for the k levels that its receiver needs.
+
+Letters: n rows of this rank's messages, N rows of a whole lane, H hidden, k levels of a message,
+L levels of an encoder, the embeddings among them, j levels of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bridge.communicator import BridgeReceiver
+from bridge.plan import BridgePlan
+from bridge.transfer import BridgeEnd
+
+
+def split_levels(rows: Tensor, links: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Rows of all levels (N, L·H) -> for each link those of its levels, (N, k·H); differentiable.
+
+    links: the levels of each; every level from 0 on is on one of them.
+    Raises ValueError when the width is not a multiple of the number of levels.
+    """
+    if len(links) == 1:
+        return [rows]
+    num_levels = sum(len(levels) for levels in links)
+    if rows.shape[1] % num_levels:
+        raise ValueError(f"rows of {rows.shape[1]} numbers are not {num_levels} levels in a row")
+    split = rows.unflatten(1, (num_levels, -1)).unbind(1)
+    return [torch.cat([split[level] for level in levels], dim=1) for levels in links]
+
+
+def take_chunk(rows: Tensor, chunks: Sequence[int], chunk: int) -> Tensor:
+    """Rows of a message (n, k·H) -> the levels of one chunk, (n, j·H); differentiable.
+
+    chunks: ascending, the chunk that needs each of the k levels.
+    """
+    if chunks.count(chunk) == len(chunks):
+        return rows
+    width = rows.shape[1] // len(chunks)
+    return rows.narrow(1, chunks.index(chunk) * width, chunks.count(chunk) * width)
+
+
+@dataclass
+class _Held:
+    """The rows of a microbatch, and the gradients of them that are there."""
+
+    rows: Tensor
+    positions: Tensor
+    waiting: set[int]
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+class LevelReceiver:
+    """Hands the rows of a receiver out to the virtual chunks of its rank that need them.
+
+    chunks: ascending, the chunk that needs each of a message's levels.
+
+    Chunks run forward and backward at different times, but one message brings the rows of all of
+    them and one takes their gradients. So rows are kept until the last chunk has taken its own,
+    the graph is cut in front of each chunk, and the message with the gradients leaves when those
+    of the last chunk to run backward are there.
+    """
+
+    def __init__(self, receiver: BridgeReceiver, chunks: Sequence[int]) -> None:
+        self.receiver = receiver
+        self.chunks = tuple(chunks)
+        self._held: dict[int, _Held] = {}
+        # Gives each chunk's rows a place in its graph, apart from that of the others.
+        self._anchor = torch.zeros((), device=receiver.end.device, requires_grad=True)
+
+    @property
+    def end(self) -> BridgeEnd:
+        """The receiver's end of the bridge."""
+        return self.receiver.end
+
+    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
+        """Start a step of ``len(plans)`` microbatches; posts the first receives."""
+        self.receiver.begin(plans, forward_only)
+
+    def receive(self, microbatch: int, chunk: int) -> tuple[Tensor, Tensor]:
+        """The levels of one chunk (n, j·H) and the rows' local positions (n,) int64.
+
+        Every chunk in ``chunks`` calls it once per microbatch. Collective where the receiver is.
+        """
+        if microbatch not in self._held:
+            rows, positions = self.receiver.receive(microbatch)
+            self._held[microbatch] = _Held(rows, positions, set(self.chunks))
+        held = self._held[microbatch]
+        held.waiting.remove(chunk)
+        if not held.waiting:
+            del self._held[microbatch]
+        if len(set(self.chunks)) == 1 or not held.rows.requires_grad:
+            return take_chunk(held.rows, self.chunks, chunk), held.positions
+        return _Part.apply(self._anchor, self, held, chunk), held.positions
+
+    def finish(self) -> None:
+        """Wait until all gradients have left; call after the module's schedule."""
+        assert not self._held, "rows arrived that a chunk never took"
+        self.receiver.finish()
+
+    def _gradient(self, held: _Held, chunk: int, gradient: Tensor) -> None:
+        held.gradients[chunk] = gradient
+        if held.gradients.keys() == set(self.chunks):
+            whole = torch.cat([held.gradients[c] for c in sorted(held.gradients)], dim=1)
+            held.gradients.clear()
+            torch.autograd.backward(held.rows, whole)
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor: Tensor, receiver: LevelReceiver, held: _Held, chunk: int) -> Tensor:
+        ctx.receiver, ctx.held, ctx.chunk = receiver, held, chunk
+        return take_chunk(held.rows.detach(), receiver.chunks, chunk).contiguous()
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
+        ctx.receiver._gradient(ctx.held, ctx.chunk, gradients[0])
+        return None, None, None, None

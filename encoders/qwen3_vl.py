@@ -1,0 +1,310 @@
+"""Vision tower of the Qwen3-VL kind with its patch mergers: the first encoder with levels.
+
+Pre-norm blocks with LayerNorm and a plain GELU MLP, a learned grid of positions resampled to each
+image, 2-D rotary positions, full attention inside a frame. Beside the embeddings it emits one
+level of rows per entry of `deepstack_visual_indexes` (DeepStack, arXiv:2406.04334): the hidden
+states behind that block, merged by a merger of their own. All images of a microbatch run as one
+packed sequence.
+
+In a pipeline the hidden states behind those blocks travel with the others to the last stage, which
+holds all mergers: rows leave the encoder in one place, and a hidden state is about as wide as
+merge² patches' share of a row.
+
+Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
+M = merge² patches per row, N = P/M rows, L levels, H language hidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from data.images import ImageProcessor
+from encoders._patches import (
+    PatchRope,
+    RowParts,
+    check_heads,
+    check_tower_grid,
+    frame_lengths,
+    patch_places,
+)
+from mimo import megatron as engine
+
+if TYPE_CHECKING:
+    from mimo.megatron import TransformerConfig
+
+
+PROJECTOR = ("merger.", "level_mergers.")
+"""How the names of the projectors' weights begin; the rest is the tower."""
+
+
+class Settings(BaseModel):
+    """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    ffn_hidden_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    deepstack_visual_indexes: tuple[int, ...] = ()
+    """Blocks, counted from 0, whose hidden states become levels."""
+    num_grid_per_side: int = Field(default=48, ge=1)
+    """Learned positions per side; the whole grid is stretched over every image."""
+    patch_size: int = Field(default=16, ge=1)
+    merge_size: int = Field(default=2, ge=1)
+    temporal_patch_size: int = Field(default=2, ge=1)
+    min_pixels: int = Field(default=256 * 256, ge=1)
+    max_pixels: int = Field(default=4096 * 4096, ge=1)
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    rotary_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    init_std: float = Field(default=0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Settings:
+        check_heads(self.hidden_size, self.num_attention_heads)
+        indexes = self.deepstack_visual_indexes
+        ascending = all(a < b for a, b in itertools.pairwise(indexes))
+        if not ascending or any(not 0 <= index < self.num_layers for index in indexes):
+            raise ValueError(
+                f"deepstack_visual_indexes {list(indexes)} must be ascending blocks between 0 and "
+                f"num_layers - 1, which is {self.num_layers - 1}"
+            )
+        self.processor()  # raises ValueError for pixel limits that no image can meet
+        return self
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer: with a level behind it, or without."""
+        levels = set(self.deepstack_visual_indexes)
+        return tuple("level" if i in levels else "plain" for i in range(self.num_layers))
+
+    def scaled_down(self, stages: int, tp: int) -> Settings:
+        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+
+        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Two
+        levels at most: behind the first block and the last.
+        """
+        patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
+        row = (patch_size * self.merge_size) ** 2  # pixels
+        levels = min(len(self.deepstack_visual_indexes), 2)
+        return self.model_copy(
+            update={
+                "num_layers": stages,
+                "hidden_size": 8 * heads,
+                "ffn_hidden_size": math.lcm(24, tp),
+                "num_attention_heads": heads,
+                "deepstack_visual_indexes": tuple(sorted({0, stages - 1}))[:levels],
+                "num_grid_per_side": 5,
+                "patch_size": patch_size,
+                "min_pixels": row,
+                "max_pixels": 16 * row,
+                "init_std": 0.2,
+            }
+        )
+
+    def processor(self) -> ImageProcessor:
+        """How an image becomes patches, and how many rows it encodes to."""
+        return ImageProcessor(
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            temporal_patch_size=self.temporal_patch_size,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+            mean=self.image_mean,
+            std=self.image_std,
+            tower_width=self.hidden_size,
+        )
+
+
+def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
+    """Problems of a tp × pp grid with these sizes, each one sentence."""
+    return check_tower_grid(
+        settings.num_layers, settings.num_attention_heads, settings.ffn_hidden_size, tp, pp
+    )
+
+
+def num_levels(settings: Settings) -> int:
+    """Feature levels beside the embeddings."""
+    return len(settings.deepstack_visual_indexes)
+
+
+class GridPositions(nn.Module):
+    """A square grid of learned positions, stretched bilinearly over each image, corner to corner.
+
+    Source: transformers `get_vision_interpolation_indices_and_weights` with aligned corners.
+    """
+
+    def __init__(self, side: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.side = side
+        self.weight = nn.Parameter(torch.empty(side * side, hidden_size, dtype=dtype))
+
+    def forward(self, places: Tensor, sizes: Tensor) -> Tensor:
+        """Row and column of each patch and its image's height and width, in patches -> (P, D).
+
+        places, sizes: (P, 2) int64 on the CPU.
+        """
+        exact = places.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
+        low = exact.floor()
+        high_weight = exact - low
+        taps = torch.stack((low, low + 1)).long().clamp(max=self.side - 1)  # (2, P, 2)
+        weights = torch.stack((1 - high_weight, high_weight))
+        # Every pair of a row's and a column's tap: (2, 2, P).
+        index = taps[:, None, :, 0] * self.side + taps[None, :, :, 1]
+        share = weights[:, None, :, 0] * weights[None, :, :, 1]
+        device = self.weight.device
+        corners = nn.functional.embedding(index.flatten(0, 1).to(device), self.weight)
+        mixed = (corners * share.flatten(0, 1).to(device)[..., None]).sum(0)
+        return mixed.to(self.weight.dtype)
+
+
+class LevelMerger(nn.Module):
+    """Hidden states behind a block -> rows: M patches side by side, a norm over all, an MLP."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: engine.ModuleContext,
+        merged: int,
+        output_size: int,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.norm = engine.LayerNorm(config, merged, eps)
+        self.mlp = engine.ParallelMLP(
+            config, ctx.groups, merged, merged, output_size, nn.functional.gelu
+        )
+        self.merged = merged
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden (P, 1, D) -> (N, H)."""
+        return self.mlp(self.norm(hidden.reshape(-1, self.merged)))
+
+
+class Qwen3VLTower(nn.Module):
+    """Patches of many images -> embeddings and levels of the language model's size."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: TransformerConfig,
+        ctx: engine.ModuleContext,
+        output_size: int,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.config = config
+        size, dtype = settings.hidden_size, ctx.dtype
+        self.parts = RowParts.of(settings.merge_size, config, ctx.groups)
+        self.merged = size * settings.merge_size**2
+        in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
+        self.patch_embed, self.pos_embed = None, None
+        if ctx.is_first_stage:
+            # A convolution whose stride is its kernel is a linear map of each patch.
+            self.patch_embed = nn.Linear(in_size, size, bias=True, dtype=dtype)
+            self.pos_embed = GridPositions(settings.num_grid_per_side, size, dtype)
+            self.parts.sum_gradients(self.patch_embed)
+            self.parts.sum_gradients(self.pos_embed)
+        # The merger normalises single patches: that is the final norm of the stack.
+        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        self.merger, self.level_mergers = None, None
+        if ctx.is_last_stage:
+            self.merger = engine.ParallelMLP(
+                config, ctx.groups, self.merged, self.merged, output_size, nn.functional.gelu
+            )
+            self.level_mergers = nn.ModuleList(
+                LevelMerger(config, ctx, self.merged, output_size, settings.norm_eps)
+                for _ in settings.deepstack_visual_indexes
+            )
+        head_size = size // settings.num_attention_heads
+        self.rope = PatchRope(head_size, settings.rotary_base)
+        self._received: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Called by the schedule with what the previous stage sent; None on the first."""
+        self._received = input_tensor[0]
+
+    def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
+        """Images to rows (N, (1 + L)·H) on the last stage: embeddings, then each level.
+
+        On others (P, 1, (1 + l)·D): the hidden states, and those behind each of the l blocks so
+        far that make levels.
+
+        patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
+        Under sequence parallelism every rank gets all of both, and returns its part of the rows,
+        ceil(N / tp) with those of blank patches at the end.
+
+        With no images the result is (0, (1 + L)·H) and still part of the graph, so that every
+        parameter gets its (zero) gradient and data-parallel hooks fire.
+        """
+        is_blank = grids.shape[0] == 0
+        grids = self.parts.with_blanks(grids)
+        places = patch_places(grids, self.settings.merge_size)
+        hidden, features = None, []
+        if self.patch_embed is not None and self.pos_embed is not None:
+            assert patches is not None, "the first stage needs patches"
+            sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
+            own, place, size = (self.parts.own(x, len(places)) for x in (patches, places, sizes))
+            embedded = self.patch_embed(own) + self.pos_embed(place, size)
+            hidden = embedded[:, None, :]  # (P, 1, D)
+        else:
+            assert self._received is not None, "a later stage needs the previous one's output"
+            received, *features = self._received.split(self.settings.hidden_size, dim=-1)
+            self.blocks.set_input_tensor(received)
+        hidden, behind = self._run_blocks(hidden, places, grids)
+        features += behind
+        if self.merger is None or self.level_mergers is None:
+            return torch.cat((hidden, *features), dim=-1) if features else hidden
+        rows = [self.merger(hidden.reshape(-1, self.merged))]
+        rows += [merger(f) for merger, f in zip(self.level_mergers, features, strict=True)]
+        merged = torch.cat(rows, dim=-1)
+        return merged[:0] if is_blank else merged
+
+    def _run_blocks(
+        self, hidden: Tensor | None, places: Tensor, grids: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """This stage's blocks: (P, 1, D), and the same behind each of its blocks with a level."""
+        indexes = set(self.settings.deepstack_visual_indexes)
+        output = self.blocks(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rope(places),
+            packed_seq_params=engine.PackedSegments.from_lengths(
+                frame_lengths(grids), self.rope.inv_freq.device
+            ),
+            extract_layer_indices=indexes,
+        )
+        # The engine answers with a pair where anything was asked for.
+        return cast("tuple[Tensor, list[Tensor]]", output) if indexes else (output, [])
+
+
+def build(
+    settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
+) -> Qwen3VLTower:
+    """The tower with freshly drawn weights, the same in every layout."""
+    shape = engine.StackShape(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        ffn_hidden_size=settings.ffn_hidden_size,
+        num_heads=settings.num_attention_heads,
+        num_kv_heads=settings.num_attention_heads,
+        head_size=settings.hidden_size // settings.num_attention_heads,
+        norm_eps=settings.norm_eps,
+        normalization="LayerNorm",
+        activation=partial(nn.functional.gelu, approximate="tanh"),
+        gated=False,
+        linear_bias=True,
+        qkv_bias=True,
+    )
+    config = engine.transformer_config(shape, ctx)
+    tower = Qwen3VLTower(settings, config, ctx, output_size)
+    engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
+    return tower

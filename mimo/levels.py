@@ -1,0 +1,98 @@
+"""Which stage of the language model needs which feature level of an encoder, in pure integers.
+
+Level 0 is the embeddings, for the first layer's input. Level k is added behind the k-th layer
+(DeepStack), so it goes to the pipeline stage, and there to the virtual chunk, that owns that
+layer. All levels for one stage travel in the same messages: a `Link`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class LevelPlace(NamedTuple):
+    """Where in the language model's pipeline a level is needed."""
+
+    stage: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """The bridge between an encoder and one stage of the language model that needs rows of it.
+
+    levels: ascending; their rows stand side by side in one message. chunks: the virtual chunk of
+    the stage that needs each, ascending.
+    """
+
+    encoder: str
+    stage: int = 0
+    levels: tuple[int, ...] = (0,)
+    chunks: tuple[int, ...] = (0,)
+
+    @property
+    def name(self) -> str:
+        """How messages to users call it."""
+        if self.levels == (0,) and self.stage == 0:
+            return self.encoder
+        return f"{self.encoder} (levels {', '.join(map(str, self.levels))})"
+
+
+def level_places(pp: int, vpp: int, num_layers: int, num_levels: int) -> list[LevelPlace]:
+    """Of the embeddings and each of ``num_levels`` further levels, the place that needs it.
+
+    The layers are split evenly over pp stages of vpp chunks each, as Megatron splits them: chunk c
+    of stage s is the (c·pp + s)-th part. There must be a layer for every level.
+    """
+    assert num_levels <= num_layers, f"{num_levels} levels for {num_layers} layers"
+    per_chunk = max(1, num_layers // (pp * vpp))
+    # A number of layers that does not divide is refused elsewhere; it must not fail here.
+    parts = [min(layer // per_chunk, pp * vpp - 1) for layer in range(num_levels)]
+    return [LevelPlace(0, 0)] + [LevelPlace(part % pp, part // pp) for part in parts]
+
+
+def links_of(encoder: str, places: list[LevelPlace]) -> tuple[Link, ...]:
+    """The links of an encoder whose levels are needed at ``places``, in order of their stages."""
+    links = []
+    for stage in sorted({place.stage for place in places}):
+        levels = [level for level, place in enumerate(places) if place.stage == stage]
+        chunks = [places[level].chunk for level in levels]
+        links.append(Link(encoder, stage, tuple(levels), tuple(chunks)))
+    return tuple(links)
+
+
+def minimum_run_ahead(
+    pp: int, vpp: int, microbatches: int, links: tuple[Link, ...] | None = None
+) -> int:
+    """Microbatches a disjoint encoder must have sent ahead before it waits for a gradient.
+
+    With fewer both sides wait for each other: the encoder for the gradients of a microbatch, a
+    stage of the language model for the rows of a later one. Found by walking the order in which
+    Megatron's schedule (1F1B, or interleaved with `vpp` chunks) runs each stage that receives
+    levels. A stage takes a microbatch's rows when its lowest chunk with levels runs forward, and
+    answers when that chunk, as the last of them, has run backward.
+    """
+    received_at = [(link.stage, min(link.chunks)) for link in links or (Link(""),)]
+    return max(_walk(pp, vpp, microbatches, stage, chunk) for stage, chunk in received_at)
+
+
+def _walk(pp: int, vpp: int, microbatches: int, stage: int, chunk: int) -> int:
+    """The run-ahead that one stage needs whose lowest chunk with levels is ``chunk``."""
+    table = [
+        (microbatch, forward_chunk)
+        for first in range(0, microbatches, pp)
+        for forward_chunk in range(vpp)
+        for microbatch in range(first, min(first + pp, microbatches))
+    ]
+    behind = pp - 1 - stage
+    warmup = min(behind if vpp == 1 else behind * 2 + (vpp - 1) * pp, len(table))
+    received = sum(forward_chunk == chunk for _, forward_chunk in table[:warmup])
+    returned = needed = 0
+    for step, (_, number) in enumerate(table):
+        if warmup + step < len(table):
+            received += table[warmup + step][1] == chunk
+        if vpp - 1 - number == chunk:  # backward runs the chunks in reverse
+            needed = max(needed, received - 1 - returned)
+            returned += 1
+    return needed
