@@ -135,27 +135,40 @@ RECIPE = [
     "train.micro_batch_size=2",
     "train.steps=4",
     "train.save_every=2",
-    # Other numbers of ranks, modules and lanes on either side: no collective spans the world.
-    "encoders.vision.grid.tp=2",
+    "train.overlap_grad_reduce=true",
     "language.grid.dp=2",
 ]
+PLACEMENTS = {
+    # Other numbers of ranks, modules and lanes on either side: no collective spans the world.
+    "disjoint": ["encoders.vision.grid.tp=2"],
+    # Gradients add up over groups of microbatches before they are reduced.
+    "colocated": [
+        "encoders.vision.placement=colocated",
+        "encoders.vision.grid={tp: 1}",
+        "encoders.vision.encode_group=1",
+    ],
+}
 SHARED = "train.distributed_optimizer=true"
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_run_with_an_encoder_follows_plain_adam_and_resumes_to_the_last_bit(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, tmp_path: Path, placement: str
 ) -> None:
+    settings = [*RECIPE, *PLACEMENTS[placement]]
     tiny.write_samples(tmp_path)
     recipe = tiny.write_recipe(tmp_path)
-    train_recipe(run_ranks, recipe, *RECIPE, "name=plain")
-    train_recipe(run_ranks, recipe, *RECIPE, SHARED, "name=shared")
+    train_recipe(run_ranks, recipe, *settings, "name=plain")
+    train_recipe(run_ranks, recipe, *settings, SHARED, "name=shared")
     plain, shared = metrics(recipe, "plain"), metrics(recipe, "shared")
     assert len(plain) == 4
     for key in ("loss", "grad_norm"):
         assert [m[key] for m in shared] == pytest.approx([m[key] for m in plain], rel=TOLERANCE)
     checkpoint = tmp_path / "runs" / "shared" / "checkpoints" / "step_2"
     for name, overrides in {"same": [SHARED], "unshared": []}.items():
-        train_recipe(run_ranks, recipe, *RECIPE, *overrides, f"name={name}", resume_from=checkpoint)
+        train_recipe(
+            run_ranks, recipe, *settings, *overrides, f"name={name}", resume_from=checkpoint
+        )
     for key in ("loss", "grad_norm"):
         rest = [m[key] for m in shared[2:]]
         assert [m[key] for m in metrics(recipe, "same")] == rest
