@@ -17,6 +17,9 @@ import torch
 from tests import language_steps
 from tests.conftest import RunRanks
 from tests.language_steps import Job, assert_same, outcome
+from tests.mimo import tiny
+from tests.mimo.test_train import metrics
+from tests.mimo.test_train import run as train_recipe
 
 TOLERANCE = 1e-5
 ADAM = Job(optimizer="adam", learning_rate=0.01, steps=2)
@@ -120,3 +123,53 @@ def test_bf16_steps_follow_plain_bf16_adam(run_ranks: RunRanks) -> None:
     assert shared.losses == plain.losses
     for name, values in plain.parameters.items():
         np.testing.assert_array_equal(shared.parameters[name]["weight"], values["weight"], name)
+
+
+# ------------------------------------------------------- whole recipes, with an encoder
+
+RECIPE = [
+    "train.optimizer=adam",
+    "train.adam_eps=1e-4",
+    "train.learning_rate=0.003",
+    "train.clip_grad_norm=0.5",
+    "train.micro_batch_size=2",
+    "train.steps=4",
+    "train.save_every=2",
+    "train.overlap_grad_reduce=true",
+    "language.grid.dp=2",
+]
+PLACEMENTS = {
+    # Other numbers of ranks, modules and lanes on either side: no collective spans the world.
+    "disjoint": ["encoders.vision.grid.tp=2"],
+    # Gradients add up over groups of microbatches before they are reduced.
+    "colocated": [
+        "encoders.vision.placement=colocated",
+        "encoders.vision.grid={tp: 1}",
+        "encoders.vision.encode_group=1",
+    ],
+}
+SHARED = "train.distributed_optimizer=true"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_run_with_an_encoder_follows_plain_adam_and_resumes_to_the_last_bit(
+    run_ranks: RunRanks, tmp_path: Path, placement: str
+) -> None:
+    settings = [*RECIPE, *PLACEMENTS[placement]]
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
+    train_recipe(run_ranks, recipe, *settings, "name=plain")
+    train_recipe(run_ranks, recipe, *settings, SHARED, "name=shared")
+    plain, shared = metrics(recipe, "plain"), metrics(recipe, "shared")
+    assert len(plain) == 4
+    for key in ("loss", "grad_norm"):
+        assert [m[key] for m in shared] == pytest.approx([m[key] for m in plain], rel=TOLERANCE)
+    checkpoint = tmp_path / "runs" / "shared" / "checkpoints" / "step_2"
+    for name, overrides in {"same": [SHARED], "unshared": []}.items():
+        train_recipe(
+            run_ranks, recipe, *settings, *overrides, f"name={name}", resume_from=checkpoint
+        )
+    for key in ("loss", "grad_norm"):
+        rest = [m[key] for m in shared[2:]]
+        assert [m[key] for m in metrics(recipe, "same")] == rest
+        assert [m[key] for m in metrics(recipe, "unshared")] == pytest.approx(rest, rel=TOLERANCE)

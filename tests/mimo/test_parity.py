@@ -15,6 +15,7 @@ from tests.conftest import RunRanks
 from tests.mimo import tiny
 
 TOLERANCE = 1e-5
+FP64_TOLERANCE = 1e-10
 
 # Four microbatches: interleaving wants a multiple of the pipeline's stages.
 INTERLEAVED = [
@@ -277,15 +278,21 @@ def two_encoder_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_recipe(directory)
 
 
-def check(run_ranks: RunRanks, recipe: Path, ranks: int, overrides: list[str]) -> None:
+def check(
+    run_ranks: RunRanks,
+    recipe: Path,
+    ranks: int,
+    overrides: list[str],
+    tolerance: float = TOLERANCE,
+) -> None:
     # The recipe's own placement does not matter on one rank.
     (reference,) = run_ranks(tiny.run_reference_steps, 1, recipe, overrides)
     results = run_ranks(tiny.run_layout_steps, ranks, recipe, overrides)
     for result in results:
         for metrics, expected in zip(result["metrics"], reference["steps"], strict=True):
             assert metrics["loss_tokens"] == expected["loss_tokens"]
-            assert metrics["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
-            assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
+            assert metrics["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+            assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
     for what in ("gradient", "weight"):
         got = tiny.assemble(results, what)
         if "language.output_layer.weight" not in reference["parameters"]:
@@ -296,7 +303,7 @@ def check(run_ranks: RunRanks, recipe: Path, ranks: int, overrides: list[str]) -
                 assert (copy == embedding).all()
         worst = tiny.errors(got, reference["parameters"], what)
         name = max(worst, key=lambda n: worst[n])
-        assert worst[name] <= TOLERANCE, f"{what} of {name}: error {worst[name]:.2e}"
+        assert worst[name] <= tolerance, f"{what} of {name}: error {worst[name]:.2e}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -309,6 +316,14 @@ def test_steps_with_two_encoders_equal_those_of_one_rank(
     run_ranks: RunRanks, two_encoder_recipe: Path, layout: str
 ) -> None:
     check(run_ranks, two_encoder_recipe, *TWO_ENCODERS[layout])
+
+
+@pytest.mark.parametrize("layout", ["3 lanes to 2", "2 lanes tp2 to tp2 pp2 with sp", "colocated"])
+def test_steps_in_fp64_equal_those_of_one_rank_to_ten_digits(
+    run_ranks: RunRanks, recipe: Path, layout: str
+) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    check(run_ranks, recipe, ranks, [*overrides, "train.precision=fp64"], FP64_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["1 lane to 2", "2 lanes to 1", "2 lanes to 2", "1 lane to 1"])

@@ -142,6 +142,19 @@ def test_what_is_not_supported_yet_is_refused_by_key(path: Path, override: str, 
 
 
 @pytest.mark.parametrize(
+    ("other", "fix"),
+    [("train.optimizer=sgd", "optimizer: adam"), ("train.precision=fp64", "precision: fp32")],
+)
+def test_a_distributed_optimizer_is_refused_where_there_is_none(
+    path: Path, other: str, fix: str
+) -> None:
+    assert load_recipe(path, ["train.distributed_optimizer=true"]).train.distributed_optimizer
+    (line,) = problems(path, "train.distributed_optimizer=true", other)
+    assert "train: distributed_optimizer: true" in line
+    assert f"set {fix}" in line
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: 1\nb: [", "tiny.yaml:2: not valid YAML"),
