@@ -20,6 +20,10 @@ LAYOUTS = {
             "train.micro_batch_size=2",
         ],
     ),
+    "encoder output cut over tp2": (
+        4,
+        ["encoders.vision.grid={tp: 2, sp: true, dp: 1}", "language.grid={tp: 2, sp: true, dp: 1}"],
+    ),
     "colocated with other tp": (
         4,
         [
