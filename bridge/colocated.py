@@ -178,10 +178,11 @@ class ColocatedBridge:
         if self.end.gather is None:
             return mine
         bounds = offsets(ints(self._shares(microbatch)))
-        places = np.split(np.arange(bounds[-1]), bounds[1:-1])
+        start = int(bounds[self.end.sharers().index(self.end.rank)])
         rows = mine.new_empty(int(bounds[-1]), self.end.hidden_size)
-        rows[torch.from_numpy(places[self.end.sharers().index(self.end.rank)])] = mine
-        share_out(self.end, self.end.gather, microbatch, "rows", rows, places)
+        rows[start : start + mine.shape[0]] = mine
+        shares = np.split(np.arange(bounds[-1]), bounds[1:-1])
+        share_out(self.end, self.end.gather, microbatch, "rows", rows, shares)
         return rows
 
     def _shares(self, microbatch: int) -> list[int]:

@@ -23,6 +23,10 @@ LAYOUTS = {
     "cp2": (3, ["language.grid.cp=2"]),
     "cp2 tp2 with sp": (5, ["language.grid={cp: 2, tp: 2, sp: true}"]),
     "cp2 tp2 without sp, unpacked": (5, ["language.grid={cp: 2, tp: 2}", "data.packing=false"]),
+    "encoder output cut over tp2": (
+        4,
+        ["encoders.vision.grid={tp: 2, sp: true, dp: 1}", "language.grid={tp: 2, sp: true, dp: 1}"],
+    ),
     "colocated with other tp": (
         4,
         [
