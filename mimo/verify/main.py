@@ -53,8 +53,5 @@ def main(
     if json is not None:
         write_json(json, results, path, precision, verifier.tolerance, notes)
     differing = len(failed(results))
-    if differing:
-        print(f"{differing} of {len(results)} layouts do not take the steps of one rank")
-        return 1
-    print(f"all {len(results)} layouts take the steps of one rank")
-    return 0
+    print(f"{len(results) - differing} of {len(results)} layouts take the steps of one rank")
+    return 1 if differing else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from mimo.layout import Layout, build_layout
 from mimo.megatron.initialize import global_name
 from mimo.model import Module
 from mimo.recipe import Recipe
-from mimo.topology import build_topology
+from mimo.topology import Topology, build_topology
 from mimo.train import Trainer, join_world
 from mimo.verify.minimums import check_minimums
 from mimo.verify.results import Fault, RankSteps, Shard, be_quiet
@@ -40,51 +40,56 @@ def layout_steps(
     """
     layout = build_layout(recipe, dist.get_world_size())
     topology = build_topology(layout)
-    trainer = Trainer(recipe, topology, Path(tempfile.gettempdir()))
+    trainer = _WatchedTrainer(recipe, topology, Path(tempfile.gettempdir()))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     if check is not None:
         planner = trainer._planner(dataset)
         check(recipe, layout, planner.finish(planner.microbatches(0)))
-    shards = [
-        shard
-        for name, module in trainer.model.modules.items()
-        for shard in _shards(name, module, topology.rank)
-    ]
-    parameters = [p for m in trainer.model.modules.values() for _, _, p in _parameters(m)]
     metrics = []
     steps = trainer.train(dataset, None)
     for _ in range(num_steps):
         metrics.append(next(steps))
-        for module in trainer.model.modules.values():
+        trainer.note_weights()
+    steps.close()
+    return RankSteps(metrics, [shard for shard, _ in trainer.watched])
+
+
+class _WatchedTrainer(Trainer):
+    """The training loop, with a copy of every gradient before clipping and of every weight."""
+
+    def __init__(self, recipe: Recipe, topology: Topology, run_dir: Path) -> None:
+        super().__init__(recipe, topology, run_dir)
+        self.watched = [
+            pair
+            for name, module in self.model.modules.items()
+            for pair in _shards(name, module, topology.rank)
+        ]
+
+    def _update(self, step: int, squared_norm: float) -> float:
+        for module in self.model.modules.values():
             gather_gradients(module)
-        for shard, parameter in zip(shards, parameters, strict=True):
+        for shard, parameter in self.watched:
             if parameter.requires_grad:
                 shard.gradients.append(parameter.main_grad.detach().clone().numpy())
+        return super()._update(step, squared_norm)
+
+    def note_weights(self) -> None:
+        """Copy the weights; call after each step."""
+        for shard, parameter in self.watched:
             shard.weights.append(parameter.detach().clone().numpy())
-    steps.close()
-    return RankSteps(metrics, shards)
 
 
-def _parameters(module: Module) -> list[tuple[int, str, Any]]:
-    """(chunk, local name, parameter) of a module's part on this rank."""
-    return [
-        (number, name, parameter)
-        for number, chunk in enumerate(module.raw)
-        for name, parameter in chunk.named_parameters()
-    ]
-
-
-def _shards(name: str, module: Module, rank: int) -> list[Shard]:
-    found = []
+def _shards(name: str, module: Module, rank: int) -> Iterator[tuple[Shard, Any]]:
+    """A module's parameters on this rank, each with its place in the whole model."""
     groups, interleaved = module.groups, len(module.raw) > 1
-    for number, local, parameter in _parameters(module):
-        chunk = cast("Any", module.raw[number])
-        stage = groups.pp.rank()
-        whole = global_name(local, chunk.config, stage, number if interleaved else None)
-        is_split = bool(getattr(parameter, "tensor_model_parallel", False))
-        found.append(
-            Shard(
+    stage = groups.pp.rank()
+    for number, chunk in enumerate(module.raw):
+        config = cast("Any", chunk).config
+        for local, parameter in chunk.named_parameters():
+            whole = global_name(local, config, stage, number if interleaved else None)
+            is_split = bool(getattr(parameter, "tensor_model_parallel", False))
+            shard = Shard(
                 name=f"{name}.{whole}",
                 module=name,
                 rank=rank,
@@ -98,14 +103,13 @@ def _shards(name: str, module: Module, rank: int) -> list[Shard]:
                 gradients=[],
                 weights=[],
             )
-        )
-    return found
+            yield shard, parameter
 
 
 def gather_gradients(module: Module) -> None:
     """Make every `main_grad` complete where a distributed optimizer left each rank a shard.
 
-    Every rank of the module calls it, after the step. Without one nothing happens.
+    Every rank of the module calls it, once the gradients are reduced. Without one nothing happens.
     """
     for chunk in module.chunks if module.trains else []:
         ddp = cast("Any", chunk)
