@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from mimo.dataset import open_dataset
+from mimo.dataset import Dataset, open_dataset
 from mimo.layout import Layout, build_layout
 from mimo.megatron.initialize import global_name
 from mimo.model import Module
 from mimo.recipe import Recipe
+from mimo.step_plan import StepPlan
 from mimo.topology import Topology, build_topology
 from mimo.train import Trainer, join_world
 from mimo.verify.minimums import check_minimums
@@ -32,7 +33,7 @@ def run_layout(recipe: Recipe, num_steps: int, fault: Fault | None = None) -> Ra
 def layout_steps(
     recipe: Recipe,
     num_steps: int,
-    check: Callable[[Recipe, Layout, Any], None] | None = None,
+    check: Callable[[Recipe, Layout, StepPlan], None] | None = None,
 ) -> RankSteps:
     """Train ``num_steps`` steps; every rank of the world calls it.
 
@@ -44,8 +45,7 @@ def layout_steps(
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     if check is not None:
-        planner = trainer._planner(dataset)
-        check(recipe, layout, planner.finish(planner.microbatches(0)))
+        check(recipe, layout, trainer.first_plan(dataset))
     metrics = []
     steps = trainer.train(dataset, None)
     for _ in range(num_steps):
@@ -65,6 +65,11 @@ class _WatchedTrainer(Trainer):
             for name, module in self.model.modules.items()
             for pair in _shards(name, module, topology.rank)
         ]
+
+    def first_plan(self, dataset: Dataset) -> StepPlan:
+        """The plan of the first step."""
+        planner = self._planner(dataset)
+        return planner.finish(planner.microbatches(0))
 
     def _update(self, step: int, squared_norm: float) -> float:
         for module in self.model.modules.values():
