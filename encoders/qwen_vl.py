@@ -82,7 +82,7 @@ class Settings(BaseModel):
                 "patch_size": patch_size,
                 "min_pixels": row,
                 "max_pixels": 16 * row,
-                "init_std": 0.2,
+                "init_std": 0.1,
             }
         )
 

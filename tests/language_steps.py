@@ -216,13 +216,16 @@ class Trainer:
     def shards(self) -> list[Any]:
         """Weights and gradients of this rank, for `tiny.assemble`."""
         from mimo.model import Module
-        from mimo.verify.run import record, shards_of
+        from mimo.verify.run import numpy_copy, shards_of
 
         rate = self.job.learning_rate
         chunks: list[torch.nn.Module] = [*self.chunks]
         module = Module("language", self.groups, self.raw, chunks, self.optimizer, rate, True)
-        found = shards_of("language", module, dist.get_rank())
-        record(found, module)
+        found = []
+        for shard, param in shards_of("language", module, dist.get_rank()):
+            shard.gradients.append(numpy_copy(param.main_grad))
+            shard.weights.append(numpy_copy(param))
+            found.append(shard)
         return found
 
 

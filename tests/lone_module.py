@@ -186,11 +186,12 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     from mimo.verify.run import shards_of
 
     module = Module("", ctx.groups, [model], [model], None, 0.0, True)
-    found = shards_of("", module, dist.get_rank())
-    for shard, param in zip(found, model.parameters(), strict=True):
+    found = []
+    for shard, param in shards_of("", module, dist.get_rank()):
         shard.name = shard.name.removeprefix(".")
         if param.grad is not None:
             shard.gradients.append(param.grad.numpy())
+        found.append(shard)
     return found
 
 

@@ -58,8 +58,8 @@ class Settings(BaseModel):
         """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
 
         Grouped queries stay grouped (one group stays one), the shares of the three rotary axes,
-        tied embeddings, rotary base and epsilon stay as they are. Weights are large, so that every
-        part of the model matters to the loss.
+        tied embeddings, rotary base and epsilon stay as they are. Weights are large enough for
+        every part of the model to matter to the loss.
         """
         groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
         grouped = self.num_attention_heads > self.num_query_groups
@@ -74,7 +74,7 @@ class Settings(BaseModel):
                 "head_size": head_size,
                 "vocab_multiple": math.lcm(16, tp),
                 "mrope_section": _proportional(self.mrope_section, head_size // 2),
-                "init_std": 0.2,
+                "init_std": 0.1,
             }
         )
 

@@ -44,6 +44,8 @@ def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bo
     notes = [f"the recipe: {describe(layout)}"]
     if len(covered.parts) == 1 and len(covered.parts[0].axes) == len(parallel_axes(layout)):
         small = covered.parts[0].layout
+        if small == layout:
+            return Cells((Cell("the recipe's layout", recipe, layout),), tuple(notes))
         notes.append(f"run here:   {describe(small)}")
         return Cells((Cell("the recipe's layout, shrunk", recipe, small),), tuple(notes))
     notes.append(f"does not fit into {max_ranks} ranks with all its axes; run here are")

@@ -47,13 +47,15 @@ class Comparison:
     scalars: error by step and name. gradients, weights: by parameter, one per step, the worst of
     all ranks.
     first: the first difference above the tolerance; in a step, gradients before weights, both in
-    the order of the model.
+    the order of the model. largest: the largest difference of the same step and kind; an error of
+    the forward pass reaches every gradient, and this is often nearer to its origin.
     """
 
     scalars: list[dict[str, float]] = field(default_factory=list)
     gradients: dict[str, list[float]] = field(default_factory=dict)
     weights: dict[str, list[float]] = field(default_factory=dict)
     first: Difference | None = None
+    largest: Difference | None = None
 
     def worst(self, what: str) -> float:
         """The largest error of any step: of "gradients", "weights" or a number of the steps."""
@@ -112,8 +114,14 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
 
 def _note(found: Comparison, difference: Difference, tolerance: float) -> None:
     # Written so that not-a-number is a difference.
-    if found.first is None and not difference.error <= tolerance:
-        found.first = difference
+    if difference.error <= tolerance:
+        return
+    if found.first is None:
+        found.first = found.largest = difference
+    assert found.largest is not None
+    same_kind = (difference.step, difference.what) == (found.first.step, found.first.what)
+    if same_kind and _is_worse(difference.error, found.largest.error):
+        found.largest = difference
 
 
 def _reference_name(shard: Shard, reference: Reference) -> str:

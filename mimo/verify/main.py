@@ -16,6 +16,8 @@ from mimo.verify.report import print_progress, print_table, write_json
 from mimo.verify.scale import changes
 from mimo.verify.verifier import PRELOAD, CellResult, Verifier, failed
 
+_LOG_WIDTH = 110  # characters
+
 
 def main(
     path: Path,
@@ -39,7 +41,8 @@ def main(
         chosen = recipe_cells(recipe, num_ranks, max_ranks, full)
     warm_up_on_cpu(PRELOAD)
     notes = [*chosen.notes, *(f"changed: {change}" for change in changes(recipe, precision))]
-    console = Console()
+    # A log file has no width of its own.
+    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     results: list[CellResult] = []
@@ -53,8 +56,5 @@ def main(
     if json is not None:
         write_json(json, results, path, precision, verifier.tolerance, notes)
     differing = len(failed(results))
-    if differing:
-        print(f"{differing} of {len(results)} layouts do not take the steps of one rank")
-        return 1
-    print(f"all {len(results)} layouts take the steps of one rank")
-    return 0
+    print(f"{len(results) - differing} of {len(results)} layouts take the steps of one rank")
+    return 1 if differing else 0

@@ -16,8 +16,9 @@ def check_minimums(recipe: Recipe, layout: Layout, plan: StepPlan) -> None:
     """Raise AssertionError when the comparison would be a toy: that is our own bug.
 
     Every (virtual) stage has a layer of every kind; there are more microbatches than pipeline
-    depth and run-ahead; lanes differ in rows and loss tokens; samples have several items, one or
-    none, one microbatch has none at all, and a lane packs several samples.
+    depth and run-ahead; language lanes differ in rows and loss tokens, encoder lanes in rows;
+    samples have several items, one or none, one microbatch has none at all, and a lane packs
+    several samples.
     """
     _check_stages(recipe, layout)
     ahead = [run_ahead(recipe, layout, n) for n in layout.encoders if n not in layout.colocated]
@@ -85,7 +86,10 @@ def _check_lanes(layout: Layout, plan: StepPlan) -> None:
             own = planned.encoders[name]
             weights = planned.samples.item_rows[own.item]
             encoded.append(np.bincount(own.lane, weights=weights, minlength=grid.dp))
-        _assert_lanes_differ(np.array(encoded), f"rows of {name}")
+        # Items are balanced over the lanes, so they differ where there are few.
+        rows_of_lanes = np.array(encoded)
+        uneven = (rows_of_lanes != rows_of_lanes[:, :1]).any()
+        assert uneven or grid.dp == 1, f"{name}: all lanes have equal rows in every microbatch"
 
 
 def _assert_lanes_differ(values: np.ndarray, what: str) -> None:

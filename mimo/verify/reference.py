@@ -67,6 +67,9 @@ def reference_steps(
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         assert len(gradients) == len(trained), "a parameter got no gradient"
         norm = float(torch.stack([g.double().pow(2).sum() for g in gradients]).sum().sqrt())
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                found[name].gradients.append(parameter.grad.clone().numpy())
         if train.clip_grad_norm:
             for gradient in gradients:
                 gradient.mul_(min(1.0, train.clip_grad_norm / (norm + 1e-6)))
@@ -78,8 +81,6 @@ def reference_steps(
         loss = float(losses.detach()) / tokens
         steps.append({"loss": loss, "loss_tokens": tokens, "grad_norm": norm})
         for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                found[name].gradients.append(parameter.grad.clone().numpy())
             found[name].weights.append(parameter.detach().clone().numpy())
     return Reference(steps, found)
 

@@ -43,8 +43,9 @@ def print_table(console: Console, results: Sequence[CellResult], tolerance: floa
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     for result in results:
-        if result.comparison and result.comparison.first:
-            text = f"{result.cell.name}\n  {result.comparison.first}"
+        found = result.comparison
+        if found and found.first:
+            text = f"{result.cell.name}\n  first:   {found.first}\n  largest: {found.largest}"
             console.print(Text(text), soft_wrap=True)
         elif result.failure:
             lines = result.failure.strip().splitlines()[-_FAILURE_LINES:]
@@ -89,6 +90,7 @@ def _as_json(result: CellResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "failure": result.failure,
         "first_difference": asdict(found.first) if found and found.first else None,
+        "largest_difference": asdict(found.largest) if found and found.largest else None,
         "steps": found.scalars if found else [],
         "gradients": found.gradients if found else {},
         "weights": found.weights if found else {},

@@ -21,7 +21,7 @@ class Shard:
     name: in the whole model, such as `language.decoder.layers.3.mlp.linear_fc1.weight`.
     tp_size: 1 where the whole parameter is on every tensor-parallel rank; else it is cut along
     ``dim`` into ``stride`` matrices that are each split over the ranks.
-    gradients, weights: after each step. A frozen parameter has no gradients.
+    gradients, weights: of each step, before clipping. A frozen parameter has no gradients.
     """
 
     name: str
@@ -55,7 +55,7 @@ class RankSteps:
 
 @dataclass
 class ReferenceParameter:
-    """After each step: the (clipped) gradient, empty for a frozen parameter, and the weights."""
+    """Of each step: the gradient before clipping, none for a frozen parameter, and the weights."""
 
     gradients: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)

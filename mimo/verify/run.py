@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.dataset import open_dataset
+from mimo.dataset import Dataset, open_dataset
 from mimo.layout import Layout, build_layout
 from mimo.megatron.initialize import global_name
 from mimo.model import Module
 from mimo.recipe import Recipe
-from mimo.topology import build_topology
+from mimo.step_plan import StepPlan
+from mimo.topology import Topology, build_topology
 from mimo.train import Trainer, join_world
 from mimo.verify.minimums import check_minimums
 from mimo.verify.results import Fault, RankSteps, Shard, be_quiet
@@ -35,7 +36,7 @@ def run_layout(recipe: Recipe, num_steps: int, fault: Fault | None = None) -> Ra
 def layout_steps(
     recipe: Recipe,
     num_steps: int,
-    check: Callable[[Recipe, Layout, Any], None] | None = None,
+    check: Callable[[Recipe, Layout, StepPlan], None] | None = None,
 ) -> RankSteps:
     """Train ``num_steps`` steps; every rank of the world calls it.
 
@@ -43,59 +44,66 @@ def layout_steps(
     """
     layout = build_layout(recipe, dist.get_world_size())
     topology = build_topology(layout)
-    trainer = Trainer(recipe, topology, Path(tempfile.gettempdir()))
+    trainer = _WatchedTrainer(recipe, topology, Path(tempfile.gettempdir()))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     if check is not None:
-        planner = trainer._planner(dataset)
-        check(recipe, layout, planner.finish(planner.microbatches(0)))
-    modules = trainer.model.modules
-    shards = {name: shards_of(name, one, topology.rank) for name, one in modules.items()}
+        check(recipe, layout, trainer.first_plan(dataset))
     metrics = []
     steps = trainer.train(dataset, None)
     for _ in range(num_steps):
         metrics.append(next(steps))
-        for name, module in modules.items():
-            gather_gradients(module)
-            record(shards[name], module)
+        trainer.note_weights()
     steps.close()
-    return RankSteps(metrics, [shard for own in shards.values() for shard in own])
+    return RankSteps(metrics, [shard for shard, _ in trainer.watched])
 
 
-def _numpy_copy(tensor: Tensor) -> np.ndarray:
+class _WatchedTrainer(Trainer):
+    """The training loop, with a copy of every gradient before clipping and of every weight."""
+
+    def __init__(self, recipe: Recipe, topology: Topology, run_dir: Path) -> None:
+        super().__init__(recipe, topology, run_dir)
+        self.watched = [
+            pair
+            for name, module in self.model.modules.items()
+            for pair in shards_of(name, module, topology.rank)
+        ]
+
+    def first_plan(self, dataset: Dataset) -> StepPlan:
+        """The plan of the first step."""
+        planner = self._planner(dataset)
+        return planner.finish(planner.microbatches(0))
+
+    def _update(self, step: int, squared_norm: float) -> float:
+        for module in self.model.modules.values():
+            gather_gradients(module)
+        for shard, parameter in self.watched:
+            if parameter.requires_grad:
+                shard.gradients.append(numpy_copy(parameter.main_grad))
+        return super()._update(step, squared_norm)
+
+    def note_weights(self) -> None:
+        """Copy the weights; call after each step."""
+        for shard, parameter in self.watched:
+            shard.weights.append(numpy_copy(parameter))
+
+
+def numpy_copy(tensor: Tensor) -> np.ndarray:
     """Also of bf16, which numpy has not; fp32 holds the same numbers."""
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     return tensor.detach().to(copy=True, dtype=dtype).numpy()
 
 
-def _parameters(module: Module) -> list[tuple[int, str, Any]]:
-    """(chunk, local name, parameter) of a module's part on this rank."""
-    return [
-        (number, name, parameter)
-        for number, chunk in enumerate(module.raw)
-        for name, parameter in chunk.named_parameters()
-    ]
-
-
-def record(shards: Sequence[Shard], module: Module) -> None:
-    """Add the module's present gradients and weights to its shards."""
-    for shard, (_, _, parameter) in zip(shards, _parameters(module), strict=True):
-        if parameter.requires_grad:
-            shard.gradients.append(_numpy_copy(parameter.main_grad))
-        shard.weights.append(_numpy_copy(parameter))
-
-
-def shards_of(name: str, module: Module, rank: int) -> list[Shard]:
-    """This rank's parts of the module's parameters, without any value yet."""
-    found = []
+def shards_of(name: str, module: Module, rank: int) -> Iterator[tuple[Shard, Any]]:
+    """A module's parameters on this rank, each with its place in the whole model."""
     groups, interleaved = module.groups, len(module.raw) > 1
-    for number, local, parameter in _parameters(module):
-        chunk = cast("Any", module.raw[number])
-        stage = groups.pp.rank()
-        whole = global_name(local, chunk.config, stage, number if interleaved else None)
-        is_split = bool(getattr(parameter, "tensor_model_parallel", False))
-        found.append(
-            Shard(
+    stage = groups.pp.rank()
+    for number, chunk in enumerate(module.raw):
+        config = cast("Any", chunk).config
+        for local, parameter in chunk.named_parameters():
+            whole = global_name(local, config, stage, number if interleaved else None)
+            is_split = bool(getattr(parameter, "tensor_model_parallel", False))
+            shard = Shard(
                 name=f"{name}.{whole}",
                 module=name,
                 rank=rank,
@@ -109,14 +117,13 @@ def shards_of(name: str, module: Module, rank: int) -> list[Shard]:
                 gradients=[],
                 weights=[],
             )
-        )
-    return found
+            yield shard, parameter
 
 
 def gather_gradients(module: Module) -> None:
     """Make every `main_grad` complete where a distributed optimizer left each rank a shard.
 
-    Every rank of the module calls it, after the step. Without one nothing happens.
+    Every rank of the module calls it, once the gradients are reduced. Without one nothing happens.
     """
     for chunk in module.chunks if module.optimizer is not None else []:
         ddp = cast("Any", chunk)

@@ -52,10 +52,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     the layout's grids.
     """
     microbatches = _num_microbatches(recipe, layout)
-    lanes = layout.language.dp
-    samples = _USUAL_SAMPLES
-    if samples % lanes or samples // lanes < 2:
-        samples = 2 * lanes
+    lanes, samples = layout.language.dp, _samples_per_microbatch(layout)
     data = recipe.model_dump(mode="json")
     data["init_from"] = None
     data["language"] |= {
@@ -168,6 +165,15 @@ def _num_microbatches(recipe: Recipe, layout: Layout) -> int:
     while count <= language.pp + minimum_run_ahead(language.pp, language.vpp, count) + 1:
         count += step
     return count
+
+
+def _samples_per_microbatch(layout: Layout) -> int:
+    """Of all lanes together: at least two per lane, and an item for about every encoder lane."""
+    lanes = layout.language.dp
+    needed = max(2 * lanes, *(grid.dp for grid in layout.encoders.values()), 0)
+    if _USUAL_SAMPLES % lanes == 0 and needed <= _USUAL_SAMPLES:
+        return _USUAL_SAMPLES
+    return -(-needed // lanes) * lanes
 
 
 def _run_ahead(value: int | str, layout: Layout, microbatches: int) -> int | str:

@@ -8,6 +8,7 @@ without any item, and one with a single item, which leaves all but one encoder l
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import tarfile
@@ -67,10 +68,8 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """A folder name."""
-        media = "_".join(f"{number}x{m.row_pixels}" for number, m in enumerate(self.media))
-        sizes = f"{self.steps}_{self.microbatches}_{self.samples_per_microbatch}"
-        return f"data_{sizes}_{media or 'text'}"
+        """A folder name, another one for any other workload."""
+        return f"data_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
     def samples(self) -> list[Sample]:
         """All samples of all steps, in order."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from data import ChatTokenizer, MessagesError, PlaceholderError, UnknownMediaError
+from data.digits_text import write_tokenizer
 
 
 def user(text: str, num_images: int = 0) -> dict[str, Any]:
@@ -229,3 +230,14 @@ def test_threads_can_encode_at_the_same_time(chat: ChatTokenizer):
     with ThreadPoolExecutor(4) as pool:
         lengths = list(pool.map(encode, range(1, 101)))
     assert np.diff(lengths).tolist() == [1] * 99
+
+
+def test_a_written_tokenizer_has_the_placeholders_it_is_given(tmp_path: Path) -> None:
+    placeholders = {"an 'odd' \"media\"": "<image_soft_token>", "video": "<|video_pad|>"}
+    write_tokenizer(tmp_path, placeholders)
+    chat = ChatTokenizer(tmp_path, placeholders)
+    content = [{"type": "video"}, {"type": "an 'odd' \"media\""}, {"type": "text", "text": "3"}]
+    sample = chat.encode([{"role": "user", "content": content}, assistant("7")], [1, 3], "k")
+    odd, video = chat.placeholder_ids["an 'odd' \"media\""], chat.placeholder_ids["video"]
+    kinds = [token for token in sample.input_ids.tolist() if token in (odd, video)]
+    assert kinds == [video, odd, odd, odd]

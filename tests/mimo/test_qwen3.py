@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
@@ -251,3 +253,16 @@ def test_vocabulary_is_padded_to_a_multiple(num_tokens: int, rows: int) -> None:
     from mimo.languages import qwen3
 
     assert qwen3.Settings(**SETTINGS).padded_vocab_size(num_tokens) == rows
+
+
+@given(st.tuples(st.integers(1, 64), st.integers(0, 64), st.integers(0, 64)), st.integers(4, 16))
+def test_scaling_down_keeps_the_shares_of_the_rotary_axes(
+    section: tuple[int, int, int], channels: int
+) -> None:
+    from mimo.languages.qwen3 import _proportional
+
+    scaled = _proportional(section, channels)
+    assert sum(scaled) == channels
+    for before, after in zip(section, scaled, strict=True):
+        assert (before > 0) == (after > 0)
+        assert abs(after - before * channels / sum(section)) < 2

@@ -1,0 +1,130 @@
+"""The comparison itself, on hand-made tensors: it must see what is wrong, and only that."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mimo.verify.compare import Comparison, compare, largest, slice_of, tensor_error
+from mimo.verify.results import RankSteps, Reference, ReferenceParameter, Shard
+
+EMBEDDING = "language.embedding.word_embeddings.weight"
+STEP = {"loss": 2.0, "loss_tokens": 10, "grad_norm": 3.0}
+
+
+def shard(name: str, gradient: np.ndarray | None, weight: np.ndarray, **place: int) -> Shard:
+    where = {"rank": 0, "stage": 0, "lane": 0, "cp": 0, "tp": 0, "tp_size": 1, "dim": 0} | place
+    gradients = [] if gradient is None else [gradient]
+    stride = where.pop("stride", 1)
+    return Shard(
+        name, name.partition(".")[0], **where, stride=stride, gradients=gradients, weights=[weight]
+    )
+
+
+def reference(**parameters: tuple[np.ndarray | None, np.ndarray]) -> Reference:
+    return Reference(
+        [dict(STEP)],
+        {
+            name.replace("__", "."): ReferenceParameter([] if g is None else [g], [w])
+            for name, (g, w) in parameters.items()
+        },
+    )
+
+
+def run(expected: Reference, *shards: Shard, **metrics: float) -> Comparison:
+    return compare([RankSteps([{**STEP, **metrics}], list(shards))], expected, 1e-5)
+
+
+ONE = np.array([1.0, -2.0], np.float32)
+
+
+def test_equal_tensors_and_numbers_have_no_difference() -> None:
+    found = run(reference(vision__a=(ONE, ONE)), shard("vision.a", ONE, ONE))
+    assert found.first is None
+    assert found.gradients == {"vision.a": [0.0]}
+
+
+def test_gradients_come_before_weights_and_parameters_in_the_order_of_the_model() -> None:
+    expected = reference(vision__a=(ONE, ONE), language__b=(ONE, ONE))
+    found = run(
+        expected,
+        shard("language.b", ONE * 3, ONE, rank=2, stage=1),
+        shard("vision.a", ONE, ONE + 1),
+    )
+    assert found.first is not None
+    assert found.largest is not None
+    first = found.first
+    assert (first.what, first.name, first.index) == ("gradient", "language.b", (1,))
+    assert (first.got, first.expected, first.error) == (-6.0, -2.0, 2.0)
+    assert first.where == "language, rank 2 (stage 1 · lane 0 · tp 0)"
+    assert found.worst("weights") == 0.5
+
+
+def test_not_a_number_is_a_difference() -> None:
+    broken = np.array([1.0, math.nan], np.float32)
+    found = run(reference(vision__a=(ONE, ONE)), shard("vision.a", broken, ONE))
+    assert found.first is not None
+    assert found.first.index == (1,)
+    assert math.isnan(found.worst("gradients"))
+    assert math.isnan(largest([math.nan, 1.0, 2.0]))
+    assert run(reference(a=(ONE, ONE)), shard("a", ONE, ONE), loss=math.nan).first is not None
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "loss_tokens"])
+def test_a_number_of_the_step_that_differs_is_named(name: str) -> None:
+    found = run(reference(a=(ONE, ONE)), shard("a", ONE, ONE), **{name: 4.0})
+    assert found.first is not None
+    assert (found.first.what, found.first.got) == (name, 4.0)
+
+
+def test_every_tensor_parallel_part_and_replica_is_compared() -> None:
+    # Two stacked matrices, each split over two ranks.
+    whole = np.arange(8.0, dtype=np.float32)
+    parts = [np.array([0, 1, 4, 5], np.float32), np.array([2, 3, 6, 7], np.float32)]
+    shards = [
+        shard("a", part, part, rank=tp, tp=tp, tp_size=2, stride=2) for tp, part in enumerate(parts)
+    ]
+    for own, part in zip(shards, parts, strict=True):
+        np.testing.assert_array_equal(slice_of(whole, own), part)
+    expected = reference(a=(whole, whole))
+    assert run(expected, *shards).first is None
+    replica = shard("a", parts[1] + 7, parts[1], rank=5, tp=1, tp_size=2, stride=2, lane=1)
+    found = run(expected, *shards, replica)
+    assert found.first is not None
+    assert found.first.where == "a, rank 5 (stage 0 · lane 1 · tp 1)"
+
+
+def test_the_copy_of_a_tied_embedding_is_compared_with_the_embedding() -> None:
+    expected = Reference([dict(STEP)], {EMBEDDING: ReferenceParameter([ONE], [ONE])})
+    copy = "language.output_layer.weight"
+    assert run(expected, shard(EMBEDDING, ONE, ONE), shard(copy, ONE, ONE, stage=1)).first is None
+    found = run(expected, shard(EMBEDDING, ONE, ONE), shard(copy, ONE * 0, ONE, stage=1, rank=1))
+    assert found.first is not None
+    assert (found.first.name, found.first.got) == (copy, 0.0)
+
+
+def test_a_gradient_that_only_one_side_has_is_a_difference_from_zero() -> None:
+    frozen = run(reference(a=(None, ONE), b=(ONE, ONE)), shard("a", ONE, ONE), shard("b", ONE, ONE))
+    assert frozen.first is not None
+    assert (frozen.first.name, frozen.first.got, frozen.first.expected) == ("a", -2.0, 0.0)
+    lost = run(reference(a=(ONE, ONE)), shard("a", None, ONE))
+    assert lost.first is not None
+    assert (lost.first.got, lost.first.expected) == (0.0, -2.0)
+    both = run(reference(a=(None, ONE), b=(ONE, ONE)), shard("a", None, ONE), shard("b", ONE, ONE))
+    assert both.first is None
+    assert "a" not in both.gradients
+
+
+def test_a_gradient_that_is_zero_in_theory_is_measured_by_the_global_norm() -> None:
+    noise = np.array([1e-9, 0.0], np.float32)
+    expected = reference(key_bias=(noise, ONE), b=(ONE * 1000, ONE))
+    found = run(expected, shard("key_bias", noise * -1, ONE), shard("b", ONE * 1000, ONE))
+    assert found.first is None
+    assert tensor_error(noise, -noise, float(np.abs(noise).max())) == 2.0
+
+
+def test_a_parameter_that_only_one_side_has_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="only one has"):
+        run(reference(a=(ONE, ONE)), shard("b", ONE, ONE))
