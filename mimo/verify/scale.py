@@ -110,6 +110,8 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
             f"adam_eps {_eps(recipe, precision):g} instead of {train.adam_eps:g}: a smaller one "
             f"turns rounding of gradients near zero into whole steps"
         )
+    if train.distributed_optimizer != _is_distributed(recipe, precision):
+        found.append(f"no distributed optimizer: the engine has none in {precision}")
     if recipe.bridge.wire_dtype != "auto":
         found.append(f"rows travel as {precision} instead of {recipe.bridge.wire_dtype}")
     return [one for one in found if one]
@@ -136,7 +138,13 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         "validate_every": None,
         "save_every": None,
         "threads_per_rank": 1,
+        "distributed_optimizer": _is_distributed(recipe, precision),
     }
+
+
+def _is_distributed(recipe: Recipe, precision: str) -> bool:
+    """Megatron's distributed optimizer has no fp64."""
+    return recipe.train.distributed_optimizer and precision != "fp64"
 
 
 def _grid(layout: Layout, module: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ _RESET = (
     "bridge.delivery=sharded",
     "train.overlap_grad_reduce=false",
     "data.packing=true",
+    "train.distributed_optimizer=false",
 )
 _RESET_ENCODER = ("freeze=false", "recompute=none", "run_ahead=auto", "encode_group=all")
 
@@ -93,7 +94,27 @@ SWEEP = (
     SweepCell("tp2 sp dp2", "colocated", ("recompute",)),
     SweepCell("pp2 vpp2", "colocated tp2"),
     SweepCell("tp2 sp pp2 dp2", "colocated tp2"),
+    # Context parallelism, packed and as a batch.
+    SweepCell("cp2", "dp2"),
+    SweepCell("cp2 dp2", "dp3"),
+    SweepCell("tp2 cp2 sp", "tp2 sp", ("recompute",)),
+    SweepCell("tp2 cp2", "dp3", ("replicated",)),
+    SweepCell("cp2 pp2 vpp2", "dp2"),
+    SweepCell("tp2 cp2 pp2", "colocated tp2"),
+    SweepCell("tp2 cp2 sp dp2", "colocated", ("recompute",)),
+    SweepCell("tp2 cp2 sp", "dp2", ("unpacked",)),
+    SweepCell("cp2", "dp2", second="colocated"),
+    # Batches instead of packed sequences.
+    SweepCell("dp2", "", ("unpacked",)),
+    SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
+    # A distributed optimizer.
+    SweepCell("dp2", "dp3", ("distributed optimizer",)),
+    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "overlap")),
+    SweepCell("tp2 sp pp2", "dp2", ("distributed optimizer", "clipped")),
+    SweepCell("tp2 sp dp2", "colocated tp2 sp", ("distributed optimizer",)),
     # What does not learn.
+    SweepCell("pp3", "dp2", ("only the projector learns",)),
+    SweepCell("cp2", "pp2", ("only the projector learns",)),
     SweepCell("dp2", "dp2", ("frozen encoder",)),
     SweepCell("tp2 sp pp2", "dp2", ("frozen language",)),
     SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),
@@ -103,22 +124,6 @@ SWEEP = (
     SweepCell("tp2 pp2", "colocated tp2", second="colocated"),
     SweepCell("tp2 sp", "dp3", ("recompute",), second="colocated"),
     SweepCell("pp2 vpp2 dp2", "colocated", second="dp2"),
-)
-
-# Cells of features that recipes cannot use yet; add them to SWEEP when they can.
-AWAITING_FEATURES = (
-    SweepCell("cp2", "dp2"),
-    SweepCell("cp2 dp2", "dp3"),
-    SweepCell("tp2 cp2 sp", "tp2"),
-    SweepCell("tp2 cp2 pp2", "colocated tp2"),
-    SweepCell("tp2 cp2 sp dp2", "colocated", ("recompute",)),
-    SweepCell("cp2 pp2", "dp2", ("distributed optimizer",)),
-    SweepCell("dp2", "dp3", ("distributed optimizer",)),
-    SweepCell("tp2 sp pp2", "dp2", ("distributed optimizer", "clipped")),
-    SweepCell("tp2 sp dp2", "colocated tp2", ("distributed optimizer",)),
-    SweepCell("dp2", "", ("unpacked",)),
-    SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
-    SweepCell("pp3", "dp2", ("only the projector learns",)),
 )
 
 
