@@ -35,6 +35,18 @@ class LanguageModel(GPTModel):
         columns = logits.transpose(0, 1)
         return vocab_parallel_cross_entropy(columns, labels, self.num_tokens, self.pg_collection.tp)
 
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **given: Any
+    ) -> Tensor:
+        """As `GPTModel`. Raises ValueError for a dense mask under context parallelism."""
+        if attention_mask is not None and self.cp_group.size() > 1:
+            raise ValueError(
+                f"a dense attention mask under context parallelism (language.grid.cp = "
+                f"{self.cp_group.size()}): ranks hold chunks of the sequence, which it does not "
+                f"describe; pack segments instead, or set cp to 1"
+            )
+        return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
+
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple:
         """As `GPTModel`, but frequencies (S, B, 1, D) of a dense batch are cut to (S/cp, B, 1, D).
 

@@ -50,6 +50,25 @@ LAYOUTS = {
         5,
         [*DISJOINT, "language.grid={tp: 2, sp: true, pp: 2}", "bridge.delivery=replicated"],
     ),
+    "cp2 tp2 with sp": (5, [*DISJOINT, "language.grid={cp: 2, tp: 2, sp: true}"]),
+    "cp2 pp2, unpacked, recompute": (
+        5,
+        [
+            *DISJOINT,
+            "language.grid={cp: 2, pp: 2}",
+            "data.packing=false",
+            "language.recompute=full",
+        ],
+    ),
+    "replicated, cp2": (3, [*DISJOINT, "language.grid.cp=2", "bridge.delivery=replicated"]),
+    "encoder tp2 with sp to pp2": (
+        4,
+        [*DISJOINT, "encoders.vision.grid={tp: 2, sp: true, dp: 1}", "language.grid.pp=2"],
+    ),
+    "encoder pp2 tp2 with sp": (
+        5,
+        [*DISJOINT, "encoders.vision.grid={pp: 2, tp: 2, sp: true, dp: 1}"],
+    ),
     "3 lanes to 2": (
         5,
         [
