@@ -82,26 +82,27 @@ class Settings(BaseModel):
         return self
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: with a level behind it, or without."""
-        levels = set(self.deepstack_visual_indexes)
-        return tuple("level" if i in levels else "plain" for i in range(self.num_layers))
+        """The kind of each layer: all are alike, with a level behind them or not."""
+        return ("attention",) * self.num_layers
 
     def scaled_down(self, stages: int, tp: int) -> Settings:
         """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
 
-        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Two
-        levels at most: behind the first block and the last.
+        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Up to
+        three levels stay, behind the last blocks: a tiny language model has no more layers, and
+        with fewer levels its second stage would need none.
         """
         patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
         row = (patch_size * self.merge_size) ** 2  # pixels
-        levels = min(len(self.deepstack_visual_indexes), 2)
+        levels = min(len(self.deepstack_visual_indexes), 3)
+        layers = stages * max(1, -(-levels // stages))
         return self.model_copy(
             update={
-                "num_layers": stages,
+                "num_layers": layers,
                 "hidden_size": 8 * heads,
                 "ffn_hidden_size": math.lcm(24, tp),
                 "num_attention_heads": heads,
-                "deepstack_visual_indexes": tuple(sorted({0, stages - 1}))[:levels],
+                "deepstack_visual_indexes": tuple(range(layers - levels, layers)),
                 "num_grid_per_side": 5,
                 "patch_size": patch_size,
                 "min_pixels": row,

@@ -85,14 +85,15 @@ class Layout:
     """Every module's grid; disjoint ones together use each of the `world_size` ranks once.
 
     colocated: names of the encoders that run on the language model's ranks.
-    links: of the encoders that emit feature levels, one per stage that needs any.
+    links: of the encoders that emit feature levels, one per stage that needs any. They follow from
+        the models, so layouts are equal without them.
     """
 
     language: GridSpec
     encoders: dict[str, GridSpec]
     world_size: int
     colocated: frozenset[str] = frozenset()
-    links: dict[str, tuple[Link, ...]] = field(default_factory=dict)
+    links: dict[str, tuple[Link, ...]] = field(default_factory=dict, compare=False)
 
     def links_of(self, encoder: str) -> tuple[Link, ...]:
         """The bridges of an encoder; without levels, one to the language model's first stage."""

@@ -136,8 +136,11 @@ def run_tower(
     row_gradients: (N, H) of the last call; with them also this rank's gradients of every parameter
         ("gradients" by local name, "shards" for `join_gradients`), and on the first stage of that
         call's patches (P, C).
+    Under sequence parallelism rows are this rank's part, and gradients complete all the same.
     """
     import importlib
+
+    import torch.distributed as dist
 
     family = importlib.import_module(f"encoders.{options.family}")
     ctx = _context(options.tp, options.sp, options.pp, options.recompute)
@@ -155,13 +158,23 @@ def run_tower(
         if not ctx.is_last_stage:
             _exchange(rows.detach(), rank + options.tp)
         found["rows"].append(rows.detach())
-    if row_gradients is not None:
-        rows.backward(row_gradients if ctx.is_last_stage else _exchange(None, rank + options.tp))
-        if before is not None:
-            assert before.grad is not None
-            _exchange(before.grad, rank - options.tp)
-        found |= {"gradients": gradients(tower), "patch_gradients": patches.grad}
-        found["shards"] = _gradient_shards(tower, ctx)
+    if row_gradients is None:
+        return found
+    if not ctx.is_last_stage:
+        row_gradients = _exchange(None, rank + options.tp)
+    elif options.sp:
+        padded = nn.functional.pad(row_gradients, (0, 0, 0, -len(row_gradients) % options.tp))
+        row_gradients = padded.chunk(options.tp)[ctx.groups.tp.rank()]
+    rows.backward(row_gradients)
+    if before is not None:
+        assert before.grad is not None
+        _exchange(before.grad, rank - options.tp)
+    if options.sp:
+        partial = [p for p in tower.parameters() if getattr(p, "sequence_parallel", False)]
+        for tensor in [*partial, patches] if ctx.is_first_stage else partial:
+            dist.all_reduce(tensor.grad, group=ctx.groups.tp)
+    found |= {"gradients": gradients(tower), "patch_gradients": patches.grad}
+    found["shards"] = _gradient_shards(tower, ctx)
     return found
 
 

@@ -142,10 +142,12 @@ def run(
         (1, {"recompute": "full"}),
         (1, {"recompute": "selective"}),
         (2, {"tp": 2}),
+        (2, {"tp": 2, "sp": True}),
         (2, {"pp": 2}),
+        (4, {"tp": 2, "sp": True, "pp": 2}),
         (4, {"tp": 2, "pp": 2, "recompute": "full"}),
     ],
-    ids=["one rank", "recompute", "selective", "tp2", "pp2", "tp2 pp2 recompute"],
+    ids=["one rank", "recompute", "selective", "tp2", "sp", "pp2", "sp pp2", "tp2 pp2 recompute"],
 )
 def test_rows_levels_and_every_gradient_equal_those_of_transformers(
     run_ranks: RunRanks, reference: Reference, ranks: int, options: dict[str, Any]
@@ -153,9 +155,10 @@ def test_rows_levels_and_every_gradient_equal_those_of_transformers(
     calls = [(reference.patches, GRIDS)]
     results = run(run_ranks, ranks, reference, calls, reference.row_gradients, **options)
     assert 0.1 < reference.rows.std() < 10, "an absolute tolerance needs rows of order one"
-    tp = options.get("tp", 1)
-    for result in results[-tp:]:  # the last stage
-        (rows,) = result["rows"]
+    found = [result["rows"][0] for result in results[-options.get("tp", 1) :]]  # the last stage
+    if options.get("sp"):
+        found = [torch.cat(found)[: len(reference.rows)]]
+    for rows in found:
         torch.testing.assert_close(rows, reference.rows, rtol=0, atol=TOLERANCE)
     gradients = lone_module.join_gradients(results)
     error, name = lone_module.worst_error(
@@ -205,3 +208,17 @@ def test_levels_of_blocks_that_are_not_there_or_out_of_order_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"deepstack_visual_indexes .* num_layers - 1, which is 3"):
         qwen3_vl.Settings.model_validate({**SETTINGS, "deepstack_visual_indexes": indexes})
+
+
+@pytest.mark.parametrize(("levels", "kept"), [(0, 0), (2, 2), (5, 3)])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_scaled_down_tower_keeps_up_to_three_levels_and_divides_over_its_stages(
+    levels: int, kept: int, stages: int
+) -> None:
+    whole = qwen3_vl.Settings.model_validate(
+        {**SETTINGS, "num_layers": 12, "deepstack_visual_indexes": tuple(range(levels))}
+    )
+    tiny = whole.scaled_down(stages, tp=2)
+    assert qwen3_vl.num_levels(tiny) == kept
+    assert qwen3_vl.check_grid(tiny, tp=2, pp=stages) == []
+    assert qwen3_vl.Settings.model_validate(tiny.model_dump()) == tiny

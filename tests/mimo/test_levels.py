@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mimo.layout import build_layout, run_ahead
 from mimo.levels import Link, level_places, links_of, minimum_run_ahead
 from mimo.recipe import RecipeError, load_recipe
+from mimo.verify.scale import scale_recipe
 from tests.mimo import tiny
 
 SIZE = st.integers(1, 4)
@@ -164,3 +165,20 @@ def test_a_run_ahead_that_would_deadlock_is_refused_and_auto_is_enough(tmp_path:
     assert run_ahead(recipe, build_layout(recipe), "vision") == 4
     with pytest.raises(RecipeError, match=r"run_ahead: got 2.* needs at least 3"):
         build_layout(load_recipe(path, [*overrides, "encoders.vision.run_ahead=2"]))
+
+
+@pytest.mark.parametrize("grid", ["{pp: 2}", "{pp: 2, vpp: 2}"])
+def test_a_scaled_down_recipe_needs_levels_on_both_stages(tmp_path: Path, grid: str) -> None:
+    recipe = load_recipe(
+        tiny.write_recipe(tmp_path),
+        [
+            LEVELS,
+            "language.model.num_layers=8",
+            f"language.grid={grid}",
+            "train.micro_batch_size=3",
+        ],
+    )
+    scaled = scale_recipe(recipe, build_layout(recipe), tmp_path, "fp32")
+    links = build_layout(scaled.recipe).links_of("vision")
+    assert [link.stage for link in links] == [0, 1]
+    assert sum(len(link.levels) for link in links) == 4  # the embeddings and three levels

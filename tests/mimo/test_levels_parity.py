@@ -69,6 +69,21 @@ LAYOUTS = {
         5,
         [*DISJOINT, "encoders.vision.grid={pp: 2, tp: 2, sp: true, dp: 1}"],
     ),
+    "cp2, interleaved": (5, [*DISJOINT, *INTERLEAVED, "language.grid={cp: 2, pp: 2, vpp: 2}"]),
+    "unpacked, tp2 with sp, pp2": (
+        5,
+        [*DISJOINT, "language.grid={tp: 2, sp: true, pp: 2}", "data.packing=false"],
+    ),
+    "unpacked, interleaved": (3, [*DISJOINT, *INTERLEAVED, "data.packing=false"]),
+    "unpacked, replicated, tp2 with sp": (
+        3,
+        [
+            *DISJOINT,
+            "language.grid={tp: 2, sp: true}",
+            "data.packing=false",
+            "bridge.delivery=replicated",
+        ],
+    ),
     "3 lanes to 2": (
         5,
         [
@@ -113,6 +128,10 @@ LAYOUTS = {
     "colocated in groups with pp2": (
         2,
         [*COLOCATED, "encoders.vision.encode_group=2", "language.grid.pp=2"],
+    ),
+    "colocated tp2 with sp, pp2": (
+        2,
+        [*COLOCATED, "encoders.vision.grid={tp: 2, sp: true}", "language.grid.pp=2"],
     ),
     "colocated interleaved": (2, [*COLOCATED, *INTERLEAVED]),
     "colocated, tp2 without sp, pp2": (4, [*COLOCATED, "language.grid={tp: 2, pp: 2}"]),
