@@ -215,6 +215,6 @@ def test_any_segments_on_any_number_of_ranks_are_cut_into_the_right_blocks(
 def test_lengths_that_two_cp_does_not_divide_and_masks_are_refused(run_ranks: RunRanks) -> None:
     for packed, dense in run_ranks(refused_lengths, 2):
         assert "2·cp = 4" in packed
-        assert "got one of 10" in packed
+        assert "a segment of 10 tokens" in packed
         assert "2·cp = 4" in dense
         assert "14" in dense
