@@ -16,7 +16,7 @@ from bridge.shard_map import (
 )
 from bridge.source import ReplicatedSource, SequenceShardedSource, Source
 from bridge.transfer import BridgeEnd
-from bridge.waiting import BridgeError
+from bridge.waiting import BridgeError, UnexpectedRows
 from bridge.watch import TransferWatch
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "ShardMap",
     "Source",
     "TransferWatch",
+    "UnexpectedRows",
     "assign_items",
     "check_plans",
     "imbalance",

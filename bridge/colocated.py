@@ -90,15 +90,18 @@ class ColocatedBridge:
 
         Under sequence parallelism each rank of the encoder gives its part of them. The rows
         become leaves: their way back is `collect`, not autograd.
-        Raises UnexpectedRows when the rows are not as many as the plan expects.
+        Raises UnexpectedRows when the rows are not as many, or not as wide, as expected.
         """
+        if not self._expects_gradients:
+            self._leaves.clear()  # no `collect` takes those of the group before
         plans = [self._plans[m] for m in microbatches]
-        starts, expected = self._held(plans)
-        if rows.shape[0] != expected:
+        starts, num_rows = self._held(plans)
+        expected = (num_rows, self.end.hidden_size)
+        if rows.shape != expected:
             raise UnexpectedRows(
                 f"bridge {self.end.name}, microbatches {microbatches.start} to "
-                f"{microbatches.stop - 1}: the encoder produced {rows.shape[0]} rows, the plan "
-                f"needs {expected}",
+                f"{microbatches.stop - 1}: the encoder produced rows of shape {tuple(rows.shape)}, "
+                f"the plan and the language model need {expected}",
                 microbatches.start,
             )
         rank, device = self.end.rank, self.end.device

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _LEAST_BYTES = 1 << 20  # smaller buffers come from the heap, whose pages stay mapped
-_MOST_FREE = 4  # blocks that are kept while nobody uses them
+_MOST_FREE = 4  # blocks that are kept, unused, when another one is taken
 
 
 class RowMemory:
@@ -43,14 +43,19 @@ class RowMemory:
 
     def _take(self, num_bytes: int) -> np.ndarray:
         """The smallest free block that is large enough, or a new one."""
-        fitting = [i for i, block in enumerate(self._free) if block.nbytes >= num_bytes]
-        if fitting:
-            return self._free.pop(min(fitting, key=lambda i: self._free[i].nbytes))
+        # A lease may end at any moment, on any thread that collects garbage: blocks that come back
+        # meanwhile go to a list of their own.
+        free, self._free = self._free, []
+        fitting = [block for block in free if block.nbytes >= num_bytes]
         # Microbatches differ in size: a little more fits most of the next ones too.
-        return np.empty(math.ceil(num_bytes * 1.125), np.uint8)
+        taken = (
+            min(fitting, key=lambda block: block.nbytes)
+            if fitting
+            else np.empty(math.ceil(num_bytes * 1.125), np.uint8)
+        )
+        rest = sorted((block for block in free if block is not taken), key=lambda b: b.nbytes)
+        self._free.extend(rest[-_MOST_FREE:])
+        return taken
 
     def _give_back(self, block: np.ndarray) -> None:
         self._free.append(block)
-        if len(self._free) > _MOST_FREE:
-            smallest = min(range(len(self._free)), key=lambda i: self._free[i].nbytes)
-            self._free.pop(smallest)

@@ -27,7 +27,8 @@ from bridge.watch import TransferWatch
 class BridgeEnd:
     """What both ends of a bridge agree on.
 
-    name: the encoder's. forward, backward: groups for rows and for gradients, over both ends.
+    name: the encoder's, with its levels if they are several.
+    forward, backward: groups for rows and for gradients, over both ends.
     wire_dtype: dtype of both messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group if the rows of a lane are shared out over it and
         each rank needs all of them (forward on the receiver, backward on the sender).

@@ -98,7 +98,8 @@ class ChatTokenizer:
         backend.no_padding()
         self._tokenizer, self._backend = tokenizer, backend
         self.placeholders = dict(placeholders)
-        self.vocab_size: int = len(tokenizer)
+        # Not the number of entries: some tokenizers leave ids out.
+        self.vocab_size: int = 1 + max(tokenizer.get_vocab().values())
         self.placeholder_ids: dict[str, int] = {
             media: self._required_id(token, f"the {media} placeholder")
             for media, token in placeholders.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,16 @@ from mimo.megatron.checkpoint import (
 from mimo.model import MimoModel
 
 
-def _model_state(model: MimoModel, with_optimizer: bool) -> State:
+def _model_state(
+    model: MimoModel, purpose: Literal["save", "load"], with_optimizer: bool = True
+) -> State:
     state: State = {}
     for name, module in model.modules.items():
         for number, chunk in enumerate(module.raw):
             weights = weights_state(chunk, name, module.groups)
             part = dict(weights)
             if with_optimizer and module.optimizer is not None:
-                part |= optimizer_state(module.optimizer, chunk, name, weights)
+                part |= optimizer_state(module.optimizer, chunk, name, weights, purpose)
             # Local names of chunks are alike; what is stored goes by the name in the whole model.
             state |= {f"{number}.{key}": value for key, value in part.items()}
     return state
@@ -48,7 +51,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    save_sharded(_model_state(model, with_optimizer=True), partial)
+    save_sharded(_model_state(model, "save"), partial)
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     dist.barrier()
     if rank == 0:
@@ -64,7 +67,7 @@ def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = T
     Raises ValueError when the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
-    loaded = load_sharded(_model_state(model, with_optimizer), checkpoint)
+    loaded = load_sharded(_model_state(model, "load", with_optimizer), checkpoint)
     for name, module in model.modules.items():
         optimizer = module.optimizer if with_optimizer else None
         for number, chunk in enumerate(module.raw):

@@ -67,12 +67,14 @@ def warm_up_on_cpu(preload: Sequence[str]) -> None:
     """`warm_up` for ranks that use the CPU whatever the machine has; returns at once."""
     before = {name: os.environ.get(name) for name in _WITHOUT_GPUS}
     os.environ.update(_WITHOUT_GPUS)
-    warm_up(preload)
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    try:
+        warm_up(preload)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def run_on_cpu(

@@ -28,6 +28,7 @@ from bridge import (
     LevelReceiver,
     SampleKeys,
     TransferWatch,
+    UnexpectedRows,
     check_plans,
     split_levels,
     take_chunk,
@@ -177,10 +178,17 @@ class MimoModel:
             output = chunk(self._patches(own, module), torch.from_numpy(own.grids))
             if not senders:
                 return output, pass_token
-            parts = split_levels(output, [link.levels for link in senders])
+            try:
+                rows = [
+                    FlatEmbeddings(part, own.split_sizes, module.sequence_parts)
+                    for part in split_levels(output, [link.levels for link in senders])
+                ]
+            except ValueError as error:
+                what = f"bridge {module.name}, microbatch {number}: {error}"
+                raise UnexpectedRows(what, number) from error
             tokens = [
-                sender.send(number, FlatEmbeddings(part, own.split_sizes, module.sequence_parts))
-                for sender, part in zip(senders.values(), parts, strict=True)
+                sender.send(number, own_rows)
+                for sender, own_rows in zip(senders.values(), rows, strict=True)
             ]
             return torch.stack(tokens).sum(), pass_token
 

@@ -88,10 +88,10 @@ class PartitionAdapter:
         if not self.sequence_parallel:
             return embeddings
         cp, tp = self.cp.size(), self.tp.size()
-        if embeddings.shape[0] % tp:
-            chunks = 2 * cp if cp > 1 else 1
+        tokens, multiple = embeddings.shape[0] * cp, (2 * cp if cp > 1 else 1) * tp
+        if tokens % multiple:
             raise ValueError(
-                f"language.grid.sp: a sequence of {embeddings.shape[0] * cp} tokens is not a "
-                f"multiple of {chunks * tp} (language.grid.tp {tp}, cp {cp}); pad it"
+                f"language.grid.sp: a sequence of {tokens} tokens is not a multiple of {multiple} "
+                f"(language.grid.tp {tp}, cp {cp}); pad it"
             )
         return scatter_sequence(embeddings, self.tp)

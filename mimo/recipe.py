@@ -127,7 +127,11 @@ class Encoder(Section):
 
 
 class Bridge(Section):
-    """How rows travel from the encoders to the language model."""
+    """How rows travel from the encoders to the language model.
+
+    `timeout_seconds`: how long a transfer may take once it is waited for. On a GPU that includes
+    the work queued before it, so give more than a step.
+    """
 
     delivery: Literal["sharded", "replicated"] = "sharded"
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"

@@ -139,11 +139,7 @@ class Trainer:
         """Clip by the norm over all modules and step every optimizer; returns the norm."""
         train = self.recipe.train
         norm = math.sqrt(squared_norm)
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"step {step}: the gradient norm is {norm}; lower train.learning_rate or look at "
-                f"the samples of this step"
-            )
+        _check_finite(step, "gradient norm", norm)
         clip = train.clip_grad_norm
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         for module in self.model.modules.values():
@@ -194,6 +190,7 @@ class Trainer:
                 squared_norm, loss, idle, *flags = sum_over_world(
                     [self._squared_norm(), loss, idle, *self._flags(loaded, planner)]
                 )
+                _check_finite(step, "loss", loss)
                 norm = self._update(step, squared_norm)
                 self.progress = Progress(step + 1, planner.samples_before(step + 1), skipped)
                 synchronize()
@@ -300,6 +297,14 @@ class Trainer:
             self.run_dir / "checkpoints",
             self.recipe.to_yaml(),
             self.recipe.train.keep_checkpoints,
+        )
+
+
+def _check_finite(step: int, what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"step {step}: the {what} is {value}; lower train.learning_rate or look at the samples "
+            f"of this step"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -271,13 +271,13 @@ def resume(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, 
     return {"metrics": metrics, "shards": trainer.shards()}
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
+def _state(trainer: Trainer, purpose: Literal["save", "load"]) -> dict[str, Any]:
     from mimo.megatron.checkpoint import optimizer_state, weights_state
 
     state: dict[str, Any] = {}
     for number, chunk in enumerate(trainer.raw):
         weights = weights_state(chunk, "language", trainer.groups)
-        part = weights | optimizer_state(trainer.optimizer, chunk, "language", weights)
+        part = weights | optimizer_state(trainer.optimizer, chunk, "language", weights, purpose)
         state |= {f"{number}.{key}": value for key, value in part.items()}
     return state
 
@@ -285,13 +285,13 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 def _save(trainer: Trainer, directory: Path) -> None:
     from mimo.megatron.checkpoint import save_sharded
 
-    save_sharded(_state(trainer), directory)
+    save_sharded(_state(trainer, "save"), directory)
 
 
 def _load(trainer: Trainer, directory: Path, step: int) -> None:
     from mimo.megatron.checkpoint import load_sharded, restore
 
-    loaded = load_sharded(_state(trainer), directory)
+    loaded = load_sharded(_state(trainer, "load"), directory)
     for number, chunk in enumerate(trainer.raw):
         prefix = f"{number}."
         own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from mimo.megatron.optimizer_state import Share, share_of, whole_tensors
+from mimo.megatron.optimizer_state import Share, share_of, tensors_to_load, tensors_to_save
 
 State = dict[str, Any]
 
@@ -55,13 +55,18 @@ def _shares(optimizer: MegatronOptimizer, module: nn.Module) -> Iterator[tuple[s
 
 
 def optimizer_state(
-    optimizer: MegatronOptimizer, module: nn.Module, name: str, weights: State
+    optimizer: MegatronOptimizer,
+    module: nn.Module,
+    name: str,
+    weights: State,
+    purpose: Literal["save", "load"],
 ) -> State:
     """Sharded optimizer tensors, cut like the ``weights`` (`weights_state`) they belong to.
 
     Their form is the same for a distributed optimizer, so either can load what the other saved.
     Every rank of the module calls it.
     """
+    whole_tensors = tensors_to_save if purpose == "save" else tensors_to_load
     state: State = {}
     for local, share in _shares(optimizer, module):
         key = f"{name}.{local}"

@@ -73,7 +73,9 @@ class _CrossEntropy(torch.autograd.Function):
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         ctx.save_for_backward(scores.div_(sums[0][..., None]), place, here)
         ctx.columns, ctx.dtype = logits.shape[-1], logits.dtype
-        return sums[0].log() - sums[1]
+        # Without a word of its own, a label that is no token would just be never learnt.
+        known = (labels >= 0) & (labels < num_tokens)
+        return (sums[0].log() - sums[1]).where(known, torch.nan)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

@@ -64,15 +64,16 @@ def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
     return Share(param, place.start, place.end, {k: t.detach() for k, t in tensors.items()})
 
 
-def whole_tensors(optimizer: MegatronOptimizer, share: Share) -> dict[str, Tensor]:
-    """The whole state of a parameter by kind, of its shape.
+def tensors_to_save(optimizer: MegatronOptimizer, share: Share) -> dict[str, Tensor]:
+    """The whole state of a parameter by kind, of its shape; nothing on ranks that need not write.
 
     Every rank of the optimizer's data-parallel group calls it, for the same parameters in the
-    same order: a distributed optimizer adds up what the ranks hold, on the CPU afterwards.
+    same order: the first one adds up what a distributed optimizer's ranks hold, on the CPU
+    afterwards. So while it saves, that rank holds the whole state of its part of the model.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         return share.tensors
-    kinds = [*_MOMENTS, *([_MASTER] if share.param.dtype != torch.float32 else [])]
+    kinds = _kinds(share)
     # One exchange for all kinds; a stretch of zeros where another rank holds the numbers.
     flat = torch.zeros(
         len(kinds), share.param.numel(), dtype=torch.float32, device=share.param.device
@@ -80,5 +81,19 @@ def whole_tensors(optimizer: MegatronOptimizer, share: Share) -> dict[str, Tenso
     for row, kind in zip(flat, kinds, strict=True):
         if kind in share.tensors:
             row[share.start : share.end] = share.tensors[kind]
-    dist.all_reduce(flat, group=optimizer.data_parallel_group)
+    group = optimizer.data_parallel_group
+    dist.reduce(flat, group=group, group_dst=0)
+    if group.rank() != 0:
+        return {}
     return {k: row.view(share.param.shape).cpu() for k, row in zip(kinds, flat, strict=True)}
+
+
+def tensors_to_load(optimizer: MegatronOptimizer, share: Share) -> dict[str, Tensor]:
+    """Memory for the whole state of a parameter by kind, of its shape; no collective."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        return share.tensors
+    return {kind: torch.empty(share.param.shape) for kind in _kinds(share)}
+
+
+def _kinds(share: Share) -> list[str]:
+    return [*_MOMENTS, *([_MASTER] if share.param.dtype != torch.float32 else [])]

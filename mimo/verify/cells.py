@@ -57,17 +57,27 @@ def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bo
     return Cells(tuple(Cell(p.name, recipe, p.layout) for p in covered.parts), tuple(notes))
 
 
-def sweep_cells(recipe: Recipe, max_ranks: int) -> Cells:
+def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     """The built-in matrix. Raises InputError for a recipe that cannot be used."""
     check_recipe(recipe, None)
-    built = [(cell.name, *sweep_recipe(recipe, cell)) for cell in SWEEP]
-    cells = [Cell(*one) for one in built if one[2].world_size <= max_ranks]
+    built = [Cell(cell.name, *sweep_recipe(recipe, cell)) for cell in SWEEP]
+    larger = [cell for cell in built if cell.layout.world_size > max_ranks]
+    # Megatron's distributed optimizer has none; without it such a cell would show nothing.
+    no_fp64 = [c for c in built if precision == "fp64" and c.recipe.train.distributed_optimizer]
+    cells = [cell for cell in built if cell not in larger and cell not in no_fp64]
     if not cells:
         raise InputError(f"--max-ranks {max_ranks}: every layout of the sweep needs more ranks")
     notes = [f"{len(cells)} layouts of the built-in matrix"]
-    left_out = [name for name, _, layout in built if layout.world_size > max_ranks]
-    if left_out:
-        notes.append(f"left out, as they need more than {max_ranks} ranks: {', '.join(left_out)}")
+    for left_out, reason in (
+        (larger, f"they need more than {max_ranks} ranks"),
+        (no_fp64, "the engine's distributed optimizer has no fp64"),
+    ):
+        if left_out:
+            names = ", ".join(cell.name for cell in left_out)
+            notes.append(f"left out, as {reason}: {names}")
+    unused = list(recipe.encoders)[2:]
+    if unused:
+        notes.append(f"the matrix has room for two encoders; not run: {', '.join(unused)}")
     return Cells(tuple(cells), tuple(notes))
 
 

@@ -15,6 +15,10 @@ _EMBEDDING = "language.embedding.word_embeddings.weight"
 _SCALARS = ("loss_tokens", "loss", "grad_norm")
 
 
+class IncomparableError(Exception):
+    """A layout's parameters are not those of one rank: some are missing, or of another shape."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """Where a layout first leaves the one-rank run.
@@ -88,15 +92,22 @@ def tensor_error(got: np.ndarray, expected: np.ndarray, scale: float) -> float:
 
 
 def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
-    """Every number and every rank's part of every tensor, after every step."""
+    """Every number and every rank's part of every tensor, after every step.
+
+    Raises IncomparableError when a layout has not the parameters of one rank.
+    """
     found = Comparison()
     shards: dict[str, list[Shard]] = {}
     for result in results:
         for shard in result.shards:
             shards.setdefault(_reference_name(shard, reference), []).append(shard)
-    assert shards.keys() == reference.parameters.keys(), (
-        f"only one has {sorted(shards.keys() ^ reference.parameters.keys())}"
-    )
+    if shards.keys() != reference.parameters.keys():
+        alone = sorted(shards.keys() ^ reference.parameters.keys())
+        raise IncomparableError(f"only the layout or only one rank has {', '.join(alone)}")
+    for name, own in shards.items():
+        missing = set(range(own[0].tp_size)) - {shard.tp for shard in own}
+        if own[0].tp_size > 1 and missing:
+            raise IncomparableError(f"{name}: no rank holds the part of tp {sorted(missing)}")
     for step in range(len(reference.steps)):
         floor = gradient_floor(
             p.gradients[step] for p in reference.parameters.values() if p.gradients
@@ -143,6 +154,11 @@ def _compare_parameter(
             continue
         # A gradient that only one of both has is a difference from zero.
         wanted = slice_of(whole[step], shard) if whole else np.zeros_like(parts[step])
+        if parts and parts[step].shape != wanted.shape:
+            raise IncomparableError(
+                f"{shard.name} on {shard.where} has shape {parts[step].shape}, the part of one "
+                f"rank's is {wanted.shape}"
+            )
         got = parts[step] if parts else np.zeros_like(wanted)
         scale = max(float(np.abs(whole[step]).max()) if whole else 0.0, floor)
         error = tensor_error(got, wanted, scale)

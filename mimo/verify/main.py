@@ -11,9 +11,10 @@ from rich.console import Console
 
 from mimo.launch import warm_up_on_cpu
 from mimo.recipe import load_recipe
+from mimo.recipe_errors import InputError
 from mimo.verify.cells import recipe_cells, sweep_cells
 from mimo.verify.report import print_progress, print_table, write_json
-from mimo.verify.scale import changes
+from mimo.verify.scale import changes, scale_recipe
 from mimo.verify.verifier import PRELOAD, CellResult, Verifier, failed
 
 _LOG_WIDTH = 110  # characters
@@ -35,10 +36,15 @@ def main(
     Raises InputError for bad input, before any rank starts.
     """
     recipe = load_recipe(path, overrides)
+    _check_writable(json)
+    if sweep and (full or num_ranks is not None):
+        raise InputError("--layouts sweep has its own layouts; remove --full and --num-ranks")
     if sweep:
-        chosen = sweep_cells(recipe, max_ranks)
+        chosen = sweep_cells(recipe, max_ranks, precision)
     else:
         chosen = recipe_cells(recipe, num_ranks, max_ranks, full)
+    for cell in chosen.cells:  # what a family refuses is said before anything runs
+        scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
     warm_up_on_cpu(PRELOAD)
     notes = [*chosen.notes, *(f"changed: {change}" for change in changes(recipe, precision))]
     # A log file has no width of its own.
@@ -58,3 +64,15 @@ def main(
     differing = len(failed(results))
     print(f"{len(results) - differing} of {len(results)} layouts take the steps of one rank")
     return 1 if differing else 0
+
+
+def _check_writable(path: Path | None) -> None:
+    """Raise InputError now, not after the last layout, for a file that cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise InputError(f"--json {path}: {error.strerror}; give the path of a file") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +43,7 @@ def layout_steps(
     """
     layout = build_layout(recipe, dist.get_world_size())
     topology = build_topology(layout)
-    trainer = _WatchedTrainer(recipe, topology, Path(tempfile.gettempdir()))
+    trainer = _WatchedTrainer(recipe, topology, Path(recipe.train.run_dir))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     if check is not None:

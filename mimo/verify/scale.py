@@ -15,6 +15,7 @@ from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.levels import minimum_run_ahead
 from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError
+from mimo.step_plan import padding_of
 from mimo.verify.workload import SHARD, Media, Workload
 from mimo.yaml_source import dotted
 
@@ -68,10 +69,12 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "model": _scaled(settings, layout.encoders[name]),
             "encode_group": _encode_group(encoder.encode_group, layout.language),
             "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
+            # The recipe's may be a word of the data that are made here.
+            "placeholder": f"<|{name}_pad|>",
         }
         processor = type(settings)(**data["encoders"][name]["model"]).processor()
         pixels = processor.patch_size * processor.merge_size
-        media.append(Media(encoder.media, encoder.placeholder, pixels))
+        media.append(Media(encoder.media, f"<|{name}_pad|>", pixels))
     workload = Workload(tuple(media), NUM_STEPS, microbatches, samples)
     directory = folder / workload.name
     _set_training(data, recipe, precision)
@@ -80,7 +83,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "micro_batch_size": samples // lanes,
         "run_dir": str(folder / "runs"),
     }
-    divisor = 2 * layout.language.cp * layout.language.tp
+    divisor = padding_of(layout.language, packed=False).sequence
     data["data"] |= {
         "prepare": None,
         "sources": [{"path": str(directory / SHARD)}],
@@ -213,7 +216,7 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     data["bridge"] = {}
     data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
     spread = ("overlap_grad_reduce", "distributed_optimizer")
-    data["train"] |= {key: False for key in spread if key in data["train"]}
+    data["train"] |= dict.fromkeys(spread, False)
     data["data"] |= {"packing": True, "sequence_length": _SEQUENCE_LENGTH}
     return _validated(data)
 

@@ -29,7 +29,7 @@ _OPTIONS = {
     "overlap": ("train.overlap_grad_reduce=true",),
     "groups of 3": ("encoders.{first}.encode_group=3",),
     "unpacked": ("data.packing=false",),
-    "distributed optimizer": ("train.distributed_optimizer=true",),
+    "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
     "clipped": ("train.clip_grad_norm=0.5",),
 }
 # The matrix alone decides these.
@@ -40,6 +40,7 @@ _RESET = (
     "train.overlap_grad_reduce=false",
     "data.packing=true",
     "train.distributed_optimizer=false",
+    "train.precision=fp32",
 )
 _RESET_ENCODER = ("freeze=false", "recompute=none", "run_ahead=auto", "encode_group=all")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mimo.launch import run_on_cpu
 from mimo.rank_processes import RanksFailed, RanksHung
 from mimo.verify.cells import Cell
-from mimo.verify.compare import Comparison, compare
+from mimo.verify.compare import Comparison, IncomparableError, compare
 from mimo.verify.results import Fault, Reference
 from mimo.verify.scale import NUM_STEPS, TOLERANCE, reference_recipe, scale_recipe
 
@@ -68,7 +68,7 @@ class Verifier:
                 _TIMEOUT_SECONDS,
             )
             comparison = compare(results, self._references[key], self.tolerance)
-        except (RanksFailed, RanksHung) as error:
+        except (RanksFailed, RanksHung, IncomparableError) as error:
             failure = str(error)
         return CellResult(cell, time.monotonic() - started, comparison, failure)
 

@@ -1,7 +1,7 @@
 """The data that layouts and one rank are compared on: small, but never a toy.
 
 Noise images of several sizes in chats with answers of several lengths, in tar shards like any
-other data, and a tokenizer that has the recipe's placeholders. In every step there are samples
+other data, and a tokenizer that has a placeholder for each media. In every step there are samples
 with several items, with one and with none, items of every media in one sample, a microbatch
 without any item, and one with a single item, which leaves all but one encoder lane empty.
 """

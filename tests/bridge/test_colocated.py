@@ -24,6 +24,7 @@ from bridge import (
     ReplicatedSource,
     SequenceShardedSource,
     Source,
+    UnexpectedRows,
     plan_levels,
     replicated_destination,
     sharded_destination,
@@ -180,13 +181,59 @@ def test_rows_and_gradients_change_between_colocated_grids_bit_for_bit(
     run_ranks(there_and_back, 8, encoder, language, delivery)
 
 
+@pytest.mark.parametrize("delivery", ["sp", "gathered", "replicated"])
 @pytest.mark.parametrize(
     ("encoder", "language"), [((2, 4), (4, 2)), ((4, 2), (2, 4)), ((1, 8), (2, 4))]
 )
 def test_rows_that_are_cut_over_the_encoders_ranks_go_there_and_back_bit_for_bit(
-    run_ranks: RunRanks, encoder: tuple[int, int], language: tuple[int, int]
+    run_ranks: RunRanks, encoder: tuple[int, int], language: tuple[int, int], delivery: str
 ) -> None:
-    run_ranks(there_and_back, 8, encoder, language, "sp", True)
+    run_ranks(there_and_back, 8, encoder, language, delivery, True)
+
+
+def lone_bridge(trainable: bool) -> tuple[ColocatedBridge, list[ItemRuns]]:
+    """Encoder and language model on one rank, three microbatches under way."""
+    group = cast("Any", dist.group.WORLD)
+    float32, cpu = torch.float32, torch.device("cpu")
+    end = BridgeEnd("vision", 0, group, group, HIDDEN, float32, float32, cpu, trainable)
+    bridge = ColocatedBridge(end, 0, True, None)
+    all_runs = [runs_of(m, 1, 2) for m in range(3)]
+    sources = sources_of(all_runs, np.array([[0]]), False)
+    language = np.zeros((2, 1, 1), np.int64)
+    bridge.begin([plan_of(*known, language, "sp") for known in zip(all_runs, sources, strict=True)])
+    return bridge, all_runs
+
+
+def deliver_wrong_rows(rank: int) -> list[str]:
+    bridge, all_runs = lone_bridge(trainable=True)
+    rows, messages = places(all_runs[0], 0, 0), []
+    for wrong in (rows[:-1], rows[:, :1], torch.cat((rows, rows), dim=1)):
+        try:
+            bridge.deliver(range(1), wrong)
+        except UnexpectedRows as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_rows_of_another_number_or_width_are_refused_before_anything_is_sent(
+    run_ranks: RunRanks,
+) -> None:
+    (messages,) = run_ranks(deliver_wrong_rows, 1)
+    assert len(messages) == 3
+    assert all("bridge vision, microbatches 0 to 0: the encoder produced" in m for m in messages)
+    assert all(f", {HIDDEN})" in message for message in messages)
+
+
+def rows_kept_without_gradients(rank: int) -> int:
+    bridge, all_runs = lone_bridge(trainable=False)
+    for m, runs in enumerate(all_runs):
+        bridge.deliver(range(m, m + 1), places(runs, 0, m))
+        bridge.receive(m)
+    return len(bridge._leaves)
+
+
+def test_without_gradients_the_rows_of_one_group_are_kept_only(run_ranks: RunRanks) -> None:
+    assert run_ranks(rows_kept_without_gradients, 1) == [1]
 
 
 # --------------------------------------------------------------------- feature levels

@@ -203,9 +203,24 @@ def test_a_folder_without_tokenizer_or_template_is_refused(chat: ChatTokenizer, 
         ChatTokenizer(tmp_path / "bare")
 
 
+def test_a_tokenizer_that_leaves_ids_out_needs_room_for_its_highest(
+    chat: ChatTokenizer, tmp_path: Path
+):
+    shutil.copytree(chat.directory, tmp_path / "gaps")
+    path = tmp_path / "gaps" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    vocabulary = document["model"]["vocab"]
+    last = max(vocabulary, key=lambda word: vocabulary[word])
+    vocabulary[last] += 40
+    document["added_tokens"] = [t for t in document["added_tokens"] if t["content"] != last]
+    path.write_text(json.dumps(document))
+    gaps = ChatTokenizer(tmp_path / "gaps")
+    assert gaps.vocab_size == chat.vocab_size + 40
+
+
 def test_special_tokens_and_sizes_come_from_the_tokenizer(chat: ChatTokenizer):
     vocabulary = json.loads((chat.directory / "tokenizer.json").read_text())["model"]["vocab"]
-    assert chat.vocab_size == len(vocabulary)
+    assert chat.vocab_size == 1 + max(vocabulary.values())
     assert chat.eos_token_id == vocabulary["<|im_end|>"]
     assert chat.pad_token_id == vocabulary["<|endoftext|>"]
     assert chat.placeholder_ids["image"] == vocabulary["<|image_pad|>"]

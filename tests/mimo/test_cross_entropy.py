@@ -97,3 +97,22 @@ def test_losses_and_gradients_equal_those_of_whole_logits_without_padding(
         tolerance = GRADIENT_TOLERANCES[dtype]
         torch.testing.assert_close(got.double(), gradient, rtol=tolerance, atol=tolerance)
         assert not got[..., NUM_TOKENS:].any(), "padding got a gradient"
+
+
+def loss_of_no_token(rank: int, label: int) -> Tensor:
+    from mimo.megatron.cross_entropy import vocab_parallel_cross_entropy
+
+    group = dist.group.WORLD
+    assert group is not None
+    logits = whole(0, 40, torch.float32).chunk(group.size(), -1)[rank]
+    wrong = labels()
+    wrong[1, 1] = label
+    return vocab_parallel_cross_entropy(logits, wrong, NUM_TOKENS, group)
+
+
+@pytest.mark.parametrize("label", [-100, NUM_TOKENS])
+def test_the_loss_of_a_label_that_is_no_token_is_not_a_number(
+    run_ranks: RunRanks, label: int
+) -> None:
+    for losses in run_ranks(loss_of_no_token, 2, label):
+        assert losses.isnan().nonzero().tolist() == [[1, 1]]

@@ -125,10 +125,10 @@ def test_every_rank_gets_its_slice_of_embeddings_and_of_labels(
 
 
 def test_a_sequence_that_sp_cannot_cut_names_the_key_and_the_multiple(run_ranks: RunRanks) -> None:
-    # 12 tokens divide into 2·cp chunks, but a rank's 6 do not into tp 4.
-    for found in run_ranks(run_shard, 8, 2, 4, True, False, 12):
+    # 8 tokens divide into 2·cp chunks, and a rank's 4 into tp 4, but not a chunk of 2.
+    for found in run_ranks(run_shard, 8, 2, 4, True, False, 8):
         assert found["error"] == (
-            "language.grid.sp: a sequence of 12 tokens is not a multiple of 16 "
+            "language.grid.sp: a sequence of 8 tokens is not a multiple of 16 "
             "(language.grid.tp 4, cp 2); pad it"
         )
 

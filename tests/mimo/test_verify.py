@@ -102,9 +102,45 @@ def test_layouts_with_the_same_model_and_batches_share_the_run_on_one_rank(
 
 def test_every_layout_of_the_matrix_is_another_one_and_fits_eight_ranks() -> None:
     assert len({cell.name for cell in SWEEP}) == len(SWEEP) >= 24
-    built = sweep_cells(load_recipe(RECIPE), max_ranks=8)
+    built = sweep_cells(load_recipe(RECIPE), max_ranks=8, precision="fp32")
     assert len(built.cells) == len(SWEEP)
     assert max(cell.layout.world_size for cell in built.cells) == 8
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.optimizer=sgd"],
+        ["train.precision=fp64"],
+        ["train.precision=bf16", "train.distributed_optimizer=true"],
+        ["encoders.vision.placeholder=the"],
+    ],
+)
+def test_the_matrix_applies_to_recipes_with_settings_of_any_kind(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    built = sweep_cells(load_recipe(RECIPE, overrides), max_ranks=8, precision="fp32")
+    assert len(built.cells) == len(SWEEP)
+    for cell in built.cells:
+        scaled = scale_recipe(cell.recipe, cell.layout, tmp_path, "fp32").recipe
+        assert ("distributed optimizer" in cell.name) == scaled.train.distributed_optimizer
+
+
+def test_what_fp64_cannot_show_is_left_out_of_the_matrix_and_named() -> None:
+    built = sweep_cells(load_recipe(RECIPE), max_ranks=8, precision="fp64")
+    assert not any("distributed optimizer" in cell.name for cell in built.cells)
+    (note,) = (note for note in built.notes if "has no fp64" in note)
+    left_out = {cell.name for cell in SWEEP} - {cell.name for cell in built.cells}
+    assert left_out
+    assert all(name in note for name in left_out)
+
+
+def test_encoders_that_the_matrix_has_no_room_for_are_named() -> None:
+    one = "{family: qwen_vl, media: M, placeholder: '<M>', model: {num_layers: 2, "
+    one += "hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2}}"
+    more = [f"encoders.{name}={one.replace('M', name)}" for name in ("clips", "audio")]
+    built = sweep_cells(load_recipe(RECIPE, more), max_ranks=8, precision="fp32")
+    assert any(note.endswith("not run: audio") for note in built.notes)
 
 
 # ------------------------------------------------------------------ data of the comparison

@@ -124,3 +124,16 @@ def test_a_layout_that_is_too_large_is_covered_by_several_that_are_printed(
     assert "non-dividing" in result.output  # 6 lanes to 4, as 3 to 2
     assert "[1/" in result.output
     assert "FAILED" in result.output
+
+
+@pytest.mark.parametrize("option", [["--full"], ["--num-ranks", "3"]])
+def test_the_matrix_refuses_options_that_it_would_ignore(option: list[str]) -> None:
+    result = verify("--layouts", "sweep", *option)
+    assert result.exit_code == 2
+    assert "--layouts sweep has its own layouts; remove --full and --num-ranks" in result.output
+
+
+def test_a_json_path_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    result = verify("--json", str(tmp_path))
+    assert result.exit_code == 2
+    assert f"--json {tmp_path}: Is a directory" in result.output

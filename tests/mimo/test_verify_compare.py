@@ -7,7 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from mimo.verify.compare import Comparison, compare, largest, slice_of, tensor_error
+from mimo.verify.compare import (
+    Comparison,
+    IncomparableError,
+    compare,
+    largest,
+    slice_of,
+    tensor_error,
+)
 from mimo.verify.results import RankSteps, Reference, ReferenceParameter, Shard
 
 EMBEDDING = "language.embedding.word_embeddings.weight"
@@ -125,6 +132,18 @@ def test_a_gradient_that_is_zero_in_theory_is_measured_by_the_global_norm() -> N
     assert tensor_error(noise, -noise, float(np.abs(noise).max())) == 2.0
 
 
-def test_a_parameter_that_only_one_side_has_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="only one has"):
+def test_a_parameter_that_only_one_side_has_cannot_be_compared() -> None:
+    with pytest.raises(IncomparableError, match="only the layout or only one rank has a, b"):
         run(reference(a=(ONE, ONE)), shard("b", ONE, ONE))
+
+
+def test_a_part_of_another_shape_or_a_missing_part_cannot_be_compared() -> None:
+    whole = np.ones((2, 2), np.float32)
+    expected = reference(a=(whole, whole))
+    for shape in ((1, 2), (1, 1), (3, 2)):
+        wrong = np.ones(shape, np.float32)
+        with pytest.raises(IncomparableError, match="a on a, rank 0 .* has shape"):
+            run(expected, shard("a", wrong, wrong))
+    half = whole[:1]
+    with pytest.raises(IncomparableError, match=r"a: no rank holds the part of tp \[1\]"):
+        run(expected, shard("a", half, half, tp_size=2))
