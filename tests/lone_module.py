@@ -127,13 +127,14 @@ def run_tower(
     output_size: int,
     weights: Weights | None,
     calls: Sequence[tuple[Tensor, Tensor]],
-    row_gradients: Tensor | None = None,
+    row_gradients: Tensor | Sequence[Tensor] | None = None,
     options: TowerOptions = TowerOptions(),
 ) -> dict[str, Any]:
     """Vision tower on calls of (patches (P, C), grids (I, 3)): rows (N, H) of each call.
 
     weights: None leaves the freshly drawn ones.
-    row_gradients: (N, H) of the last call; with them also this rank's gradients of every parameter
+    row_gradients: (N, H) of the last call, or under sequence parallelism each rank's part of it;
+        with them also this rank's gradients of every parameter
         ("gradients" by local name, "shards" for `join_gradients`), and on the first stage of that
         call's patches (P, C).
     """
@@ -156,10 +157,13 @@ def run_tower(
             _exchange(rows.detach(), rank + options.tp)
         found["rows"].append(rows.detach())
     if row_gradients is not None:
+        if not isinstance(row_gradients, Tensor):
+            row_gradients = row_gradients[rank]
         rows.backward(row_gradients if ctx.is_last_stage else _exchange(None, rank + options.tp))
         if before is not None:
             assert before.grad is not None
             _exchange(before.grad, rank - options.tp)
+        _sum_sequence_parallel(tower, ctx)
         found |= {"gradients": gradients(tower), "patch_gradients": patches.grad}
         found["shards"] = _gradient_shards(tower, ctx)
     return found
@@ -176,6 +180,16 @@ def _exchange(sent: Tensor | None, peer: int) -> Tensor:
         dist.send_object_list(box, dst=peer)
     assert box[0] is not None
     return box[0]
+
+
+def _sum_sequence_parallel(model: nn.Module, ctx: Any) -> None:
+    """Sum gradients of parameters that see a part of the sequence, as the end of a step does."""
+    import torch.distributed as dist
+
+    for param in model.parameters():
+        if ctx.sequence_parallel and getattr(param, "sequence_parallel", False):
+            assert param.grad is not None
+            dist.all_reduce(param.grad, group=ctx.groups.tp)
 
 
 def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
@@ -206,21 +220,25 @@ def run_language(
     logit_gradients: Tensor | None = None,
     tp: int = 1,
     sp: bool = False,
+    family: str = "qwen3",
 ) -> dict[str, Any]:
     """Language model of ``num_tokens`` tokens on ids (T,), positions (3, T) in packed segments.
 
-    logit_gradients: (T, num_tokens); with them also the gradients of every parameter.
+    logit_gradients: (T, num_tokens); with them also this rank's gradients of every parameter
+        ("gradients" by name, "shards" for `join_gradients`).
 
     Returns this rank's logits (T, V / tp); without gradients also those of a forward that gets the
     embedding's output as `decoder_input`, and the per-token losses (T,) of ``ids`` as labels.
     """
-    from mimo.languages import qwen3
+    import importlib
+
     from mimo.megatron import PackedSegments
 
     ctx = _context(tp, sp)
-    sizes = qwen3.Settings(**settings)
+    languages = importlib.import_module(f"mimo.languages.{family}")
+    sizes = languages.Settings(**settings)
     vocab_size = sizes.padded_vocab_size(num_tokens)
-    model = qwen3.build(sizes, ctx, num_tokens, len(ids), SEED)
+    model = languages.build(sizes, ctx, num_tokens, len(ids), SEED)
     if weights is not None:
         _load(model, weights, ctx)
     inputs: dict[str, Any] = {
@@ -233,8 +251,9 @@ def run_language(
     found: dict[str, Any] = {"logits": logits.detach()}
     if logit_gradients is not None:
         padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
-        logits.backward(torch.cat((logit_gradients, padding), dim=1))
-        return found | {"gradients": gradients(model)}
+        logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])
+        _sum_sequence_parallel(model, ctx)
+        return found | {"gradients": gradients(model), "shards": _gradient_shards(model, ctx)}
     with torch.no_grad():
         hidden = model.embedding(input_ids=ids[None], position_ids=inputs["position_ids"])
         found["embedded"] = model(**inputs, decoder_input=hidden)[0]
