@@ -134,13 +134,16 @@ class Settings(BaseModel):
 
     def processor(self) -> ImageProcessor:
         """How an image becomes patches, and how many rows it encodes to."""
+        # Only layers with full attention have a cost that grows with the square of a frame: the
+        # fewer they are, the more weighs what grows with its size, as in a wider tower.
+        full = max(1, self.num_layers - len(self.window_layers))
         return ImageProcessor(
             patch_size=self.patch_size,
             merge_size=self.merge_size,
             temporal_patch_size=self.temporal_patch_size,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
-            tower_width=self.hidden_size,
+            tower_width=self.hidden_size * self.num_layers // full,
         )
 
 

@@ -28,18 +28,20 @@ from torch import Tensor, nn
 from mimo.megatron.attention import core_attention
 from mimo.megatron.deepstack import DeepStackLayer
 from mimo.megatron.norms import RMSNorm, norm_class
-from mimo.megatron.windows import WindowLayer
+from mimo.megatron.windows import WindowAttention
 
 
-def layer_spec(
-    config: TransformerConfig, causal: bool, layer: type[TransformerLayer] = TransformerLayer
-) -> ModuleSpec:
-    """One pre-norm transformer layer, of class ``layer``: norm, attention, norm, MLP."""
+def layer_spec(config: TransformerConfig, causal: bool, windowed: bool = False) -> ModuleSpec:
+    """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels.
+
+    windowed: it attends inside the windows of `WindowedSegments`.
+    """
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     qk_norm = RMSNorm if config.qk_layernorm else None
+    core = core_attention(config)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
-        core_attention=core_attention(config),  # type: ignore[arg-type]
+        core_attention=partial(WindowAttention, core) if windowed else core,  # type: ignore[arg-type]
         linear_proj=RowParallelLinear,  # type: ignore[arg-type]
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
@@ -47,7 +49,7 @@ def layer_spec(
     norm = norm_class(config.normalization)
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)  # type: ignore[arg-type]
     return ModuleSpec(
-        module=layer,
+        module=DeepStackLayer if causal else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,  # type: ignore[arg-type]
             self_attention=ModuleSpec(
@@ -70,18 +72,16 @@ def stack_spec(
 ) -> TransformerBlockSubmodules:
     """This stage's layers plus the final norm, which is ours and so allows sequence parallel.
 
-    Causal layers take levels. window_layers: those that attend inside windows, counted from 0 over
-    all stages; only without ``causal``.
+    window_layers: those that attend inside windows, counted from 0 over all stages; only without
+        ``causal``.
     """
     assert not (causal and window_layers), "windows of segments have no order to be causal in"
     stage = groups.pp.rank()
     first = get_transformer_layer_offset(config, vp_stage, stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
-    usual = DeepStackLayer if causal else TransformerLayer
     return TransformerBlockSubmodules(
         layer_specs=[
-            layer_spec(config, causal, WindowLayer if number in window_layers else usual)
-            for number in layers
+            layer_spec(config, causal, windowed=number in window_layers) for number in layers
         ],
         layer_norm=norm_class(config.normalization),  # type: ignore[arg-type]
     )

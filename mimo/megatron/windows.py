@@ -3,17 +3,19 @@
 A window here is a part of a segment in which every token sees every other, such as a square of an
 image's patches; tokens are ordered so that each window is a stretch of its segment. The block hands
 all its layers one and the same metadata, also when it recomputes them, so that carries both.
+
+Only core attention chooses. The rotary embedding walks over segments one by one, and windows are
+many: it keeps to whole segments, which give the same frequencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from mimo.megatron.segments import PackedSegments
 
@@ -35,13 +37,16 @@ class WindowedSegments(PackedSegments):
         return cls(**vars(segments), windows=inner)
 
 
-class WindowLayer(TransformerLayer):
-    """A layer that attends inside windows; must be given `WindowedSegments`."""
+class WindowAttention(nn.Module):
+    """Core attention inside windows: that of other layers, with windows for segments."""
+
+    def __init__(self, core: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.core = core(**options)
 
     def forward(
         self, *args: Any, packed_seq_params: PackedSegments | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `TransformerLayer`, with the windows for segments."""
-        assert isinstance(packed_seq_params, WindowedSegments), "a window layer needs windows"
-        output = super().forward(*args, packed_seq_params=packed_seq_params.windows, **kwargs)
-        return cast("tuple[Tensor, Tensor | None]", output)
+    ) -> Tensor:
+        """As the core attention of other layers; must be given `WindowedSegments`."""
+        assert isinstance(packed_seq_params, WindowedSegments), "window attention needs windows"
+        return self.core(*args, packed_seq_params=packed_seq_params.windows, **kwargs)

@@ -221,3 +221,14 @@ def test_scaling_down_keeps_both_kinds_of_layers_in_every_stage(
 def test_windows_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         qwen_vl.Settings.model_validate(SETTINGS | change)
+
+
+def test_fewer_layers_with_full_attention_make_large_images_cheaper_beside_small_ones() -> None:
+    def large_to_small(**change: Any) -> float:
+        processor = qwen_vl.Settings.model_validate(SETTINGS | change).processor()
+        return processor.cost(1400, 560) / processor.cost(280, 112)
+
+    num_patches = 25  # times as many in the large image
+    one, two = (large_to_small(full_attention_layers=layers) for layers in ((1,), (1, 2)))
+    full = large_to_small(window_size=None, full_attention_layers=())
+    assert num_patches < one < two < full < num_patches**2
