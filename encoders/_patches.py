@@ -3,7 +3,8 @@
 A processor emits the patches of an image in blocks of merge × merge neighbours, so that every
 merge² consecutive patches make one row.
 
-Letters: I images, P patches of all images, D head size of the tower.
+Letters: I images, P patches of all images, M = merge² patches per row, N = P/M rows, D head size of
+the tower.
 """
 
 from __future__ import annotations
@@ -105,6 +106,42 @@ def patch_places(grids: Tensor, merge: int) -> Tensor:
         block = block.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
         places.append(block.reshape(-1, 2).repeat(t, 1))
     return torch.cat(places)
+
+
+@dataclass(frozen=True)
+class WindowOrder:
+    """Rows sorted by window: the squares that a frame is cut into, smaller at its far edges.
+
+    Frames stay in order and together, so windows are stretches of frames. Source: transformers
+    `get_vision_window_index`.
+
+    rows: (N,) int64 on the CPU, the number in item order of each row in window order.
+    lengths: patches of each window.
+    """
+
+    rows: Tensor
+    lengths: tuple[int, ...]
+    merge: int
+
+    @classmethod
+    def of(cls, places: Tensor, frames: list[int], merge: int, side: int) -> WindowOrder:
+        """places (P, 2) and ``frames`` of the same images; side: rows along a window's edge."""
+        corners = places[:: merge**2] // (merge * side)  # each row's window in its frame, (N, 2)
+        rows_of_frames = torch.tensor(frames) // merge**2
+        frame = torch.arange(len(frames)).repeat_interleave(rows_of_frames)
+        base = int(corners.max()) + 1
+        window = (frame * base + corners[:, 0]) * base + corners[:, 1]
+        rows = window.argsort(stable=True)
+        counts = window[rows].unique_consecutive(return_counts=True)[1]
+        return cls(rows, tuple((counts * merge**2).tolist()), merge)
+
+    def sort(self, values: Tensor) -> Tensor:
+        """values (P, ...) of patches in item order -> in window order.
+
+        Values of blank patches may be missing at the end: those stay behind all others.
+        """
+        of_rows = values.unflatten(0, (-1, self.merge**2))
+        return of_rows[self.rows[: len(of_rows)].to(values.device)].flatten(0, 1)
 
 
 class PatchRope(nn.Module):

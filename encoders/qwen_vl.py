@@ -1,12 +1,14 @@
 """Vision tower of the Qwen-VL kind with its patch merger.
 
-The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions), every layer
-with full attention inside an image. All images of a microbatch run as one packed sequence, each
-a segment of its own size: nothing is padded to the largest.
+The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions). Every layer attends
+inside whole frames, or with `window_size` most of them inside windows of a frame. All images of a
+microbatch run as one packed sequence, each frame a segment of its own size: nothing is padded to
+the largest. With windows the rows of a frame are sorted by window from the first layer on.
 
 Under sequence parallelism rank t of the tensor-parallel group holds the t-th of tp equal parts of
 all patches and emits that part of the rows. Blank patches at the end, a segment of their own, fill
-the parts up.
+the parts up. The parts of sorted rows are not those of rows in order: the ranks gather the rows
+behind the merger, and each takes its own.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, H language hidden.
@@ -15,6 +17,7 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -24,6 +27,7 @@ from data.images import ImageProcessor
 from encoders._patches import (
     PatchRope,
     RowParts,
+    WindowOrder,
     check_heads,
     check_tower_grid,
     frame_lengths,
@@ -50,6 +54,10 @@ class Settings(BaseModel):
     patch_size: int = Field(default=14, ge=1)
     merge_size: int = Field(default=2, ge=1)
     temporal_patch_size: int = Field(default=2, ge=1)
+    window_size: int | None = Field(default=None, ge=1)
+    """Pixels along the edge of a window; without one every layer attends to whole frames."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, that attend to whole frames all the same."""
     min_pixels: int = Field(default=56 * 56, ge=1)
     max_pixels: int = Field(default=28 * 28 * 1280, ge=1)
     rotary_base: float = 10_000.0
@@ -59,28 +67,66 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
         check_heads(self.hidden_size, self.num_attention_heads)
+        self._check_windows()
         self.processor()  # raises ValueError for pixel limits that no image can meet
         return self
 
+    def _check_windows(self) -> None:
+        full = self.full_attention_layers
+        if self.window_size is None:
+            if full:
+                raise ValueError(
+                    f"full_attention_layers {list(full)} need window_size: without it every layer "
+                    f"attends to whole frames"
+                )
+            return
+        row = self.patch_size * self.merge_size
+        if self.window_size % row:
+            raise ValueError(
+                f"window_size {self.window_size} must be a multiple of patch_size · merge_size, "
+                f"which is {row}: windows consist of whole rows"
+            )
+        ascending = all(a < b for a, b in pairwise(full))
+        if not ascending or any(not 0 <= layer < self.num_layers for layer in full):
+            raise ValueError(
+                f"full_attention_layers {list(full)} must be ascending layers between 0 and "
+                f"num_layers - 1, which is {self.num_layers - 1}"
+            )
+
+    @property
+    def window_layers(self) -> frozenset[int]:
+        """Layers, counted from 0, that attend inside windows."""
+        if self.window_size is None:
+            return frozenset()
+        return frozenset(range(self.num_layers)) - frozenset(self.full_attention_layers)
+
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: all are alike."""
-        return ("attention",) * self.num_layers
+        """The kind of each layer: attention inside windows or whole frames."""
+        windows = self.window_layers
+        return tuple("window" if i in windows else "full" for i in range(self.num_layers))
 
     def scaled_down(self, stages: int, tp: int) -> Settings:
         """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
 
-        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows.
+        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Where
+        there are windows, they are 2 × 2 rows, and images so large that many need sorting; each
+        stage has a layer of every kind that there was.
         """
         patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
         row = (patch_size * self.merge_size) ** 2  # pixels
+        windows = self.window_size is not None
+        kinds = len(set(self.layer_kinds()))
+        full = range(kinds - 1, kinds * stages, kinds) if self.full_attention_layers else ()
         return self.model_copy(
             update={
-                "num_layers": stages,
+                "num_layers": kinds * stages,
                 "hidden_size": 8 * heads,
                 "ffn_hidden_size": math.lcm(24, tp),
                 "num_attention_heads": heads,
                 "patch_size": patch_size,
-                "min_pixels": row,
+                "window_size": 2 * patch_size * self.merge_size if windows else None,
+                "full_attention_layers": tuple(full),
+                "min_pixels": 3 * row if windows else row,
                 "max_pixels": 16 * row,
                 "init_std": 0.1,
             }
@@ -88,13 +134,16 @@ class Settings(BaseModel):
 
     def processor(self) -> ImageProcessor:
         """How an image becomes patches, and how many rows it encodes to."""
+        # Only layers with full attention have a cost that grows with the square of a frame: the
+        # fewer they are, the more weighs what grows with its size, as in a wider tower.
+        full = max(1, self.num_layers - len(self.window_layers))
         return ImageProcessor(
             patch_size=self.patch_size,
             merge_size=self.merge_size,
             temporal_patch_size=self.temporal_patch_size,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
-            tower_width=self.hidden_size,
+            tower_width=self.hidden_size * self.num_layers // full,
         )
 
 
@@ -124,6 +173,7 @@ class QwenVLTower(nn.Module):
         self.settings = settings
         self.config = config
         self.parts = RowParts.of(settings.merge_size, config, ctx.groups)
+        self.tp_group = ctx.groups.tp
         merged = settings.hidden_size * settings.merge_size**2
         in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
         self.patch_embed, self.merger = None, None
@@ -132,11 +182,20 @@ class QwenVLTower(nn.Module):
             self.patch_embed = nn.Linear(in_size, settings.hidden_size, bias=False, dtype=ctx.dtype)
             self.parts.sum_gradients(self.patch_embed)
         # The merger normalises single patches: that is the final norm of the stack.
-        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        self.blocks = engine.build_stack(
+            config,
+            ctx.groups,
+            causal=False,
+            final_norm=True,
+            window_layers=settings.window_layers,
+        )
         if ctx.is_last_stage:
             self.merger = engine.ParallelMLP(
                 config, ctx.groups, merged, merged, output_size, nn.functional.gelu
             )
+        self.side = None  # of a window, in rows
+        if settings.window_size is not None:
+            self.side = settings.window_size // (settings.patch_size * settings.merge_size)
         head_size = settings.hidden_size // settings.num_attention_heads
         self.rope = PatchRope(head_size, settings.rotary_base)
 
@@ -158,22 +217,47 @@ class QwenVLTower(nn.Module):
         merge = self.settings.merge_size
         is_blank = grids.shape[0] == 0
         grids = self.parts.with_blanks(grids)
+        places, frames = patch_places(grids, merge), frame_lengths(grids)
+        order = None
+        if self.side is not None:
+            order = WindowOrder.of(places, frames, merge, self.side)
+            places = order.sort(places)
         hidden = None
         if self.patch_embed is not None:
             assert patches is not None, "the first stage needs patches"
-            own = self.parts.own(patches, int(grids.prod(1).sum()))
+            if order is not None:
+                patches = order.sort(patches)
+            own = self.parts.own(patches, len(places))
             hidden = self.patch_embed(own)[:, None, :]  # (P, 1, D)
-        device = self.rope.inv_freq.device
         hidden = self.blocks(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self.rope(patch_places(grids, merge)),
-            packed_seq_params=engine.PackedSegments.from_lengths(frame_lengths(grids), device),
+            rotary_pos_emb=self.rope(places),
+            packed_seq_params=self._segments(frames, order),
         )
         if self.merger is None:
             return hidden
         rows = self.merger(hidden.reshape(-1, self.settings.hidden_size * merge**2))
+        if order is not None:
+            rows = self._in_item_order(rows, order)
         return rows[:0] if is_blank else rows
+
+    def _segments(self, frames: list[int], order: WindowOrder | None) -> engine.PackedSegments:
+        device = self.rope.inv_freq.device
+        if order is None:
+            return engine.PackedSegments.from_lengths(frames, device)
+        return engine.WindowedSegments.from_both(frames, order.lengths, device)
+
+    def _in_item_order(self, rows: Tensor, order: WindowOrder) -> Tensor:
+        """This rank's part of the rows in window order -> its part of those in item order.
+
+        Every rank calls it: under sequence parallelism a row may belong to another one. The
+        backward brings each row's gradient back to the rank that computed it.
+        """
+        if self.parts.parts > 1:
+            rows = engine.gather_sequence(rows, self.tp_group)
+        back = order.rows.argsort()
+        return rows[self.parts.own(back, len(back)).to(rows.device)]
 
 
 def build(

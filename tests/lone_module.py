@@ -169,10 +169,10 @@ def run_tower(
     if before is not None:
         assert before.grad is not None
         _exchange(before.grad, rank - options.tp)
-    if options.sp:
-        partial = [p for p in tower.parameters() if getattr(p, "sequence_parallel", False)]
-        for tensor in [*partial, patches] if ctx.is_first_stage else partial:
-            dist.all_reduce(tensor.grad, group=ctx.groups.tp)
+    _sum_sequence_parallel(tower, ctx)
+    if options.sp and ctx.is_first_stage:
+        assert patches.grad is not None
+        dist.all_reduce(patches.grad, group=ctx.groups.tp)
     found |= {"gradients": gradients(tower), "patch_gradients": patches.grad}
     found["shards"] = _gradient_shards(tower, ctx)
     return found
@@ -189,6 +189,16 @@ def _exchange(sent: Tensor | None, peer: int) -> Tensor:
         dist.send_object_list(box, dst=peer)
     assert box[0] is not None
     return box[0]
+
+
+def _sum_sequence_parallel(model: nn.Module, ctx: Any) -> None:
+    """Sum gradients of parameters that see a part of the sequence, as the end of a step does."""
+    import torch.distributed as dist
+
+    for param in model.parameters():
+        if ctx.sequence_parallel and getattr(param, "sequence_parallel", False):
+            assert param.grad is not None
+            dist.all_reduce(param.grad, group=ctx.groups.tp)
 
 
 def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
@@ -219,21 +229,25 @@ def run_language(
     logit_gradients: Tensor | None = None,
     tp: int = 1,
     sp: bool = False,
+    family: str = "qwen3",
 ) -> dict[str, Any]:
     """Language model of ``num_tokens`` tokens on ids (T,), positions (3, T) in packed segments.
 
-    logit_gradients: (T, num_tokens); with them also the gradients of every parameter.
+    logit_gradients: (T, num_tokens); with them also this rank's gradients of every parameter
+        ("gradients" by name, "shards" for `join_gradients`).
 
     Returns this rank's logits (T, V / tp); without gradients also those of a forward that gets the
     embedding's output as `decoder_input`, and the per-token losses (T,) of ``ids`` as labels.
     """
-    from mimo.languages import qwen3
+    import importlib
+
     from mimo.megatron import PackedSegments
 
     ctx = _context(tp, sp)
-    sizes = qwen3.Settings(**settings)
+    languages = importlib.import_module(f"mimo.languages.{family}")
+    sizes = languages.Settings(**settings)
     vocab_size = sizes.padded_vocab_size(num_tokens)
-    model = qwen3.build(sizes, ctx, num_tokens, len(ids), SEED)
+    model = languages.build(sizes, ctx, num_tokens, len(ids), SEED)
     if weights is not None:
         _load(model, weights, ctx)
     inputs: dict[str, Any] = {
@@ -246,8 +260,9 @@ def run_language(
     found: dict[str, Any] = {"logits": logits.detach()}
     if logit_gradients is not None:
         padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
-        logits.backward(torch.cat((logit_gradients, padding), dim=1))
-        return found | {"gradients": gradients(model)}
+        logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])
+        _sum_sequence_parallel(model, ctx)
+        return found | {"gradients": gradients(model), "shards": _gradient_shards(model, ctx)}
     with torch.no_grad():
         hidden = model.embedding(input_ids=ids[None], position_ids=inputs["position_ids"])
         found["embedded"] = model(**inputs, decoder_input=hidden)[0]

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from mimo.megatron.language import LanguageModel, build_gpt
     from mimo.megatron.layers import ParallelMLP, build_stack
     from mimo.megatron.norms import LayerNorm, RMSNorm
-    from mimo.megatron.rope import InterleavedMRope
+    from mimo.megatron.rope import ContiguousMRope, InterleavedMRope
     from mimo.megatron.segments import PackedSegments
+    from mimo.megatron.sequence import gather_sequence
+    from mimo.megatron.windows import WindowedSegments
 
 _HOME = {
+    "ContiguousMRope": "rope",
     "LanguageModel": "language",
     "LayerNorm": "norms",
     "InterleavedMRope": "rope",
@@ -34,13 +37,16 @@ _HOME = {
     "RMSNorm": "norms",
     "StackShape": "config",
     "TransformerConfig": "config",
+    "WindowedSegments": "windows",
     "build_gpt": "language",
     "build_stack": "layers",
+    "gather_sequence": "sequence",
     "initialize_parameters": "initialize",
     "transformer_config": "config",
 }
 
 __all__ = [
+    "ContiguousMRope",
     "InterleavedMRope",
     "LanguageModel",
     "LayerNorm",
@@ -51,8 +57,10 @@ __all__ = [
     "RMSNorm",
     "StackShape",
     "TransformerConfig",
+    "WindowedSegments",
     "build_gpt",
     "build_stack",
+    "gather_sequence",
     "initialize_parameters",
     "transformer_config",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -17,21 +18,30 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor, nn
 
 from mimo.megatron.attention import core_attention
 from mimo.megatron.deepstack import DeepStackLayer
 from mimo.megatron.norms import RMSNorm, norm_class
+from mimo.megatron.windows import WindowAttention
 
 
-def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels."""
+def layer_spec(config: TransformerConfig, causal: bool, windowed: bool = False) -> ModuleSpec:
+    """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels.
+
+    windowed: it attends inside the windows of `WindowedSegments`.
+    """
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     qk_norm = RMSNorm if config.qk_layernorm else None
+    core = core_attention(config)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
-        core_attention=core_attention(config),  # type: ignore[arg-type]
+        core_attention=partial(WindowAttention, core) if windowed else core,  # type: ignore[arg-type]
         linear_proj=RowParallelLinear,  # type: ignore[arg-type]
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
@@ -54,12 +64,25 @@ def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
 
 
 def stack_spec(
-    config: TransformerConfig, causal: bool, groups: ProcessGroupCollection, vp_stage: int | None
+    config: TransformerConfig,
+    causal: bool,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
+    window_layers: Collection[int] = (),
 ) -> TransformerBlockSubmodules:
-    """This stage's layers plus the final norm, which is ours and so allows sequence parallel."""
-    layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
+    """This stage's layers plus the final norm, which is ours and so allows sequence parallel.
+
+    window_layers: those that attend inside windows, counted from 0 over all stages; only without
+        ``causal``.
+    """
+    assert not (causal and window_layers), "windows of segments have no order to be causal in"
+    stage = groups.pp.rank()
+    first = get_transformer_layer_offset(config, vp_stage, stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config, causal)] * layers,
+        layer_specs=[
+            layer_spec(config, causal, windowed=number in window_layers) for number in layers
+        ],
         layer_norm=norm_class(config.normalization),  # type: ignore[arg-type]
     )
 
@@ -70,11 +93,15 @@ def build_stack(
     causal: bool,
     final_norm: bool = True,
     vp_stage: int | None = None,
+    window_layers: Collection[int] = (),
 ) -> TransformerBlock:
-    """A stack of layers of one module's stage: (S, B, H) -> (S, B, H)."""
+    """A stack of layers of one module's stage: (S, B, H) -> (S, B, H).
+
+    window_layers: as of `stack_spec`; with any, a forward needs `WindowedSegments`.
+    """
     return TransformerBlock(
         config,
-        stack_spec(config, causal, groups, vp_stage),
+        stack_spec(config, causal, groups, vp_stage, window_layers),
         post_layer_norm=final_norm,
         pre_process=groups.pp.rank() == 0,
         post_process=groups.pp.rank() == groups.pp.size() - 1,

@@ -12,18 +12,14 @@ import torch
 from torch import Tensor, nn
 
 
-class InterleavedMRope(nn.Module):
-    """Multimodal rotary embedding with interleaved channels, as in Qwen3-VL.
-
-    Channel ``c`` of the K rotary channels turns with the height position when ``c % 3 == 1``
-    and ``c < 3·section[1]``, with the width position when ``c % 3 == 2`` and
-    ``c < 3·section[2]``, else with the temporal one. Source: transformers
-    `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`. Megatron's own class gives each axis a
-    contiguous block of channels (Qwen2-VL), which is another function.
+class _MRope(nn.Module):
+    """Multimodal rotary embedding: each of the K rotary channels follows one axis of the position.
 
     Takes the place of `GPTModel.rotary_pos_emb`. The frequencies of the whole sequence are
     returned: Megatron's packed rope picks those of each segment and of each context-parallel
     chunk itself, and for a dense batch `LanguageModel` cuts them.
+
+    section: channels that follow time, height and width.
     """
 
     def __init__(self, head_size: int, section: Sequence[int], base: float) -> None:
@@ -38,10 +34,12 @@ class InterleavedMRope(nn.Module):
         self.inv_freq: Tensor
         self.axis: Tensor
         self.register_buffer("inv_freq", base**-exponent, persistent=False)
-        axis = torch.zeros(channels, dtype=torch.int64)
-        for which in (1, 2):
-            axis[which : 3 * section[which] : 3] = which
-        self.register_buffer("axis", axis, persistent=False)
+        self.register_buffer("axis", self.axes(section), persistent=False)
+
+    @staticmethod
+    def axes(section: Sequence[int]) -> Tensor:
+        """(K,) int64: 0, 1 or 2 for channels that follow time, height or width."""
+        raise NotImplementedError
 
     def forward(
         self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None
@@ -50,3 +48,35 @@ class InterleavedMRope(nn.Module):
         positions = position_ids.permute(2, 1, 0).to(self.inv_freq.dtype)  # (S, B, 3)
         freqs = positions[..., self.axis] * self.inv_freq  # (S, B, K)
         return torch.cat((freqs, freqs), dim=-1)[:, :, None, :]
+
+
+class InterleavedMRope(_MRope):
+    """Channels of the three axes alternate, as in Qwen3-VL.
+
+    Channel ``c`` of the K rotary channels turns with the height position when ``c % 3 == 1``
+    and ``c < 3·section[1]``, with the width position when ``c % 3 == 2`` and
+    ``c < 3·section[2]``, else with the temporal one. Source: transformers
+    `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`.
+    """
+
+    @staticmethod
+    def axes(section: Sequence[int]) -> Tensor:
+        """See the class."""
+        axis = torch.zeros(sum(section), dtype=torch.int64)
+        for which in (1, 2):
+            axis[which : 3 * section[which] : 3] = which
+        return axis
+
+
+class ContiguousMRope(_MRope):
+    """Each axis has one block of channels, time first, then height and width, as in Qwen2-VL.
+
+    Source: transformers `Qwen2_5_VLRotaryEmbedding.recomposition_frequencies`. Megatron's own
+    class computes it too, but cuts the frequencies of packed sequences wrongly under context
+    parallelism.
+    """
+
+    @staticmethod
+    def axes(section: Sequence[int]) -> Tensor:
+        """See the class."""
+        return torch.arange(3).repeat_interleave(torch.tensor(section))

@@ -56,11 +56,11 @@ def rows_per_image(grids: Tensor) -> list[int]:
     return (grids.prod(1) // MERGE**2).tolist()
 
 
-def to_ours(hf: Weights) -> Weights:
+def to_ours(hf: Weights, num_layers: int = SETTINGS["num_layers"]) -> Weights:
     """Weights or gradients of transformers' tower under our names and in our layout."""
     heads = SETTINGS["num_attention_heads"]
     ours = {"patch_embed.weight": hf["patch_embed.proj.weight"].flatten(1)}
-    for n in range(SETTINGS["num_layers"]):
+    for n in range(num_layers):
         there, here = f"blocks.{n}", f"blocks.layers.{n}"
         ours[f"{here}.input_layernorm.weight"] = hf[f"{there}.norm1.weight"]
         ours[f"{here}.pre_mlp_layernorm.weight"] = hf[f"{there}.norm2.weight"]

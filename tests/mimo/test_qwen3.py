@@ -259,9 +259,9 @@ def test_vocabulary_is_padded_to_a_multiple(num_tokens: int, rows: int) -> None:
 def test_scaling_down_keeps_the_shares_of_the_rotary_axes(
     section: tuple[int, int, int], channels: int
 ) -> None:
-    from mimo.languages.qwen3 import _proportional
+    from mimo.languages._decoder import proportional
 
-    scaled = _proportional(section, channels)
+    scaled = proportional(section, channels)
     assert sum(scaled) == channels
     for before, after in zip(section, scaled, strict=True):
         assert (before > 0) == (after > 0)
