@@ -14,4 +14,6 @@ A family file offers
   `GPTModel` with freshly drawn weights, the same in every layout. ctx: the `ModuleContext` with
   process groups, dtype and virtual stage; it is called once per virtual stage. num_tokens: of the
   tokenizer; the family pads, and padding must take no part in the loss.
+
+Modules whose names begin with an underscore hold what families share.
 """

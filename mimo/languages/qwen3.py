@@ -8,41 +8,25 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
 from mimo import megatron as engine
+from mimo.languages._sizes import DecoderSettings, check_decoder_grid
 
 if TYPE_CHECKING:
     from mimo.megatron import LanguageModel
 
 
-class Settings(BaseModel):
+class Settings(DecoderSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    num_query_groups: int = Field(ge=1)
-    head_size: int = Field(ge=2)
-    vocab_multiple: int = Field(default=64, ge=1)
-    """The vocabulary is padded to a multiple of this, in every layout alike."""
     rotary_base: float = 1_000_000.0
     mrope_section: tuple[int, int, int]
     """Rotary channels that follow time, height and width; they sum to half the head size."""
-    norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> Settings:
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
-                f"num_query_groups {self.num_query_groups}"
-            )
+    def _sections_fit(self) -> Settings:
         if sum(self.mrope_section) != self.head_size // 2:
             raise ValueError(
                 f"mrope_section {list(self.mrope_section)} must sum to half of head_size, "
@@ -78,16 +62,6 @@ class Settings(BaseModel):
             }
         )
 
-    def padded_vocab_size(self, num_tokens: int) -> int:
-        """Rows of the embedding for a tokenizer of ``num_tokens`` tokens."""
-        return -(-num_tokens // self.vocab_multiple) * self.vocab_multiple
-
-    def flops_per_token(self, vocab_size: int) -> float:
-        """Forward and backward FLOPs of one token, attention scores left out (6 per weight)."""
-        heads = self.head_size * (2 * self.num_attention_heads + 2 * self.num_query_groups)
-        layer = self.hidden_size * (heads + 3 * self.ffn_hidden_size)
-        return 6.0 * (self.num_layers * layer + vocab_size * self.hidden_size)
-
 
 def _proportional(parts: tuple[int, int, int], total: int) -> tuple[int, int, int]:
     """``parts`` scaled to sum to ``total``, by largest remainder; what was above 0 stays so."""
@@ -105,24 +79,7 @@ def check_grid(settings: Settings, tp: int, pp: int, vocab_size: int) -> list[st
 
     pp: pipeline stages, virtual ones included.
     """
-    problems = []
-    for key, size in (
-        ("num_attention_heads", settings.num_attention_heads),
-        ("ffn_hidden_size", settings.ffn_hidden_size),
-        ("vocabulary (padded by vocab_multiple)", vocab_size),
-    ):
-        if size % tp:
-            problems.append(f"language.grid.tp={tp} must divide {key}, which is {size}")
-    if settings.num_query_groups % tp and tp % settings.num_query_groups:
-        problems.append(
-            f"language.grid.tp={tp} must divide num_query_groups, which is "
-            f"{settings.num_query_groups}, or be a multiple of it"
-        )
-    if settings.num_layers % pp:
-        problems.append(
-            f"language.grid.pp · vpp = {pp} must divide num_layers, which is {settings.num_layers}"
-        )
-    return problems
+    return check_decoder_grid(settings, tp, pp, vocab_size)
 
 
 def build(

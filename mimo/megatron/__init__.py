@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mimo.megatron.config import (
+        LocalAttention,
         ModuleContext,
         StackShape,
         TransformerConfig,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mimo.megatron.initialize import initialize_parameters
     from mimo.megatron.language import LanguageModel, build_gpt
     from mimo.megatron.layers import ParallelMLP, build_stack
-    from mimo.megatron.norms import LayerNorm, RMSNorm
+    from mimo.megatron.norms import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
     from mimo.megatron.rope import InterleavedMRope
     from mimo.megatron.segments import PackedSegments
 
@@ -27,6 +28,7 @@ _HOME = {
     "LanguageModel": "language",
     "LayerNorm": "norms",
     "InterleavedMRope": "rope",
+    "LocalAttention": "config",
     "ModuleContext": "config",
     "PackedSegments": "segments",
     "ParallelMLP": "layers",
@@ -34,6 +36,7 @@ _HOME = {
     "RMSNorm": "norms",
     "StackShape": "config",
     "TransformerConfig": "config",
+    "ZeroCenteredRMSNorm": "norms",
     "build_gpt": "language",
     "build_stack": "layers",
     "initialize_parameters": "initialize",
@@ -44,6 +47,7 @@ __all__ = [
     "InterleavedMRope",
     "LanguageModel",
     "LayerNorm",
+    "LocalAttention",
     "ModuleContext",
     "PackedSegments",
     "ParallelMLP",
@@ -51,6 +55,7 @@ __all__ = [
     "RMSNorm",
     "StackShape",
     "TransformerConfig",
+    "ZeroCenteredRMSNorm",
     "build_gpt",
     "build_stack",
     "initialize_parameters",

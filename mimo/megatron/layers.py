@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from mimo.megatron.attention import core_attention
 from mimo.megatron.deepstack import DeepStackLayer
-from mimo.megatron.norms import RMSNorm, norm_class
+from mimo.megatron.norms import norm_class
 
 
 def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
     """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels."""
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    qk_norm = RMSNorm if config.qk_layernorm else None
+    norm = norm_class(config)
+    qk_norm = norm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
         core_attention=core_attention(config),  # type: ignore[arg-type]
@@ -36,7 +37,6 @@ def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
     )
-    norm = norm_class(config.normalization)
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)  # type: ignore[arg-type]
     return ModuleSpec(
         module=DeepStackLayer if causal else TransformerLayer,
@@ -54,13 +54,16 @@ def layer_spec(config: TransformerConfig, causal: bool) -> ModuleSpec:
 
 
 def stack_spec(
-    config: TransformerConfig, causal: bool, groups: ProcessGroupCollection, vp_stage: int | None
+    config: TransformerConfig,
+    layer: ModuleSpec,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
     """This stage's layers plus the final norm, which is ours and so allows sequence parallel."""
     layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config, causal)] * layers,
-        layer_norm=norm_class(config.normalization),  # type: ignore[arg-type]
+        layer_specs=[layer] * layers,
+        layer_norm=norm_class(config),  # type: ignore[arg-type]
     )
 
 
@@ -74,7 +77,7 @@ def build_stack(
     """A stack of layers of one module's stage: (S, B, H) -> (S, B, H)."""
     return TransformerBlock(
         config,
-        stack_spec(config, causal, groups, vp_stage),
+        stack_spec(config, layer_spec(config, causal), groups, vp_stage),
         post_layer_norm=final_norm,
         pre_process=groups.pp.rank() == 0,
         post_process=groups.pp.rank() == groups.pp.size() - 1,
