@@ -70,8 +70,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
         }
         processor = type(settings)(**data["encoders"][name]["model"]).processor()
-        pixels = processor.patch_size * processor.merge_size
-        media.append(Media(encoder.media, encoder.placeholder, pixels))
+        media.append(Media(encoder.media, encoder.placeholder, processor.row_pixels))
     workload = Workload(tuple(media), NUM_STEPS, microbatches, samples)
     directory = folder / workload.name
     _set_training(data, recipe, precision)
