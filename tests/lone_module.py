@@ -206,13 +206,12 @@ def run_language(
     logit_gradients: Tensor | None = None,
     tp: int = 1,
     sp: bool = False,
-    name: str = "qwen3",
+    family: str = "qwen3",
 ) -> dict[str, Any]:
     """Language model of ``num_tokens`` tokens on ids (T,), positions (3, T) in packed segments.
 
     logit_gradients: (T, num_tokens); with them also this rank's gradients of every parameter
         ("gradients" by local name, "shards" for `join_gradients`).
-    name: of the family.
 
     Returns this rank's logits (T, V / tp); without gradients also those of a forward that gets the
     embedding's output as `decoder_input`, and the per-token losses (T,) of ``ids`` as labels.
@@ -222,11 +221,11 @@ def run_language(
     from mimo.megatron import PackedSegments
     from mimo.megatron.parallel import finish_gradients, wrap_data_parallel
 
-    family = importlib.import_module(f"mimo.languages.{name}")
+    languages = importlib.import_module(f"mimo.languages.{family}")
     ctx = _context(tp, sp)
-    sizes = family.Settings(**settings)
+    sizes = languages.Settings(**settings)
     vocab_size = sizes.padded_vocab_size(num_tokens)
-    model = family.build(sizes, ctx, num_tokens, len(ids), SEED)
+    model = languages.build(sizes, ctx, num_tokens, len(ids), SEED)
     if weights is not None:
         _load(model, weights, ctx)
     inputs: dict[str, Any] = {

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch.nn import functional
 
 from mimo import megatron as engine
+from mimo.item_rules import ItemRules
 from mimo.languages._sizes import DecoderSettings, check_decoder_grid
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 # Shorter than the tiny samples of `mimo verify`, so that sliding layers differ from global ones.
 _SMALL_WINDOW = 8
+
+
+ITEM_RULES = ItemRules(positions="plain", bidirectional=True)
 
 
 class Settings(DecoderSettings):

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 from pydantic import model_validator
 
 from mimo import megatron as engine
+from mimo.item_rules import ItemRules
 from mimo.languages._sizes import DecoderSettings, check_decoder_grid
 
 if TYPE_CHECKING:
     from mimo.megatron import LanguageModel
+
+
+ITEM_RULES = ItemRules(positions="mrope", bidirectional=False)
 
 
 class Settings(DecoderSettings):

@@ -80,7 +80,7 @@ def randomize(model: nn.Module, seed: int) -> None:
     lone_module.randomize(model, seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith("norm.weight") and "vision_tower" not in name:
                 param.sub_(1)  # factors are 1 + weight
 
 
