@@ -95,7 +95,7 @@ class Settings(BaseModel):
                 "image_size": 2 * patch_size * min(self.merge_size, 2),
                 "patch_size": patch_size,
                 "mm_tokens_per_image": 4,
-                "init_std": 0.2,
+                "init_std": 0.3,
             }
         )
 

@@ -78,7 +78,7 @@ class Settings(DecoderSettings):
                 "query_pre_attn_scalar": scalar and scalar * head_size / self.head_size,
                 "sliding_window": min(self.sliding_window, _SMALL_WINDOW),
                 "sliding_window_pattern": pattern,
-                "init_std": 0.1,
+                "init_std": 0.2,
             }
         )
 
