@@ -14,19 +14,23 @@ from data.index_build import build_index
 from data.index_store import load_index, load_or_build_index, save_index
 from data.order import SampleOrder
 from data.positions import mrope_position_ids
+from data.processor import ItemProcessor
 from data.reader import SampleReader, UnreadableSample
+from data.square_images import SquareImageProcessor
 
 __all__ = [
     "ChatTokenizer",
     "EncodedSample",
     "ImageProcessor",
     "Index",
+    "ItemProcessor",
     "MessagesError",
     "PlaceholderError",
     "Processors",
     "SampleOrder",
     "SampleReader",
     "SkippedSample",
+    "SquareImageProcessor",
     "UnknownMediaError",
     "UnreadableSample",
     "build_index",

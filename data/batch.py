@@ -12,6 +12,7 @@ Letters: n samples and m items of one global microbatch, L language lanes, T tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -203,6 +204,7 @@ class PackedLane:
         sequence is a segment of its own.
     real_lengths: tokens per segment without padding behind its own.
     packed: whether all segments are one sequence; else each is one, all equally long.
+    items: first token and number of tokens of each item, in order.
     """
 
     input_ids: np.ndarray
@@ -212,6 +214,7 @@ class PackedLane:
     lengths: tuple[int, ...]
     real_lengths: tuple[int, ...]
     packed: bool = True
+    items: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -241,6 +244,8 @@ def pack_lane(
     assert tail >= 0, f"{sum(padded)} tokens do not fit into the planned {num_tokens}"
     assert packed or tail == 0, "sequences of their own are planned with all their padding"
     ids, labels, masks, positions = [], [], [], []
+    items: list[tuple[int, int]] = []
+    start = 0
     for sample, own, length, count in zip(samples, grids, padded, loss_tokens, strict=True):
         padding = length - len(sample.input_ids)
         assert padding >= 0, f"{len(sample.input_ids)} tokens in a segment of {length}"
@@ -251,6 +256,9 @@ def pack_lane(
         masks += [mask, np.zeros(padding, np.float32)]
         positions.append(mrope_position_ids(len(sample.input_ids), sample.item_offsets, own))
         positions.append(np.tile(np.arange(padding, dtype=np.int64), (3, 1)))
+        offsets = sample.item_offsets.tolist()
+        items += [(start + o, math.prod(grid)) for o, grid in zip(offsets, own, strict=True)]
+        start += length
     pad = np.full(tail, pad_token_id, np.int64)
     return PackedLane(
         input_ids=np.concatenate([*ids, pad]),
@@ -262,4 +270,5 @@ def pack_lane(
         lengths=(*padded, *([tail] if tail else [])),
         real_lengths=(*real, *([tail] if tail else [])),
         packed=packed,
+        items=tuple(items),
     )

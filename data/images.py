@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import BinaryIO
 
@@ -158,6 +159,11 @@ class ImageProcessor:
             raise ValueError("image processor: " + "; ".join(problems))
 
     @property
+    def row_pixels(self) -> int:
+        """Side of a square in the resized image that makes one row: P·M pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
     def patch_dim(self) -> int:
         """Values of one patch: 3·T·P·P."""
         return 3 * self.temporal_patch_size * self.patch_size**2
@@ -207,42 +213,54 @@ class ImageProcessor:
         return math.prod(self.row_grid(width, height))
 
     def cost(self, width: int, height: int) -> int:
-        """Relative work to encode an image with n = t·h·w patches: n² + 6·tower_width·n.
-
-        The shape of a transformer layer's FLOPs: 24·d² per patch in its matrices and 4·d per pair
-        of patches in attention, so 4·d·(n² + 6·d·n) at width d.
-        """
-        t, h, w = self.grid(width, height)
-        num_patches = t * h * w
-        return num_patches * (num_patches + 6 * self.tower_width)
+        """Relative work to encode an image, see `encoding_cost`."""
+        return encoding_cost(math.prod(self.grid(width, height)), self.tower_width)
 
     def patches(self, image: Image.Image) -> np.ndarray:
-        """float32 (t·h·w, 3·T·P·P): normalised patches in Qwen's order.
-
-        The M x M patches of one merge block are adjacent, so M² consecutive patches make one row.
-        Inside a patch the order is channel, frame, y, x.
-        """
+        """float32 (t·h·w, 3·T·P·P): normalised patches in Qwen's order, see `cut_patches`."""
         rgb = to_rgb(image)
         resized = rgb.resize(self.resized(*rgb.size), Image.Resampling.BICUBIC)
-        pixels = np.asarray(resized)  # (height, width, 3) uint8
-        height, width = pixels.shape[:2]
-        size, merge, frames = self.patch_size, self.merge_size, self.temporal_patch_size
-        h, w = height // size, width // size
-        # (h/M, M, P, w/M, M, P, 3) -> (h/M, w/M, M, M, 3, P, P)
-        blocks = pixels.reshape(h // merge, merge, size, w // merge, merge, size, 3)
-        blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3, 1, size * size)
-        # One look-up per pixel instead of arithmetic: exact, and the table has only 3 x 256
-        # entries.
-        table = self._normalisation_table()
-        values = np.stack([table[channel][blocks[:, channel]] for channel in range(3)], axis=1)
-        return np.repeat(values, frames, axis=2).reshape(h * w, self.patch_dim)
-
-    def _normalisation_table(self) -> np.ndarray:
-        """float32 (3, 256): the normalised value of each byte, rounded as transformers does."""
-        scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
-        mean, std = (np.array(x, dtype=np.float32)[:, None] for x in (self.mean, self.std))
-        return (scaled - mean) / std
+        table = normalisation_table(self.mean, self.std)
+        return cut_patches(
+            resized, table, self.patch_size, self.merge_size, self.temporal_patch_size
+        )
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever sizes, row counts or pixel values may change."""
         return hashlib.sha256(repr(("qwen2_vl-1", astuple(self))).encode()).hexdigest()[:16]
+
+
+def cut_patches(
+    image: Image.Image, table: np.ndarray, size: int, merge: int, frames: int
+) -> np.ndarray:
+    """float32 (h·w, 3·T·P·P): patches of an RGB image whose sides are multiples of P·M pixels.
+
+    table: `normalisation_table`. size, merge, frames: P, M, T. The M x M patches of one merge block
+    are adjacent, so M² consecutive patches make one row. Inside a patch the order is channel,
+    frame, y, x.
+    """
+    pixels = np.asarray(image)  # (height, width, 3) uint8
+    height, width = pixels.shape[:2]
+    h, w = height // size, width // size
+    # (h/M, M, P, w/M, M, P, 3) -> (h/M, w/M, M, M, 3, P, P)
+    blocks = pixels.reshape(h // merge, merge, size, w // merge, merge, size, 3)
+    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3, 1, size * size)
+    # One look-up per pixel instead of arithmetic: exact, and the table has only 3 x 256 entries.
+    values = np.stack([table[channel][blocks[:, channel]] for channel in range(3)], axis=1)
+    return np.repeat(values, frames, axis=2).reshape(h * w, 3 * frames * size**2)
+
+
+def normalisation_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """float32 (3, 256): the normalised value of each byte, rounded as transformers does."""
+    scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
+    means, stds = (np.array(x, dtype=np.float32)[:, None] for x in (mean, std))
+    return (scaled - means) / stds
+
+
+def encoding_cost(num_patches: int, tower_width: int) -> int:
+    """Relative work to encode an image of n patches: n² + 6·tower_width·n.
+
+    The shape of a transformer layer's FLOPs: 24·d² per patch in its matrices and 4·d per pair of
+    patches in attention, so 4·d·(n² + 6·d·n) at width d.
+    """
+    return num_patches * (num_patches + 6 * tower_width)

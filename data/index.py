@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from data.chat import ChatTokenizer
-from data.images import ImageProcessor
+from data.processor import ItemProcessor
 from data.tar_shards import pattern_root
 
-Processors = Mapping[str, ImageProcessor]  # by media
+Processors = Mapping[str, ItemProcessor]  # by media
 
 INDEX_VERSION = 2  # raise it whenever the arrays or their meaning change
 _SHOWN = 10  # bad samples named in one message
@@ -54,7 +54,7 @@ class Index:
     item_height: np.ndarray  # (m,) int32, pixels, before resizing
     item_rows: np.ndarray  # (m,) int32, placeholder tokens
     item_placeholder: np.ndarray  # (m,) int32, first placeholder inside its sample's tokens
-    item_cost: np.ndarray  # (m,) int64, see ImageProcessor.cost
+    item_cost: np.ndarray  # (m,) int64, see ItemProcessor.cost
     skipped: tuple[SkippedSample, ...]
     fingerprint: str
 

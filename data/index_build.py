@@ -17,7 +17,7 @@ from data.chat import (
     PlaceholderError,
     UnknownMediaError,
 )
-from data.images import ImageProcessor, image_size
+from data.images import image_size
 from data.index import (
     ITEM_DTYPES,
     SAMPLE_DTYPES,
@@ -28,6 +28,7 @@ from data.index import (
     listed,
     make_index,
 )
+from data.processor import ItemProcessor
 from data.tar_shards import Member, MemberFile, RawSample, match_shards, scan_shard
 
 Progress = Callable[[int, int], None]
@@ -155,7 +156,7 @@ def _read_sample(
 
 
 def _read_item(
-    number: int, member: Member, file: IO[bytes], processor: ImageProcessor
+    number: int, member: Member, file: IO[bytes], processor: ItemProcessor
 ) -> dict[str, int]:
     try:
         width, height = image_size(cast(BinaryIO, MemberFile(file, member)))

@@ -9,9 +9,10 @@ from collections import OrderedDict
 import numpy as np
 
 from data.chat import ChatTokenizer, EncodedSample
-from data.images import ImageProcessor, open_image
+from data.images import open_image
 from data.index import Index, Processors
 from data.index_build import count_loss_tokens, parse_messages
+from data.processor import ItemProcessor
 
 _MAX_OPEN_SHARDS = 256
 
@@ -88,7 +89,7 @@ class SampleReader:
             )
         return encoded
 
-    def processor(self, item: int) -> ImageProcessor:
+    def processor(self, item: int) -> ItemProcessor:
         """The processor of the item's media."""
         return self.processors[self.index.media[self.index.item_media[item]]]
 
@@ -99,7 +100,7 @@ class SampleReader:
         return self._read(sample, item, int(index.item_offset[item]), int(index.item_size[item]))
 
     def patches(self, item: int) -> np.ndarray:
-        """float32 (t·h·w, 3·T·P·P): the patches of an item, see ImageProcessor.patches.
+        """float32 (P, C): the patches of an item, see ItemProcessor.patches.
 
         Raises UnreadableSample when it cannot be decoded or its size differs from the index.
         """

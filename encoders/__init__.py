@@ -3,7 +3,7 @@
 An encoder file offers
 
 - ``Settings``: a strict pydantic model of the recipe keys under ``encoders.<name>.model``, with
-  ``processor()``, the `data.images.ImageProcessor` that turns an item into patches and says how
+  ``processor()``, the `data.ItemProcessor` that turns an item into patches and says how
   many rows it encodes to. `mimo verify` calls ``scaled_down(stages, tp)``, the smallest settings
   of the same character that ``stages`` pipeline stages and ``tp`` ranks divide, with a layer of
   every kind per stage, and checks it by ``layer_kinds()``, one name per layer.

@@ -65,6 +65,7 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
         watch=TransferWatch() if has_gpu() else None,
         trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
         whole_rows=recipe.bridge.delivery == "replicated",
+        item_rules=language_family(recipe).ITEM_RULES,
     )
     for name, groups in topology.modules.items():
         part = recipe.language if name == LANGUAGE else recipe.encoders[name]

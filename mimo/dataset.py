@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from data.batch import GlobalMicrobatch
 from data.chat import ChatTokenizer
-from data.images import ImageProcessor
 from data.index import Index, Processors, check_lengths
 from data.index_store import load_or_build_index
 from data.order import SampleOrder
+from data.processor import ItemProcessor
 from data.reader import SampleReader
 from mimo.families import encoder_settings
 from mimo.recipe import Recipe, Source
@@ -52,7 +52,7 @@ def check_media(recipe: Recipe) -> None:
         raise RecipeError(*problems)
 
 
-def item_processors(recipe: Recipe) -> dict[str, ImageProcessor]:
+def item_processors(recipe: Recipe) -> dict[str, ItemProcessor]:
     """By media, how its encoder turns an item into patches. Raises RecipeError."""
     check_media(recipe)
     return {

@@ -195,7 +195,7 @@ def main(path: Path, images: Sequence[Path], prompt: str, max_new_tokens: int) -
         raise InputError(f"--image: no encoder of this run takes images; it takes {known}")
     for image, pixels in zip(images, opened, strict=True):
         try:
-            generator.processors["image"].resized(*pixels.size)
+            generator.processors["image"].num_tokens(*pixels.size)
         except ValueError as error:
             raise InputError(f"--image {image}: {error}") from error
     for media, token in generator.chat.placeholders.items():

@@ -40,6 +40,13 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
                 settings, grid.tp, grid.pp * grid.vpp, settings.padded_vocab_size(1)
             )
         ]
+        rules = language_family(recipe).ITEM_RULES
+        if rules.bidirectional and recipe.encoders and not recipe.data.packing:
+            message = (
+                f"got false, but in language.family {recipe.language.family} the tokens of an item "
+                "see each other in both directions, which needs packed sequences; set it to true"
+            )
+            problems.append(recipe.problem(("data", "packing"), message))
     except RecipeError as error:
         problems += error.problems
     try:

@@ -109,7 +109,8 @@ class LocalModel:
         rows: of each encoder that has items, (N, L·H) and their positions (N,).
         """
         ids = torch.from_numpy(lane.input_ids).to(self.device)[None]
-        positions = torch.from_numpy(lane.position_ids).to(self.device)[:, None, :]
+        rules = self.model.item_rules
+        positions = torch.from_numpy(rules.position_ids(lane)).to(self.device)[:, None, :]
         hidden = self.language.embedding(input_ids=ids, position_ids=positions)  # type: ignore[operator]
         size = hidden.shape[-1]
         arrived = [
@@ -122,6 +123,8 @@ class LocalModel:
             attention_mask=None,
             decoder_input=place_embeddings(hidden, arrived),
             labels=torch.from_numpy(lane.labels).to(self.device)[None] if with_labels else None,
-            packed_seq_params=PackedSegments.from_lengths(lane.lengths, self.device),
+            packed_seq_params=PackedSegments.from_lengths(
+                lane.lengths, self.device, items=rules.seen_whole(lane)
+            ),
             extra_block_kwargs=level_inputs(join_levels(arrived)),
         )

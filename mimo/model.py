@@ -35,6 +35,7 @@ from bridge import (
 )
 from data.batch import PackedLane
 from mimo.arrivals import Arrived, cut_levels, join_levels, place_embeddings
+from mimo.item_rules import ItemRules
 from mimo.layout import LANGUAGE
 from mimo.levels import Link
 from mimo.loader import EncoderItems
@@ -99,6 +100,7 @@ class LanguageBatch:
 class MimoModel:
     """The modules of this rank and its ends of the bridges.
 
+    item_rules: the language family's.
     senders: of disjoint encoders, on their last stage. receivers: of disjoint encoders, on stages
     of the language model that need their rows. colocated: of colocated encoders.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
@@ -112,6 +114,7 @@ class MimoModel:
 
     modules: dict[str, Module]
     device: torch.device
+    item_rules: ItemRules
     senders: dict[Link, BridgeSender] = field(default_factory=dict)
     receivers: dict[Link, LevelReceiver] = field(default_factory=dict)
     colocated: dict[Link, ColocatedBridge] = field(default_factory=dict)
@@ -309,7 +312,9 @@ class MimoModel:
         batch = lane.num_sequences
         segments = None
         if lane.packed:
-            segments = PackedSegments.from_lengths(lane.lengths, self.device, lane.real_lengths)
+            segments = PackedSegments.from_lengths(
+                lane.lengths, self.device, lane.real_lengths, self.item_rules.seen_whole(lane)
+            )
         ids = self._tensor(lane.input_ids).view(batch, -1)
         _, labels, loss_mask, segments = self.partition.shard(
             None,
@@ -319,7 +324,7 @@ class MimoModel:
         )
         return LanguageBatch(
             input_ids=ids if self.whole_rows else self.partition.slice_tokens(ids, segments),
-            position_ids=self._tensor(lane.position_ids).view(3, batch, -1),
+            position_ids=self._tensor(self.item_rules.position_ids(lane)).view(3, batch, -1),
             labels=labels,
             loss_mask=loss_mask,
             segments=segments,

@@ -234,7 +234,7 @@ def run_language(
     """Language model of ``num_tokens`` tokens on ids (T,), positions (3, T) in packed segments.
 
     logit_gradients: (T, num_tokens); with them also this rank's gradients of every parameter
-        ("gradients" by name, "shards" for `join_gradients`).
+        ("gradients" by local name, "shards" for `join_gradients`).
 
     Returns this rank's logits (T, V / tp); without gradients also those of a forward that gets the
     embedding's output as `decoder_input`, and the per-token losses (T,) of ``ids`` as labels.
@@ -242,9 +242,10 @@ def run_language(
     import importlib
 
     from mimo.megatron import PackedSegments
+    from mimo.megatron.parallel import finish_gradients, wrap_data_parallel
 
-    ctx = _context(tp, sp)
     languages = importlib.import_module(f"mimo.languages.{family}")
+    ctx = _context(tp, sp)
     sizes = languages.Settings(**settings)
     vocab_size = sizes.padded_vocab_size(num_tokens)
     model = languages.build(sizes, ctx, num_tokens, len(ids), SEED)
@@ -256,12 +257,17 @@ def run_language(
         "attention_mask": None,
         "packed_seq_params": PackedSegments.from_lengths(lengths, ids.device),
     }
-    logits = model(**inputs)[0]
+    # Norms of queries and keys see a rank's heads alone: their gradients are summed behind it all.
+    (wrapped,) = wrap_data_parallel([model], ctx.groups, False, False)
+    logits = wrapped(**inputs)[0]
     found: dict[str, Any] = {"logits": logits.detach()}
     if logit_gradients is not None:
         padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
-        logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])
-        _sum_sequence_parallel(model, ctx)
+        own = torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank]
+        logits.backward(own)
+        finish_gradients([wrapped], ctx.groups, 1)
+        for param in model.parameters():
+            param.grad = param.main_grad  # type: ignore[attr-defined]
         return found | {"gradients": gradients(model), "shards": _gradient_shards(model, ctx)}
     with torch.no_grad():
         hidden = model.embedding(input_ids=ids[None], position_ids=inputs["position_ids"])

@@ -11,42 +11,26 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 from torch import nn
 
 from mimo import megatron as engine
+from mimo.languages._sizes import DecoderSettings
 
 if TYPE_CHECKING:
     from mimo.megatron import LanguageModel, StackShape
 
 
-class DecoderSettings(BaseModel):
+class MRopeDecoderSettings(DecoderSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    num_query_groups: int = Field(ge=1)
-    head_size: int = Field(ge=2)
-    vocab_multiple: int = Field(default=64, ge=1)
-    """The vocabulary is padded to a multiple of this, in every layout alike."""
     rotary_base: float = 1_000_000.0
     mrope_section: tuple[int, int, int]
     """Rotary channels that follow time, height and width; they sum to half the head size."""
-    norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> Self:
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
-                f"num_query_groups {self.num_query_groups}"
-            )
+    def _sections_fit(self) -> Self:
         if sum(self.mrope_section) != self.head_size // 2:
             raise ValueError(
                 f"mrope_section {list(self.mrope_section)} must sum to half of head_size, "
@@ -82,16 +66,6 @@ class DecoderSettings(BaseModel):
             }
         )
 
-    def padded_vocab_size(self, num_tokens: int) -> int:
-        """Rows of the embedding for a tokenizer of ``num_tokens`` tokens."""
-        return -(-num_tokens // self.vocab_multiple) * self.vocab_multiple
-
-    def flops_per_token(self, vocab_size: int) -> float:
-        """Forward and backward FLOPs of one token, attention scores left out (6 per weight)."""
-        heads = self.head_size * (2 * self.num_attention_heads + 2 * self.num_query_groups)
-        layer = self.hidden_size * (heads + 3 * self.ffn_hidden_size)
-        return 6.0 * (self.num_layers * layer + vocab_size * self.hidden_size)
-
     def stack_shape(self) -> StackShape:
         """The engine's sizes of the stack, without biases or norms on queries and keys."""
         return engine.StackShape(
@@ -116,33 +90,8 @@ def proportional(parts: tuple[int, int, int], total: int) -> tuple[int, int, int
     return found[0], found[1], found[2]
 
 
-def check_grid(settings: DecoderSettings, tp: int, pp: int, vocab_size: int) -> list[str]:
-    """Problems of a grid with these sizes, each one sentence that names the key.
-
-    pp: pipeline stages, virtual ones included.
-    """
-    problems = []
-    for key, size in (
-        ("num_attention_heads", settings.num_attention_heads),
-        ("ffn_hidden_size", settings.ffn_hidden_size),
-        ("vocabulary (padded by vocab_multiple)", vocab_size),
-    ):
-        if size % tp:
-            problems.append(f"language.grid.tp={tp} must divide {key}, which is {size}")
-    if settings.num_query_groups % tp and tp % settings.num_query_groups:
-        problems.append(
-            f"language.grid.tp={tp} must divide num_query_groups, which is "
-            f"{settings.num_query_groups}, or be a multiple of it"
-        )
-    if settings.num_layers % pp:
-        problems.append(
-            f"language.grid.pp · vpp = {pp} must divide num_layers, which is {settings.num_layers}"
-        )
-    return problems
-
-
 def build_decoder(
-    settings: DecoderSettings,
+    settings: MRopeDecoderSettings,
     shape: StackShape,
     rotary: Callable[[], nn.Module],
     ctx: engine.ModuleContext,

@@ -9,15 +9,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mimo import megatron as engine
-from mimo.languages._decoder import DecoderSettings, build_decoder, check_grid
+from mimo.item_rules import ItemRules
+from mimo.languages._decoder import MRopeDecoderSettings, build_decoder
+from mimo.languages._sizes import check_grid
 
 if TYPE_CHECKING:
     from mimo.megatron import LanguageModel
 
-__all__ = ["Settings", "build", "check_grid"]
+__all__ = ["ITEM_RULES", "Settings", "build", "check_grid"]
+
+ITEM_RULES = ItemRules(positions="mrope", bidirectional=False)
 
 
-class Settings(DecoderSettings):
+class Settings(MRopeDecoderSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mimo.megatron.config import (
+        LocalAttention,
         ModuleContext,
         StackShape,
         TransformerConfig,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mimo.megatron.initialize import initialize_parameters
     from mimo.megatron.language import LanguageModel, build_gpt
     from mimo.megatron.layers import ParallelMLP, build_stack
-    from mimo.megatron.norms import LayerNorm, RMSNorm
+    from mimo.megatron.norms import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
     from mimo.megatron.rope import ContiguousMRope, InterleavedMRope
     from mimo.megatron.segments import PackedSegments
     from mimo.megatron.sequence import gather_sequence
@@ -30,6 +31,7 @@ _HOME = {
     "LanguageModel": "language",
     "LayerNorm": "norms",
     "InterleavedMRope": "rope",
+    "LocalAttention": "config",
     "ModuleContext": "config",
     "PackedSegments": "segments",
     "ParallelMLP": "layers",
@@ -38,6 +40,7 @@ _HOME = {
     "StackShape": "config",
     "TransformerConfig": "config",
     "WindowedSegments": "windows",
+    "ZeroCenteredRMSNorm": "norms",
     "build_gpt": "language",
     "build_stack": "layers",
     "gather_sequence": "sequence",
@@ -50,6 +53,7 @@ __all__ = [
     "InterleavedMRope",
     "LanguageModel",
     "LayerNorm",
+    "LocalAttention",
     "ModuleContext",
     "PackedSegments",
     "ParallelMLP",
@@ -58,6 +62,7 @@ __all__ = [
     "StackShape",
     "TransformerConfig",
     "WindowedSegments",
+    "ZeroCenteredRMSNorm",
     "build_gpt",
     "build_stack",
     "gather_sequence",

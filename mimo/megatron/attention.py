@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from mimo.device import has_gpu
 from mimo.megatron.attention_kernels import KERNELS
 from mimo.megatron.context_parallel import gather_lane
+from mimo.megatron.item_attention import attend_with_items, item_blocks
 from mimo.megatron.segments import PackedSegments, attention_blocks
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,8 @@ class CoreAttention(nn.Module):
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, PackedSegments), "packed metadata without lengths"
-            return self._packed(query, key, value, packed_seq_params.lengths, causal)
+            lengths, items = packed_seq_params.lengths, packed_seq_params.items
+            return self._packed(query, key, value, lengths, causal, items)
         if self.cp is None and self.window is None:
             return self._dense(query, key, value, causal)
         # A batch is so many segments of one length.
@@ -149,15 +151,26 @@ class CoreAttention(nn.Module):
         return out.flatten(1).unflatten(0, (batch, length)).transpose(0, 1).contiguous()
 
     def _packed(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        causal: bool,
+        items: tuple[tuple[int, int], ...] = (),
     ) -> Tensor:
         size, rank = 1, 0
         if self.cp is not None:
             size, rank = self.cp.size(), self.cp.rank()
+        # Refuses segments that do not divide, before any communication.
+        parts = item_blocks(lengths, items, self.window, size, rank) if items else None
         blocks = attention_blocks(lengths, causal, self.window, size, rank)
         if self.cp is not None:
             both = gather_lane(torch.cat((key, value), dim=1), lengths, self.cp)
             key, value = both.chunk(2, dim=1)
+        if parts is not None:
+            assert causal, "without causal attention all tokens of a segment see each other"
+            return attend_with_items(self.kernel, query, key, value, parts, self.scale)
         return self.kernel(query, key, value, blocks, self.scale)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:

@@ -47,6 +47,17 @@ class ModuleContext:
 
 
 @dataclass(frozen=True)
+class LocalAttention:
+    """Layers that see a sliding window, but for every ``pattern``-th, counted from 1.
+
+    window: keys that a query sees, its own included.
+    """
+
+    window: int
+    pattern: int
+
+
+@dataclass(frozen=True)
 class StackShape:
     """Sizes of a stack of transformer layers."""
 
@@ -63,6 +74,12 @@ class StackShape:
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    softmax_scale: float | None = None
+    """Factor of the attention scores; None for 1/sqrt(head_size)."""
+    zero_centered_norm: bool = False
+    """Whether a norm's factor is 1 + weight; with RMSNorm only."""
+    local_attention: LocalAttention | None = None
+    """None when every layer sees all that is before it."""
 
 
 def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConfig:
@@ -82,6 +99,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         },
     }[ctx.recompute]
     pipeline = ctx.groups.pp.size()
+    local = shape.local_attention
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -96,6 +114,10 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         add_bias_linear=shape.linear_bias,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=shape.softmax_scale,
+        layernorm_zero_centered_gamma=shape.zero_centered_norm,
+        window_size=None if local is None else (local.window - 1, 0),
+        window_attn_skip_freq=None if local is None else local.pattern,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=ctx.groups.tp.size(),

@@ -15,6 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from mimo.megatron.norms import ZeroCenteredRMSNorm
+
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
@@ -43,17 +45,20 @@ def initialize_parameters(
     std: float,
     vp_stage: int | None = None,
 ) -> None:
-    """Draw weights N(0, std²), set biases to 0 and norm weights to 1, in place.
+    """Draw weights N(0, std²), set biases to 0 and norms to a factor of 1, in place.
 
     The output projections of residual branches use std/sqrt(2·layers), as GPT-2 does.
     """
     tp = groups.tp
+    zero_centered = {
+        id(module.weight) for module in model.modules() if isinstance(module, ZeroCenteredRMSNorm)
+    }
     for name, param in model.named_parameters():
         if name.endswith(".bias"):
             param.zero_()
             continue
         if param.dim() == 1:
-            param.fill_(1.0)
+            param.fill_(0.0 if id(param) in zero_centered else 1.0)
             continue
         whole = global_name(name, config, groups.pp.rank(), vp_stage)
         # A tied output head is the same matrix as the embedding of the first stage.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
+import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from mimo.megatron.config import ModuleContext
 from mimo.megatron.context_parallel import zigzag_share
 from mimo.megatron.cross_entropy import vocab_parallel_cross_entropy
-from mimo.megatron.layers import stack_spec
+from mimo.megatron.layers import layer_spec, layers_here, stack_spec
 
 
 class LanguageModel(GPTModel):
@@ -96,6 +99,8 @@ class LanguageShape:
     vocab_size: int
     max_sequence_length: int
     tie_word_embeddings: bool
+    embedding_scale: float | None = None
+    """Factor of the embeddings of tokens; None for 1. Rows of encoders are not scaled."""
 
 
 def build_gpt(
@@ -103,20 +108,24 @@ def build_gpt(
     ctx: ModuleContext,
     shape: LanguageShape,
     rotary: Callable[[], nn.Module],
+    layer: ModuleSpec | None = None,
 ) -> LanguageModel:
     """This rank's part of a causal language model.
+
+    layer: spec of its layers; None for those of `layer_spec`.
 
     Under sequence parallelism the embedding scatters its own output (a reduce-scatter inside the
     vocabulary-parallel lookup) unless ``ctx.scatter_embedding`` is off; then `GPTModel` scatters
     behind it. Either way a forward from `input_ids` alone keeps its length.
     """
+    layer = layer or layer_spec(config, causal=True)
     # Megatron's mrope branch hands 3-D positions through; the class itself is replaced below.
     section = getattr(config, "mrope_section", None)
     if section is None:
         config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[union-attr]
     model = LanguageModel(
         config,
-        stack_spec(config, causal=True, groups=ctx.groups, vp_stage=ctx.vp_stage),  # type: ignore[arg-type]
+        stack_spec(config, [layer] * len(layers_here(config, ctx.groups, ctx.vp_stage))),  # type: ignore[arg-type]
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_sequence_length,
         pre_process=ctx.is_first_stage,
@@ -130,4 +139,16 @@ def build_gpt(
     )
     cast("Any", model).rotary_pos_emb = rotary()
     model.num_tokens = shape.num_tokens
+    if shape.embedding_scale is not None and ctx.is_first_stage:
+        model.embedding.register_forward_hook(partial(_scale_output, shape.embedding_scale))
     return model
+
+
+def _scale_output(scale: float, module: nn.Module, args: object, output: Tensor) -> Tensor:
+    """Scaled as transformers does: by the factor rounded to fp32, then to the output's dtype.
+
+    A hook, because the embedding is called by Megatron and by the model around it alike, and
+    Megatron has no place for a class of ours.
+    """
+    factor = torch.tensor(scale, dtype=torch.float32).to(output)
+    return output * factor

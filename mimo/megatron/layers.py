@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mimo.megatron.attention import core_attention
 from mimo.megatron.deepstack import DeepStackLayer
-from mimo.megatron.norms import RMSNorm, norm_class
+from mimo.megatron.norms import norm_class
 from mimo.megatron.windows import WindowAttention
 
 
@@ -37,7 +37,8 @@ def layer_spec(config: TransformerConfig, causal: bool, windowed: bool = False) 
     windowed: it attends inside the windows of `WindowedSegments`.
     """
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    qk_norm = RMSNorm if config.qk_layernorm else None
+    norm = norm_class(config)
+    qk_norm = norm if config.qk_layernorm else None
     core = core_attention(config)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
@@ -46,7 +47,6 @@ def layer_spec(config: TransformerConfig, causal: bool, windowed: bool = False) 
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
     )
-    norm = norm_class(config.normalization)
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)  # type: ignore[arg-type]
     return ModuleSpec(
         module=DeepStackLayer if causal else TransformerLayer,
@@ -63,27 +63,22 @@ def layer_spec(config: TransformerConfig, causal: bool, windowed: bool = False) 
     )
 
 
-def stack_spec(
-    config: TransformerConfig,
-    causal: bool,
-    groups: ProcessGroupCollection,
-    vp_stage: int | None,
-    window_layers: Collection[int] = (),
-) -> TransformerBlockSubmodules:
-    """This stage's layers plus the final norm, which is ours and so allows sequence parallel.
-
-    window_layers: those that attend inside windows, counted from 0 over all stages; only without
-        ``causal``.
-    """
-    assert not (causal and window_layers), "windows of segments have no order to be causal in"
+def layers_here(
+    config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
+) -> range:
+    """The layers of this stage and virtual chunk, counted from 0 over all stages."""
     stage = groups.pp.rank()
     first = get_transformer_layer_offset(config, vp_stage, stage)
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
+    return range(first, first + get_num_layers_to_build(config, vp_stage, stage))
+
+
+def stack_spec(
+    config: TransformerConfig, layers: Sequence[ModuleSpec]
+) -> TransformerBlockSubmodules:
+    """These layers plus the final norm, which is ours and so allows sequence parallel."""
     return TransformerBlockSubmodules(
-        layer_specs=[
-            layer_spec(config, causal, windowed=number in window_layers) for number in layers
-        ],
-        layer_norm=norm_class(config.normalization),  # type: ignore[arg-type]
+        layer_specs=list(layers),
+        layer_norm=norm_class(config),  # type: ignore[arg-type]
     )
 
 
@@ -97,11 +92,17 @@ def build_stack(
 ) -> TransformerBlock:
     """A stack of layers of one module's stage: (S, B, H) -> (S, B, H).
 
-    window_layers: as of `stack_spec`; with any, a forward needs `WindowedSegments`.
+    window_layers: those that attend inside windows, counted from 0 over all stages; only without
+        ``causal``. With any, a forward needs `WindowedSegments`.
     """
+    assert not (causal and window_layers), "windows of segments have no order to be causal in"
+    layers = [
+        layer_spec(config, causal, windowed=number in window_layers)
+        for number in layers_here(config, groups, vp_stage)
+    ]
     return TransformerBlock(
         config,
-        stack_spec(config, causal, groups, vp_stage, window_layers),
+        stack_spec(config, layers),
         post_layer_norm=final_norm,
         pre_process=groups.pp.rank() == 0,
         post_process=groups.pp.rank() == groups.pp.size() - 1,

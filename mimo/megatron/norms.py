@@ -30,6 +30,26 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
+class ZeroCenteredRMSNorm(nn.Module):
+    """`RMSNorm` whose factor is 1 + weight, so that weights begin at 0, as in Gemma.
+
+    The factor is applied in fp32, before the result is cast back. Source: transformers
+    `Gemma3RMSNorm`.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        factor = 1 + self.weight.to(wide.dtype)
+        return nn.functional.rms_norm(wide, (x.shape[-1],), factor, self.eps).to(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """Mean and variance norm with a bias: (..., H) -> (..., H), same dtype as its input."""
 
@@ -46,6 +66,11 @@ class LayerNorm(nn.Module):
         return nn.functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
-def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
-    """Our class for the engine's name of a normalization."""
-    return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[normalization]
+Norm = RMSNorm | ZeroCenteredRMSNorm | LayerNorm
+
+
+def norm_class(config) -> type[Norm]:
+    """Our class for the norms of a stack with this `TransformerConfig`."""
+    if config.normalization == "LayerNorm":
+        return LayerNorm
+    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm

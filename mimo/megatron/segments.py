@@ -25,13 +25,20 @@ class PackedSegments(PackedSeqParams):
     The integers spare every layer a device-to-host copy. `lengths` sums to the packed length T,
     that of the whole lane also under context parallelism; padding at the end is a segment of its
     own.
+    items: (start, length) in the lane, ascending, of the items whose tokens see each other in both
+    directions; empty where attention is merely causal.
     """
 
     lengths: tuple[int, ...]
+    items: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_lengths(
-        cls, lengths: Sequence[int], device: torch.device, real: Sequence[int] | None = None
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        real: Sequence[int] | None = None,
+        items: tuple[tuple[int, int], ...] = (),
     ) -> PackedSegments:
         """Metadata for self-attention over segments of these ``lengths`` (zeros are dropped).
 
@@ -59,6 +66,7 @@ class PackedSegments(PackedSeqParams):
             # Said here, else Transformer Engine compares the bounds on the device in every layer.
             pad_between_seqs=pads,
             lengths=padded,
+            items=items,
         )
 
 
@@ -104,7 +112,7 @@ def attention_blocks(
     Raises ValueError for a segment that 2·cp does not divide.
     """
     assert causal or window is None, "a sliding window needs causal attention"
-    _check_divisible(lengths, cp_size)
+    check_divisible(lengths, cp_size)
     queries: list[int] = []
     keys: list[tuple[int, int]] = []
     start = 0
@@ -129,7 +137,7 @@ def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tens
     The same as Transformer Engine's `thd_get_partitioned_indices`.
     lengths: of the segments, padded. Raises ValueError for one that 2·cp does not divide.
     """
-    _check_divisible(lengths, cp_size)
+    check_divisible(lengths, cp_size)
     parts: list[Tensor] = []
     start = 0
     for length in lengths:
@@ -150,7 +158,8 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> Tensor:
     return torch.argsort(torch.cat(shares))
 
 
-def _check_divisible(lengths: tuple[int, ...], cp_size: int) -> None:
+def check_divisible(lengths: tuple[int, ...], cp_size: int) -> None:
+    """Raise ValueError for a segment that 2·cp does not divide."""
     multiple = 2 * cp_size
     for length in lengths:
         if cp_size > 1 and length % multiple:

@@ -73,8 +73,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "placeholder": f"<|{name}_pad|>",
         }
         processor = type(settings)(**data["encoders"][name]["model"]).processor()
-        pixels = processor.patch_size * processor.merge_size
-        media.append(Media(encoder.media, f"<|{name}_pad|>", pixels))
+        media.append(Media(encoder.media, f"<|{name}_pad|>", processor.row_pixels))
     workload = Workload(tuple(media), NUM_STEPS, microbatches, samples)
     directory = folder / workload.name
     _set_training(data, recipe, precision)

@@ -1,0 +1,231 @@
+"""Vision tower of the Gemma-3 kind: SigLIP, average pooling and a projection matrix.
+
+Pre-norm blocks with LayerNorm, biases and a tanh GELU MLP, a learned position per patch of the
+fixed square image, full attention inside an image. All images of a microbatch run as one packed
+sequence. The patches of a pooled block are adjacent, so pooling is a mean of consecutive patches.
+Source: transformers `SiglipVisionModel` without its head and `Gemma3MultiModalProjector`.
+
+Letters: P patches of all images, C = 3·patch² numbers per patch, D tower hidden, M = merge²
+patches per row, N = P/M rows, H language hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from data.square_images import SquareImageProcessor
+from encoders._patches import RowParts, check_tower_grid, frame_lengths, patch_places
+from mimo import megatron as engine
+
+if TYPE_CHECKING:
+    from mimo.megatron import TransformerConfig
+
+
+PROJECTOR = ("projector.",)
+"""How the names of the projector's weights begin; the rest is the tower."""
+
+
+class Settings(BaseModel):
+    """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    ffn_hidden_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    image_size: int = Field(default=896, ge=1)
+    """Side of the square that every image becomes."""
+    patch_size: int = Field(default=14, ge=1)
+    mm_tokens_per_image: int = Field(default=256, ge=1)
+    """Rows of every image, a square number."""
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    norm_eps: float = 1e-6
+    init_std: float = Field(default=0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Settings:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads, "
+                f"{self.num_attention_heads}"
+            )
+        side = math.isqrt(self.mm_tokens_per_image)
+        if side**2 != self.mm_tokens_per_image or self.image_size % (self.patch_size * side):
+            raise ValueError(
+                f"mm_tokens_per_image {self.mm_tokens_per_image} must be a square number, and "
+                f"image_size {self.image_size} a multiple of patch_size · its root, "
+                f"{self.patch_size * side}"
+            )
+        self.processor()  # raises ValueError for means and deviations that cannot work
+        return self
+
+    @property
+    def patches_per_side(self) -> int:
+        """Patches along one side of an image."""
+        return self.image_size // self.patch_size
+
+    @property
+    def merge_size(self) -> int:
+        """Patches per side that become one row."""
+        return self.patches_per_side // math.isqrt(self.mm_tokens_per_image)
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer: all are alike."""
+        return ("attention",) * self.num_layers
+
+    def scaled_down(self, stages: int, tp: int) -> Settings:
+        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+
+        Images have four rows, of one patch each where they have one here, else of four.
+        """
+        patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
+        return self.model_copy(
+            update={
+                "num_layers": stages,
+                "hidden_size": 8 * heads,
+                "ffn_hidden_size": math.lcm(24, tp),
+                "num_attention_heads": heads,
+                "image_size": 2 * patch_size * min(self.merge_size, 2),
+                "patch_size": patch_size,
+                "mm_tokens_per_image": 4,
+                "init_std": 0.3,
+            }
+        )
+
+    def processor(self) -> SquareImageProcessor:
+        """How an image becomes patches."""
+        return SquareImageProcessor(
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            mean=self.image_mean,
+            std=self.image_std,
+            tower_width=self.hidden_size,
+        )
+
+
+def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
+    """Problems of a tp × pp grid with these sizes, each one sentence."""
+    return check_tower_grid(
+        settings.num_layers, settings.num_attention_heads, settings.ffn_hidden_size, tp, pp
+    )
+
+
+def num_levels(settings: Settings) -> int:
+    """None: the tower emits embeddings alone."""
+    return 0
+
+
+class Projector(nn.Module):
+    """Pooled patches to rows of the language model's size: a norm and a matrix."""
+
+    def __init__(
+        self, settings: Settings, config: TransformerConfig, output_size: int, parts: RowParts
+    ) -> None:
+        super().__init__()
+        size = settings.hidden_size
+        self.patches_per_row = settings.merge_size**2
+        self.norm = engine.ZeroCenteredRMSNorm(config, size, settings.norm_eps)
+        self.linear = nn.Linear(size, output_size, bias=False, dtype=config.params_dtype)
+        parts.sum_gradients(self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden (P, 1, D) -> (N, H)."""
+        blocks = hidden.reshape(-1, self.patches_per_row, hidden.shape[-1])
+        return self.linear(self.norm(blocks.mean(1)))
+
+
+class Gemma3Tower(nn.Module):
+    """Patches of many images -> rows of the language model's size."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: TransformerConfig,
+        ctx: engine.ModuleContext,
+        output_size: int,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.config = config
+        size, dtype = settings.hidden_size, ctx.dtype
+        self.parts = RowParts.of(settings.merge_size, config, ctx.groups)
+        self.patch_embed, self.pos_embed, self.projector = None, None, None
+        if ctx.is_first_stage:
+            # A convolution whose stride is its kernel is a linear map of each patch.
+            self.patch_embed = nn.Linear(3 * settings.patch_size**2, size, dtype=dtype)
+            self.pos_embed = nn.Embedding(settings.patches_per_side**2, size, dtype=dtype)
+            self.parts.sum_gradients(self.patch_embed)
+            self.parts.sum_gradients(self.pos_embed)
+        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        if ctx.is_last_stage:
+            self.projector = Projector(settings, config, output_size, self.parts)
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Called by the schedule with what the previous stage sent; None on the first."""
+        # Megatron's annotation leaves out that it may be None.
+        self.blocks.set_input_tensor(cast("Tensor", input_tensor[0]))
+
+    def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
+        """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
+
+        patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
+        Under sequence parallelism every rank gets all of both, and returns its part of the rows,
+        (ceil(N / tp), H) with those of blank patches at the end.
+
+        With no images the result is (0, H) and still part of the graph, so that every parameter
+        gets its (zero) gradient and data-parallel hooks fire.
+        """
+        is_blank = grids.shape[0] == 0
+        grids = self.parts.with_blanks(grids)
+        hidden = None
+        if self.patch_embed is not None and self.pos_embed is not None:
+            assert patches is not None, "the first stage needs patches"
+            side = self.settings.patches_per_side
+            places = patch_places(grids, self.settings.merge_size)
+            # Blank patches lie outside of the image; any position does for them.
+            index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
+            own, index = (self.parts.own(x, len(places)) for x in (patches, index))
+            positions = self.pos_embed(index.to(self.pos_embed.weight.device))
+            hidden = (self.patch_embed(own) + positions)[:, None, :]  # (P, 1, D)
+        device = next(self.parameters()).device
+        hidden = self.blocks(
+            hidden_states=hidden,
+            attention_mask=None,
+            packed_seq_params=engine.PackedSegments.from_lengths(frame_lengths(grids), device),
+        )
+        if self.projector is None:
+            return hidden
+        rows = self.projector(hidden)
+        return rows[:0] if is_blank else rows
+
+
+def build(
+    settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
+) -> Gemma3Tower:
+    """The tower with freshly drawn weights, the same in every layout."""
+    shape = engine.StackShape(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        ffn_hidden_size=settings.ffn_hidden_size,
+        num_heads=settings.num_attention_heads,
+        num_kv_heads=settings.num_attention_heads,
+        head_size=settings.hidden_size // settings.num_attention_heads,
+        norm_eps=settings.norm_eps,
+        normalization="LayerNorm",
+        activation=partial(nn.functional.gelu, approximate="tanh"),
+        gated=False,
+        linear_bias=True,
+        qkv_bias=True,
+    )
+    config = engine.transformer_config(shape, ctx)
+    tower = Gemma3Tower(settings, config, ctx, output_size)
+    engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
+    return tower

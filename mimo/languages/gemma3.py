@@ -1,0 +1,143 @@
+"""Language models of the Gemma-3 kind: sliding and global layers, norms around every branch.
+
+Five local layers with a sliding window to one global layer, each kind with a rotary base of its
+own; GQA, norms on queries and keys, tanh GeGLU, norm factors of 1 + weight, tied embeddings scaled
+by sqrt(hidden_size). Inside an item tokens see each other in both directions. Source: transformers
+`Gemma3TextModel` and `create_masks_for_vision_model`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+from torch.nn import functional
+
+from mimo import megatron as engine
+from mimo.item_rules import ItemRules
+from mimo.languages._sizes import DecoderSettings, check_grid
+
+if TYPE_CHECKING:
+    from mimo.megatron import LanguageModel
+
+__all__ = ["ITEM_RULES", "Settings", "build", "check_grid"]
+
+# Shorter than the tiny samples of `mimo verify`, so that sliding layers differ from global ones.
+_SMALL_WINDOW = 8
+
+
+ITEM_RULES = ItemRules(positions="plain", bidirectional=True)
+
+
+class Settings(DecoderSettings):
+    """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+
+    query_pre_attn_scalar: float | None = Field(default=None, gt=0)
+    """Attention scores are divided by its root; head_size when left out."""
+    sliding_window: int = Field(default=1024, ge=1)
+    """Keys that a query of a local layer sees, its own included."""
+    sliding_window_pattern: int = Field(default=6, ge=1)
+    """Layers whose number is a multiple of this, counted from 1, are global."""
+    local_rotary_base: float = Field(default=10_000.0, gt=0)
+    rotary_base: float = Field(default=1_000_000.0, gt=0)
+    """Of global layers."""
+    rotary_factor: float = Field(default=1.0, gt=0)
+    """Global positions are divided by it (linear scaling): 8 for models of 4B and larger."""
+    tie_word_embeddings: bool = True
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer: sliding, or global."""
+        return tuple(
+            "sliding" if number % self.sliding_window_pattern else "global"
+            for number in range(1, self.num_layers + 1)
+        )
+
+    def scaled_down(self, stages: int, tp: int) -> Settings:
+        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+
+        Each stage has one layer of each kind that the model has. Grouped queries stay grouped (one
+        group stays one); rotary bases, factor, epsilon and the share of query_pre_attn_scalar in
+        head_size stay. Weights are large enough for every part of the model to matter to the loss.
+        """
+        groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
+        grouped = self.num_attention_heads > self.num_query_groups
+        kinds = len(set(self.layer_kinds()))
+        pattern = 1 if self.sliding_window_pattern == 1 else 2
+        if kinds == 1 and pattern > 1:  # fewer layers than the pattern: none is global
+            pattern = stages + 1
+        head_size, scalar = 8, self.query_pre_attn_scalar
+        return self.model_copy(
+            update={
+                "num_layers": kinds * stages,
+                "hidden_size": 32,
+                "ffn_hidden_size": math.lcm(48, tp),
+                "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
+                "num_query_groups": groups,
+                "head_size": head_size,
+                "vocab_multiple": math.lcm(16, tp),
+                "query_pre_attn_scalar": scalar and scalar * head_size / self.head_size,
+                "sliding_window": min(self.sliding_window, _SMALL_WINDOW),
+                "sliding_window_pattern": pattern,
+                "init_std": 0.2,
+            }
+        )
+
+
+def build(
+    settings: Settings,
+    ctx: engine.ModuleContext,
+    num_tokens: int,
+    max_sequence_length: int,
+    seed: int,
+) -> LanguageModel:
+    """This rank's chunk with freshly drawn weights, the same in every layout.
+
+    num_tokens: of the tokenizer, without the padding of the vocabulary.
+    """
+    from mimo.megatron.language import LanguageShape, build_gpt
+    from mimo.megatron.local_global import LocalGlobalRope, local_global_layer_spec
+
+    scalar = settings.query_pre_attn_scalar
+    config = engine.transformer_config(
+        engine.StackShape(
+            num_layers=settings.num_layers,
+            hidden_size=settings.hidden_size,
+            ffn_hidden_size=settings.ffn_hidden_size,
+            num_heads=settings.num_attention_heads,
+            num_kv_heads=settings.num_query_groups,
+            head_size=settings.head_size,
+            norm_eps=settings.norm_eps,
+            activation=partial(functional.gelu, approximate="tanh"),
+            qk_norm=True,
+            softmax_scale=None if scalar is None else scalar**-0.5,
+            zero_centered_norm=True,
+            local_attention=engine.LocalAttention(
+                settings.sliding_window, settings.sliding_window_pattern
+            ),
+        ),
+        ctx,
+    )
+    model = build_gpt(
+        config,
+        ctx,
+        LanguageShape(
+            num_tokens=num_tokens,
+            vocab_size=settings.padded_vocab_size(num_tokens),
+            max_sequence_length=max_sequence_length,
+            tie_word_embeddings=settings.tie_word_embeddings,
+            embedding_scale=settings.hidden_size**0.5,
+        ),
+        lambda: LocalGlobalRope(
+            settings.head_size,
+            settings.local_rotary_base,
+            settings.rotary_base,
+            settings.rotary_factor,
+        ),
+        local_global_layer_spec(config),
+    )
+    engine.initialize_parameters(
+        model, config, ctx.groups, seed, settings.init_std, vp_stage=ctx.vp_stage
+    )
+    return model
