@@ -28,7 +28,7 @@ class Arrived:
     places: Tensor
 
     @classmethod
-    def of(cls, rows: Tensor, places: Tensor, hidden_size: int, has_embeddings: bool) -> Arrived:
+    def of(cls, rows: Tensor, places: Tensor, hidden_size: int, *, has_embeddings: bool) -> Arrived:
         """From rows (n, j·H) of all j levels side by side, the embeddings first if they are in."""
         if rows.shape[1] == hidden_size and has_embeddings:
             return cls(rows, rows.new_zeros(0, *rows.shape), places)

@@ -153,39 +153,37 @@ def _add_bridges(
     model: MimoModel, recipe: Recipe, topology: Topology, hidden_size: int, dtype: torch.dtype
 ) -> None:
     wire = dtype if recipe.bridge.wire_dtype == "auto" else DTYPES[recipe.bridge.wire_dtype]
+    # Nothing to gather where each rank needs just its slice, or gets all rows anyway.
+    slices = recipe.language.grid.sp or recipe.bridge.delivery == "replicated"
+    tp = topology.modules[LANGUAGE].tp if topology.owns(LANGUAGE) else None
+    whole_lane = tp if tp and tp.size() > 1 and not slices else None
     for link, groups in topology.bridges.items():
         name = link.encoder
-
-        def end(gather, link=link, groups=groups) -> BridgeEnd:
-            return BridgeEnd(
-                name=link.name,
-                rank=topology.rank,
-                forward=groups.forward,
-                backward=groups.backward,
-                hidden_size=hidden_size * len(link.levels),
-                dtype=dtype,
-                wire_dtype=wire,
-                device=model.device,
-                trainable=recipe.encoders[link.encoder].trains,
-                gather=gather,
-                timeout_seconds=recipe.bridge.timeout_seconds,
-                watch=model.watch,
-            )
-
-        # Nothing to gather where each rank needs just its slice, or gets all rows anyway.
-        slices = recipe.language.grid.sp or recipe.bridge.delivery == "replicated"
-        tp = topology.modules[LANGUAGE].tp if topology.owns(LANGUAGE) else None
-        whole_lane = tp if tp and tp.size() > 1 and not slices else None
         shares, lane = None, 0
         if topology.owns(name):
             own = topology.modules[name]
             grid = topology.layout.encoders[name]
             shares = own.tp if grid.tp > 1 and not grid.sp else None
             lane = grid.coords(topology.rank).dp
-        if name in topology.layout.colocated:
-            receives = topology.modules[LANGUAGE].pp.rank() == link.stage
-            model.colocated[link] = ColocatedBridge(end(whole_lane), lane, receives, shares)
+        sends_only = topology.owns(name) and name not in topology.layout.colocated
+        end = BridgeEnd(
+            name=link.name,
+            rank=topology.rank,
+            forward=groups.forward,
+            backward=groups.backward,
+            hidden_size=hidden_size * len(link.levels),
+            dtype=dtype,
+            wire_dtype=wire,
+            device=model.device,
+            trainable=recipe.encoders[name].trains,
+            gather=shares if sends_only else whole_lane,
+            timeout_seconds=recipe.bridge.timeout_seconds,
+            watch=model.watch,
+        )
+        if sends_only:
+            model.senders[link] = BridgeSender(end, lane, model.modules[name].run_ahead)
         elif topology.owns(name):
-            model.senders[link] = BridgeSender(end(shares), lane, model.modules[name].run_ahead)
+            receives = topology.modules[LANGUAGE].pp.rank() == link.stage
+            model.colocated[link] = ColocatedBridge(end, lane, receives, shares)
         else:
-            model.receivers[link] = LevelReceiver(BridgeReceiver(end(whole_lane)), link.chunks)
+            model.receivers[link] = LevelReceiver(BridgeReceiver(end), link.chunks)

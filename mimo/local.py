@@ -114,7 +114,7 @@ class LocalModel:
         hidden = self.language.embedding(input_ids=ids, position_ids=positions)  # type: ignore[operator]
         size = hidden.shape[-1]
         arrived = [
-            Arrived.of(values, torch.from_numpy(places).to(self.device), size, True)
+            Arrived.of(values, torch.from_numpy(places).to(self.device), size, has_embeddings=True)
             for values, places in rows
         ]
         return self.language(

@@ -342,7 +342,8 @@ class MimoModel:
             if bridge.receives and chunk in link.chunks:
                 rows, places = bridge.receive(number)
                 found.append((take_chunk(rows, link.chunks, chunk), places))
-        return [Arrived.of(rows, places, size, gpt.pre_process) for rows, places in found]
+        first = gpt.pre_process
+        return [Arrived.of(rows, at, size, has_embeddings=first) for rows, at in found]
 
     def _embed(self, gpt: Any, own: LanguageBatch, arrived: Sequence[Arrived]) -> Tensor:
         """Text embeddings with the rows of all encoders in place: this rank's (S', B, H)."""

@@ -72,10 +72,10 @@ class Trainer:
             dataset.order,
             self.recipe.train.micro_batch_size,
             num_microbatches(self.recipe, self.topology.layout),
-            self.recipe.bridge.delivery,
-            self.model.encode_group,
-            done,
-            self.recipe.data.packing,
+            delivery=self.recipe.bridge.delivery,
+            encode_group=self.model.encode_group,
+            done=done,
+            packed=self.recipe.data.packing,
         )
 
     def _loader(

@@ -7,6 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.batch import GlobalMicrobatch
+from mimo.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.layout import build_layout
+from mimo.recipe import load_recipe
+from mimo.step_plan import StepPlanner
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.test_parity import TOLERANCE
@@ -38,6 +43,16 @@ def run_and_record(rank: int, path: Path, overrides: list[str]) -> dict:
         LanguageModel.forward = original
 
 
+def planned_samples(path: Path, overrides: list[str]) -> list[GlobalMicrobatch]:
+    """The microbatches of all steps, as the data index has them."""
+    recipe = load_recipe(path, overrides)
+    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
+    assert dataset is not None
+    layout = build_layout(recipe)
+    planner = StepPlanner(layout, {"vision": "image"}, dataset.indexes, dataset.order, 4, 3)
+    return [m.samples for step in range(tiny.NUM_STEPS) for m in planner.microbatches(step)]
+
+
 LAYOUTS = {
     "pp3 with tp2": (7, 3, ["language.grid={tp: 2, pp: 3}", "language.model.num_layers=3"]),
     "pp3 with tp2 and sp": (
@@ -66,9 +81,11 @@ def test_every_stage_and_rank_has_them_and_the_loss_is_that_of_one_rank(
             np.testing.assert_array_equal(call["position_ids"], expected["position_ids"])
             for name in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
                 assert call[name] == expected[name]
-    for call in first:
+    for call, samples in zip(first, planned_samples(path, overrides), strict=True):
         padded, real = call["cu_seqlens_padded"], call["cu_seqlens"]
         assert len(real) == len(padded) > 4  # four samples, and what fills the sequence up
+        assert np.diff(real)[:4].tolist() == samples.length.tolist()
+        assert np.diff(padded)[:4].tolist() == samples.segment_length.tolist()
         tokens = call["position_ids"].shape[-1]
         assert padded[-1] == tokens >= real[-1]
         assert call["max_seqlen"] == max(np.diff(padded))
