@@ -24,10 +24,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from mimo.device import has_gpu
-from mimo.megatron.attention_kernels import KERNELS
+from mimo.megatron.attention_kernels import KERNELS, repeat_heads
 from mimo.megatron.context_parallel import gather_lane
 from mimo.megatron.item_attention import attend_with_items, item_blocks
-from mimo.megatron.segments import PackedSegments, attention_blocks
+from mimo.megatron.segments import PackedSegments, attention_blocks, check_divisible
 
 logger = logging.getLogger(__name__)
 
@@ -162,22 +162,19 @@ class CoreAttention(nn.Module):
         size, rank = 1, 0
         if self.cp is not None:
             size, rank = self.cp.size(), self.cp.rank()
-        # Refuses segments that do not divide, before any communication.
-        parts = item_blocks(lengths, items, self.window, size, rank) if items else None
-        blocks = attention_blocks(lengths, causal, self.window, size, rank)
+        check_divisible(lengths, size)  # before any communication
         if self.cp is not None:
             both = gather_lane(torch.cat((key, value), dim=1), lengths, self.cp)
             key, value = both.chunk(2, dim=1)
-        if parts is not None:
+        if items:
             assert causal, "without causal attention all tokens of a segment see each other"
+            parts = item_blocks(lengths, items, self.window, size, rank, query.device)
             return attend_with_items(self.kernel, query, key, value, parts, self.scale)
+        blocks = attention_blocks(lengths, causal, self.window, size, rank)
         return self.kernel(query, key, value, blocks, self.scale)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        groups = query.shape[2] // key.shape[2]
-        if groups > 1:
-            key = key.repeat_interleave(groups, dim=2)
-            value = value.repeat_interleave(groups, dim=2)
+        key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=self.scale

@@ -25,11 +25,12 @@ _SHORTEST_TO_LONGEST = 0.5
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Blocks that run in one dense call.
+    """Blocks that run in one dense call; tensors are on the device of q.
 
     queries (B, L), keys (B, K): int64 rows of q and of k, short blocks padded by repetition.
     num_queries, num_keys: (B,) int64, the real ones.
     take: (rows,) int64 positions in the flattened (B, L) that are real; None when all are.
+    square: whether each block has as many keys as queries, so that plain causal masking fits.
     """
 
     queries: Tensor
@@ -37,11 +38,7 @@ class _Bucket:
     num_queries: Tensor
     num_keys: Tensor
     take: Tensor | None
-
-    @property
-    def square(self) -> bool:
-        """Whether each block has as many keys as queries, so that plain causal masking fits."""
-        return bool((self.num_queries == self.num_keys).all())
+    square: bool
 
 
 def _cut_to_window(blocks: AttentionBlocks) -> AttentionBlocks:
@@ -62,12 +59,14 @@ def _stretch(first: int, length: int, padded: int) -> Tensor:
     return torch.arange(first, first + padded).clamp_(max=first + length - 1)
 
 
-@functools.lru_cache(maxsize=256)
-def _buckets(blocks: AttentionBlocks) -> tuple[tuple[_Bucket, ...], Tensor | None]:
+@functools.lru_cache(maxsize=64)
+def _buckets(
+    blocks: AttentionBlocks, device: torch.device
+) -> tuple[tuple[_Bucket, ...], Tensor | None]:
     """Group blocks into dense calls; the second value restores the order of the queries.
 
     Only causal blocks of unequal lengths share a call: there, padding behind a block is never
-    seen by its real rows.
+    seen by its real rows. Remembered on the device: all layers ask for the same.
     """
     blocks = _cut_to_window(blocks)
     q, k = blocks.queries, blocks.key_lengths
@@ -92,17 +91,21 @@ def _buckets(blocks: AttentionBlocks) -> tuple[tuple[_Bucket, ...], Tensor | Non
     for group in groups:
         longest, most_keys = q[group[0]], k[group[0]]
         take = [torch.arange(row * longest, row * longest + q[i]) for row, i in enumerate(group)]
+        is_full = all(q[i] == longest for i in group)
+        queries = torch.stack([_stretch(starts[i], q[i], longest) for i in group])
+        keys = torch.stack([_stretch(blocks.keys[i][0], k[i], most_keys) for i in group])
         buckets.append(
             _Bucket(
-                queries=torch.stack([_stretch(starts[i], q[i], longest) for i in group]),
-                keys=torch.stack([_stretch(blocks.keys[i][0], k[i], most_keys) for i in group]),
-                num_queries=torch.tensor([q[i] for i in group]),
-                num_keys=torch.tensor([k[i] for i in group]),
-                take=None if all(q[i] == longest for i in group) else torch.cat(take),
+                queries=queries.to(device),
+                keys=keys.to(device),
+                num_queries=torch.tensor([q[i] for i in group], device=device),
+                num_keys=torch.tensor([k[i] for i in group], device=device),
+                take=None if is_full else torch.cat(take).to(device),
+                square=all(k[i] == q[i] for i in group),
             )
         )
         origin += [torch.arange(starts[i], starts[i] + q[i]) for i in group]
-    back = torch.argsort(torch.cat(origin)) if len(q) > 1 else None
+    back = torch.argsort(torch.cat(origin)).to(device) if len(q) > 1 else None
     return tuple(buckets), back
 
 
@@ -112,9 +115,10 @@ def _visible(bucket: _Bucket, window: int | None) -> Tensor:
     Made anew in every call: masks of long sequences are too large to keep.
     """
     longest, most_keys = bucket.queries.shape[1], bucket.keys.shape[1]
-    row = torch.arange(longest)[None].minimum(bucket.num_queries[:, None] - 1)
+    device = bucket.queries.device
+    row = torch.arange(longest, device=device)[None].minimum(bucket.num_queries[:, None] - 1)
     place = (row + (bucket.num_keys - bucket.num_queries)[:, None])[:, :, None]  # on which key
-    key = torch.arange(most_keys)
+    key = torch.arange(most_keys, device=device)
     seen = key <= place
     if window is not None:
         seen &= key > place - window
@@ -122,9 +126,9 @@ def _visible(bucket: _Bucket, window: int | None) -> Tensor:
 
 
 def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
-    """(T, G, D) -> (T, N, D): each key/value head once per query head that reads it."""
-    groups = num_heads // x.shape[1]
-    return x.repeat_interleave(groups, dim=1) if groups > 1 else x
+    """(..., G, D) -> (..., N, D): each key/value head once per query head that reads it."""
+    groups = num_heads // x.shape[-2]
+    return x.repeat_interleave(groups, dim=-2) if groups > 1 else x
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, scale: float) -> Tensor:
@@ -134,27 +138,26 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, scale: float)
     mask, a block-diagonal mask or nested tensors.
     """
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    buckets, back = _buckets(blocks)
+    buckets, back = _buckets(blocks, q.device)
     outputs = []
     for bucket in buckets:
-        queries, keys = bucket.queries.to(q.device), bucket.keys.to(q.device)
-        # (B, L, N, D) -> (B, N, L, D)
-        qb, kb, vb = (x[i].transpose(1, 2) for x, i in ((q, queries), (k, keys), (v, keys)))
-        windowed = blocks.window is not None and blocks.window < keys.shape[1]
+        rows = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
+        qb, kb, vb = (x[i].transpose(1, 2) for x, i in rows)  # (B, L, N, D) -> (B, N, L, D)
+        windowed = blocks.window is not None and blocks.window < bucket.keys.shape[1]
         plain = blocks.causal and bucket.square and not windowed
         masked = blocks.causal and not plain
         out = nn.functional.scaled_dot_product_attention(
             qb,
             kb,
             vb,
-            attn_mask=_visible(bucket, blocks.window).to(q.device) if masked else None,
+            attn_mask=_visible(bucket, blocks.window) if masked else None,
             is_causal=plain,
             scale=scale,
         )
         out = out.transpose(1, 2).flatten(0, 1)
-        outputs.append(out if bucket.take is None else out[bucket.take.to(q.device)])
+        outputs.append(out if bucket.take is None else out[bucket.take])
     packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return packed if back is None else packed[back.to(q.device)]
+    return packed if back is None else packed[back]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def gather_lane(share: Tensor, lengths: tuple[int, ...], group: dist.ProcessGrou
     """
     whole = share.shape[0] * group.size()
     assert sum(lengths) == whole, f"{sum(lengths)} tokens in segments, {whole} on the ranks"
-    order = zigzag_order(lengths, group.size()).to(share.device)
+    order = zigzag_order(lengths, group.size(), share.device)
     gathered = _GatherLane.apply(share, order, group)
     assert isinstance(gathered, Tensor)
     return gathered

@@ -53,18 +53,19 @@ class ItemBlocks:
     back: Tensor
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def item_blocks(
     lengths: tuple[int, ...],
     items: tuple[tuple[int, int], ...],
     window: int | None,
     cp_size: int,
     cp_rank: int,
+    device: torch.device,
 ) -> ItemBlocks:
     """What rank ``cp_rank`` of ``cp_size`` computes for segments of these padded ``lengths``.
 
     items: (start, length) in the lane, ascending, each inside one segment. window: keys up to its
-    own that a query sees; None for all.
+    own that a query sees; None for all. device: of the rows; all layers ask for the same.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     check_divisible(lengths, cp_size)
@@ -93,9 +94,9 @@ def item_blocks(
     inside = [torch.arange(part.row, part.row + part.num_queries) for part in parts]
     return ItemBlocks(
         text=AttentionBlocks(tuple(queries), tuple(keys), causal=True, window=window),
-        text_rows=text,
+        text_rows=text.to(device),
         parts=tuple(parts),
-        back=torch.argsort(torch.cat([text, *inside])),
+        back=torch.argsort(torch.cat([text, *inside])).to(device),
     )
 
 
@@ -123,9 +124,9 @@ def attend_with_items(
     """q (Q, N, D), k and v (T, G, D) -> (Q, N, D). kernel: for the queries outside of items."""
     found = []
     if blocks.text.queries:
-        found.append(kernel(q[blocks.text_rows.to(q.device)], k, v, blocks.text, scale))
+        found.append(kernel(q[blocks.text_rows], k, v, blocks.text, scale))
     found += [_attend(q, k, v, part, blocks.text.window, scale) for part in blocks.parts]
-    return torch.cat(found)[blocks.back.to(q.device)]
+    return torch.cat(found)[blocks.back]
 
 
 def _attend(

@@ -120,9 +120,8 @@ def build_gpt(
     """
     layer = layer or layer_spec(config, causal=True)
     # Megatron's mrope branch hands 3-D positions through; the class itself is replaced below.
-    section = getattr(config, "mrope_section", None)
-    if section is None:
-        config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[union-attr]
+    if config.mrope_section is None:
+        config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[operator]
     model = LanguageModel(
         config,
         stack_spec(config, [layer] * len(layers_here(config, ctx.groups, ctx.vp_stage))),  # type: ignore[arg-type]
@@ -140,15 +139,14 @@ def build_gpt(
     cast("Any", model).rotary_pos_emb = rotary()
     model.num_tokens = shape.num_tokens
     if shape.embedding_scale is not None and ctx.is_first_stage:
-        model.embedding.register_forward_hook(partial(_scale_output, shape.embedding_scale))
+        # As transformers does: rounded to fp32, then to the dtype of what it multiplies.
+        scale = torch.tensor(shape.embedding_scale, dtype=torch.float32).to(ctx.dtype).item()
+        model.embedding.register_forward_hook(partial(_scale_output, scale))
     return model
 
 
 def _scale_output(scale: float, module: nn.Module, args: object, output: Tensor) -> Tensor:
-    """Scaled as transformers does: by the factor rounded to fp32, then to the output's dtype.
-
-    A hook, because the embedding is called by Megatron and by the model around it alike, and
+    """A hook, because the embedding is called by Megatron and by the model around it alike, and
     Megatron has no place for a class of ours.
     """
-    factor = torch.tensor(scale, dtype=torch.float32).to(output)
-    return output * factor
+    return output * scale

@@ -13,14 +13,20 @@ import torch
 from torch import Tensor, nn
 
 
+def _parameter(config, hidden_size: int, value: float) -> nn.Parameter:
+    """(H,) with the mark by which Megatron finds gradients to sum under sequence parallelism."""
+    parameter = nn.Parameter(torch.full((hidden_size,), value, dtype=config.params_dtype))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in fp32: (..., H) -> (..., H), same dtype as its input."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _parameter(config, hidden_size, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) -> (..., H)."""
@@ -40,8 +46,7 @@ class ZeroCenteredRMSNorm(nn.Module):
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _parameter(config, hidden_size, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) -> (..., H)."""
@@ -56,10 +61,8 @@ class LayerNorm(nn.Module):
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        for parameter in (self.weight, self.bias):
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _parameter(config, hidden_size, 1.0)
+        self.bias = _parameter(config, hidden_size, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) -> (..., H)."""

@@ -148,14 +148,15 @@ def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tens
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
-@functools.lru_cache(maxsize=256)
-def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def zigzag_order(lengths: tuple[int, ...], cp_size: int, device: torch.device) -> Tensor:
     """(T,) int64: where each token of the lane stands when all ranks' shares are laid end to end.
 
+    Remembered on the device: all layers ask for the same.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     shares = [zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)]
-    return torch.argsort(torch.cat(shares))
+    return torch.argsort(torch.cat(shares)).to(device)
 
 
 def check_divisible(lengths: tuple[int, ...], cp_size: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.conftest import RunRanks
 from tests.lone_module import noise
 
+CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8
 SCALE = 0.3
 # Items at the beginning, at the end, touching, alone in a segment, cut by every chunk's border.
@@ -101,7 +102,7 @@ def test_output_and_gradients_equal_dense_attention_with_the_mask(
     expected = dense(q, k, v, visible(LENGTHS, ITEMS, window))
     expected.backward(out_gradient)
     results = run_ranks(run_core_attention, cp, cp, window, LENGTHS, ITEMS)
-    order = zigzag_order(LENGTHS, cp) if cp > 1 else torch.arange(sum(LENGTHS))
+    order = zigzag_order(LENGTHS, cp, CPU) if cp > 1 else torch.arange(sum(LENGTHS))
     got = torch.cat([out for out, _ in results])[order]
     torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-12)
     for which, x in enumerate((q, k, v)):
@@ -134,7 +135,7 @@ def test_the_blocks_of_all_ranks_are_the_mask(lane: Any, window: int | None) -> 
     mask = visible(lengths, items, window)
     for rank in range(cp):
         mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
-        blocks = item_blocks(lengths, items, window, cp, rank)
+        blocks = item_blocks(lengths, items, window, cp, rank, CPU)
         seen = torch.zeros(len(mine), sum(lengths), dtype=torch.bool)
         row = 0
         for count, (first, end) in zip(blocks.text.queries, blocks.text.keys, strict=True):
