@@ -45,6 +45,13 @@ class LayoutsChoice(StrEnum):
     SWEEP = "sweep"
 
 
+class DtypeChoice(StrEnum):
+    """How `tiny` stores weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class PrecisionChoice(StrEnum):
     """What `verify` computes in."""
 
@@ -193,6 +200,29 @@ def evaluate(
     from mimo.evaluate import main as compare
 
     return compare(run, split)
+
+
+@app.command()
+@_readable_errors
+def tiny(
+    family: Annotated[str, typer.Argument(help="qwen2_5_vl, qwen3_vl or gemma3.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    dtype: Annotated[DtypeChoice, typer.Option("--dtype")] = DtypeChoice.FLOAT32,
+    shard_size: Annotated[
+        str | None,
+        typer.Option("--shard-size", help="Largest file of weights, such as 1MB; default: one."),
+    ] = None,
+    tie: Annotated[
+        bool | None,
+        typer.Option("--tie/--no-tie", help="Tie the output layer; default: as the family does."),
+    ] = None,
+) -> int | None:
+    """Write a small checkpoint with random weights in Hugging Face format."""
+    from mimo.hf.tiny import TinyCheckpoint
+    from mimo.hf.tiny import main as run
+
+    return run(TinyCheckpoint(family, seed, dtype.value, shard_size, tie), out)
 
 
 @app.command()
