@@ -1,4 +1,4 @@
-"""`mimo convert from-hf`: a Hugging Face checkpoint as one of ours, one tensor in memory at a time."""
+"""`mimo convert from-hf`: a Hugging Face checkpoint as one of ours, tensor by tensor."""
 
 from __future__ import annotations
 

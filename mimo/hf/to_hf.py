@@ -130,10 +130,9 @@ def _write(
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):
-        name = (
-            SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
-        ours = load_stored(checkpoint, shard)
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        path = folder / (SINGLE if len(shards) == 1 else name)
+        ours = stored.read(checkpoint, {one.key: (one.shape, one.dtype) for one in shard})
         tensors: dict[str, Tensor] = {}
         for one in shard:
             # Each goes before the next is taken apart: two copies of one tensor, not of a file.
