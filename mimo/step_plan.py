@@ -6,7 +6,7 @@ Every rank computes it from the data index alone and gets the same answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,14 +14,12 @@ from bridge import (
     BridgePlan,
     ItemRuns,
     LaneSegments,
-    LevelGroup,
     ReplicatedSource,
     SequenceShardedSource,
     ShardMap,
     Source,
     assign_items,
     imbalance,
-    plan_levels,
     replicated_destination,
     sharded_destination,
 )
@@ -29,6 +27,7 @@ from data.batch import GlobalMicrobatch, Padding, plan_microbatch
 from data.index import Index
 from data.order import SampleOrder
 from mimo.layout import GridSpec, Layout
+from mimo.levels import Link
 
 
 @dataclass(frozen=True)
@@ -36,17 +35,17 @@ class PlannedItems:
     """The items of one encoder in a global microbatch, and how their rows are delivered.
 
     item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
-    bridges: the embeddings' first, one per stage of the language model that needs rows; planned
-        once it is known which samples are unusable.
+    bridges: by link, which all carry the same rows; planned once it is known which samples are
+        unusable.
     """
 
     item: np.ndarray
     lane: np.ndarray
-    bridges: tuple[LevelGroup, ...] = ()
+    bridges: dict[Link, BridgePlan] = field(default_factory=dict)
 
     def split_sizes(self, lane: int) -> tuple[int, ...]:
         """Rows per sample of the microbatch that one encoder lane produces."""
-        return self.bridges[0].plan.runs.split_sizes(lane)
+        return next(iter(self.bridges.values())).runs.split_sizes(lane)
 
     def of_lane(self, lane: int) -> np.ndarray:
         """Numbers in the microbatch of the items that one encoder lane owns, in order."""
@@ -75,10 +74,9 @@ class StepPlan:
     num_tokens: int
     encoder_imbalance: float
 
-    def bridges(self, encoder: str, level: int = 0) -> list[BridgePlan]:
-        """For each microbatch, the plan of the encoder's bridge that carries a level."""
-        groups = [m.encoders[encoder].bridges for m in self.microbatches]
-        return [group.plan for own in groups for group in own if level in group.levels]
+    def bridges(self, link: Link) -> list[BridgePlan]:
+        """For each microbatch, the plan of the bridge over ``link``."""
+        return [m.encoders[link.encoder].bridges[link] for m in self.microbatches]
 
 
 class StepPlanner:
@@ -224,7 +222,7 @@ class StepPlanner:
 
     def _bridges(
         self, name: str, samples: GlobalMicrobatch, items: PlannedItems, source: Source
-    ) -> tuple[LevelGroup, ...]:
+    ) -> dict[Link, BridgePlan]:
         item = items.item
         runs = ItemRuns(
             sample=samples.item_sample[item],
@@ -235,15 +233,10 @@ class StepPlanner:
             num_samples=samples.num_samples,
         )
         segments = _segments(samples)
-        destinations, returning = {}, {}
-        for link in self.layout.links_of(name):
-            maps = self._destination(link.stage, segments, runs)
-            for level in link.levels:
-                destinations[level], returning[level] = maps
-        levels = sorted(destinations)
-        return plan_levels(
-            runs, source, [destinations[n] for n in levels], [returning[n] for n in levels]
-        )
+        return {
+            link: BridgePlan.build(runs, source, *self._destination(link.stage, segments, runs))
+            for link in self.layout.links_of(name)
+        }
 
     def _destination(
         self, stage: int, segments: LaneSegments, runs: ItemRuns
