@@ -157,9 +157,8 @@ def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
     value = recipe.encoders[encoder].run_ahead
     if value != "auto":
         return value
-    language, links = layout.language, layout.links_of(encoder)
-    microbatches = num_microbatches(recipe, layout)
-    return minimum_run_ahead(language.pp, language.vpp, microbatches, links) + 1
+    language, microbatches = layout.language, num_microbatches(recipe, layout)
+    return minimum_run_ahead(language.pp, language.vpp, microbatches) + 1
 
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
@@ -359,11 +358,10 @@ def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     microbatches = max(1, train.global_batch_size // step)
     if language.vpp > 1:
         yield from _interleaving_problems(recipe, language, microbatches)
+    needed = minimum_run_ahead(language.pp, language.vpp, microbatches)
     for name, encoder in recipe.encoders.items():
         if name in layout.colocated or encoder.run_ahead == "auto":
             continue
-        links = layout.links_of(name)
-        needed = minimum_run_ahead(language.pp, language.vpp, microbatches, links)
         if encoder.run_ahead < needed:
             yield recipe.problem(
                 ("encoders", name, "run_ahead"),
