@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bridge import (
     LaneSegments,
+    SequenceShardedSource,
     assign_items,
     imbalance,
     lower_bound_rows,
@@ -220,6 +221,11 @@ def test_lengths_that_do_not_divide_are_named() -> None:
         sharded_destination(
             LaneSegments.whole([4, 6]), np.arange(8).reshape(2, 1, 4), True, case.runs
         )
+
+
+def test_rows_of_a_lane_with_one_rank_are_not_cut() -> None:
+    with pytest.raises(AssertionError, match="one rank are not cut"):
+        SequenceShardedSource.alone(np.array([4, 2]), np.array([[0], [1]]))
 
 
 @settings(max_examples=100, deadline=None)
