@@ -5,7 +5,7 @@ Every rank computes it from the data index alone and gets the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,17 +35,13 @@ class PlannedItems:
     """The items of one encoder in a global microbatch, and how their rows are delivered.
 
     item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
-    bridges: by link, which all carry the same rows; planned once it is known which samples are
-        unusable.
+    bridges: by link, which all carry the same rows; those that the planner is to plan, once it is
+        known which samples are unusable.
     """
 
     item: np.ndarray
     lane: np.ndarray
     bridges: dict[Link, BridgePlan] = field(default_factory=dict)
-
-    def split_sizes(self, lane: int) -> tuple[int, ...]:
-        """Rows per sample of the microbatch that one encoder lane produces."""
-        return next(iter(self.bridges.values())).runs.split_sizes(lane)
 
     def of_lane(self, lane: int) -> np.ndarray:
         """Numbers in the microbatch of the items that one encoder lane owns, in order."""
@@ -58,6 +54,19 @@ class PlannedMicrobatch:
 
     samples: GlobalMicrobatch
     encoders: dict[str, PlannedItems]
+
+    def runs_of(self, encoder: str) -> ItemRuns:
+        """The encoder's items as runs of rows."""
+        samples, own = self.samples, self.encoders[encoder]
+        sample = samples.item_sample[own.item]
+        return ItemRuns(
+            sample=sample,
+            source_lane=own.lane,
+            destination_lane=samples.lane[sample],
+            position=samples.item_position[own.item],
+            rows=samples.item_rows[own.item],
+            num_samples=samples.num_samples,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ class StepPlanner:
     done: (steps, samples) before this run: with another batch size than before, the samples go on
         where they stopped.
     packed: whether a lane's samples share one sequence.
+    links: the bridges to plan; None for all. A rank needs those only that it is at one end of.
     """
 
     def __init__(
@@ -103,6 +113,7 @@ class StepPlanner:
         encode_group: int | None = None,
         done: tuple[int, int] = (0, 0),
         packed: bool = True,
+        links: Collection[Link] | None = None,
     ) -> None:
         self.delivery = delivery
         self.encode_group = encode_group
@@ -114,6 +125,10 @@ class StepPlanner:
         self.micro_batch_size = micro_batch_size
         self.num_microbatches = num_microbatches
         language = layout.language
+        self.links = {
+            name: [link for link in layout.links_of(name) if links is None or link in links]
+            for name in layout.encoders
+        }
         self.padding = padding_of(language, packed)
         self.samples_per_microbatch = micro_batch_size * language.dp
         self.samples_per_step = self.samples_per_microbatch * num_microbatches
@@ -181,11 +196,12 @@ class StepPlanner:
                 item, lane = renumbered[items.item[usable]], items.lane[usable]
                 encoders[name] = PlannedItems(item, lane)
             finished.append(PlannedMicrobatch(samples, encoders))
-        for name in self.layout.encoders:
+        for name, links in self.links.items():
+            if not links:
+                continue
             for planned, source in zip(finished, self._sources(name, finished), strict=True):
-                items = planned.encoders[name]
-                bridges = self._bridges(name, planned.samples, items, source)
-                planned.encoders[name] = replace(items, bridges=bridges)
+                bridges = self._bridges(name, planned, source)
+                planned.encoders[name] = replace(planned.encoders[name], bridges=bridges)
         return StepPlan(
             microbatches=tuple(finished),
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
@@ -221,21 +237,12 @@ class StepPlanner:
         return [s for g in groups for s in SequenceShardedSource.encoded_together(g, ranks)]
 
     def _bridges(
-        self, name: str, samples: GlobalMicrobatch, items: PlannedItems, source: Source
+        self, name: str, planned: PlannedMicrobatch, source: Source
     ) -> dict[Link, BridgePlan]:
-        item = items.item
-        runs = ItemRuns(
-            sample=samples.item_sample[item],
-            source_lane=items.lane,
-            destination_lane=samples.lane[samples.item_sample[item]],
-            position=samples.item_position[item],
-            rows=samples.item_rows[item],
-            num_samples=samples.num_samples,
-        )
-        segments = _segments(samples)
+        runs, segments = planned.runs_of(name), _segments(planned.samples)
         return {
             link: BridgePlan.build(runs, source, *self._destination(link.stage, segments, runs))
-            for link in self.layout.links_of(name)
+            for link in self.links[name]
         }
 
     def _destination(
