@@ -13,6 +13,7 @@ from typing import NamedTuple
 from mimo.families import num_language_layers, num_levels
 from mimo.levels import Link, level_places, links_of, minimum_run_ahead
 from mimo.not_yet import refusals
+from mimo.padding import sequence_multiple
 from mimo.recipe import Encoder, Grid, Language, Recipe
 from mimo.recipe_errors import RecipeError
 
@@ -346,7 +347,7 @@ def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"got {train.global_batch_size}, needs a multiple of {step} (train.micro_batch_size "
             f"{train.micro_batch_size} · language.grid.dp {language.dp}), such as {nearby}",
         )
-    divisor = (2 * language.cp if language.cp > 1 else 1) * (language.tp if language.sp else 1)
+    divisor = sequence_multiple(language.cp, language.tp, language.sp)
     if recipe.data.sequence_length % divisor:
         nearby = (recipe.data.sequence_length // divisor + 1) * divisor
         yield recipe.problem(

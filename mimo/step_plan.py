@@ -28,6 +28,7 @@ from data.index import Index
 from data.order import SampleOrder
 from mimo.layout import GridSpec, Layout
 from mimo.levels import Link
+from mimo.padding import segment_multiple, sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,11 @@ class StepPlanner:
             name: [link for link in layout.links_of(name) if links is None or link in links]
             for name in layout.encoders
         }
-        self.padding = padding_of(language, packed)
+        self.padding = Padding(
+            packed,
+            segment=segment_multiple(language.cp),
+            sequence=sequence_multiple(language.cp, language.tp, language.sp),
+        )
         self.samples_per_microbatch = micro_batch_size * language.dp
         self.samples_per_step = self.samples_per_microbatch * num_microbatches
 
@@ -262,17 +267,6 @@ def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
     """(lanes, cp, tp) global ranks of one pipeline stage."""
     first = grid.rank(pp=stage)
     return np.arange(first, first + grid.dp * grid.cp * grid.tp).reshape(grid.dp, grid.cp, grid.tp)
-
-
-def padding_of(language: GridSpec, packed: bool) -> Padding:
-    """The multiples that context and sequence parallelism ask of the language model's sequences.
-
-    Context parallelism cuts each segment of a packed sequence into 2·cp chunks; sequence
-    parallelism cuts what a context-parallel rank has of the whole sequence into tp parts.
-    """
-    chunks = 2 * language.cp if language.cp > 1 else 1
-    parts = language.tp if language.sp else 1
-    return Padding(packed, segment=chunks, sequence=chunks * parts)
 
 
 def _segments(samples: GlobalMicrobatch) -> LaneSegments:
