@@ -83,6 +83,7 @@ class Trainer:
             encode_group=self.model.encode_group,
             done=done,
             packed=self.recipe.data.packing,
+            links=self.topology.bridges,
         )
 
     def _loader(
