@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
+from data import item_text_problem
 from mimo.not_yet import refusals
 from mimo.recipe_errors import RecipeError, nearest, suggestion
 from mimo.yaml_source import Location, YamlSource, dotted, read_yaml
@@ -98,12 +99,21 @@ def _encode_group(value: Any) -> int | Literal["all"]:
     raise ValueError("needs 'all' or a number of microbatches, 1 or more")
 
 
+def _item_text(value: str) -> str:
+    problem = item_text_problem(value)
+    if problem:
+        raise ValueError(problem)
+    return value
+
+
 class Encoder(Section):
     """An encoder with its projector.
 
     `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
     `media`: the type of content part that it encodes, such as `image`, `video` or `audio`.
-    `placeholder`: the token that the chat template writes once for each such item.
+    `placeholder`: the token that stands for each row of such an item.
+    `template_token`: what the chat template writes for each such part; null for the placeholder.
+    `item_text`: what stands for an item in the text, `{placeholder}` where the rows go.
     `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.
     `encode_group`: microbatches encoded in one go, where ranks are colocated.
     """
@@ -111,6 +121,8 @@ class Encoder(Section):
     family: str
     media: str = "image"
     placeholder: str = "<|image_pad|>"
+    template_token: Annotated[str, Field(min_length=1)] | None = None
+    item_text: Annotated[str, AfterValidator(_item_text)] = "{placeholder}"
     placement: Literal["disjoint", "colocated"] = "disjoint"
     grid: Grid = Grid()
     freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze)] = False

@@ -71,6 +71,8 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
             # The recipe's may be a word of the data that are made here.
             "placeholder": f"<|{name}_pad|>",
+            "template_token": None,
+            "item_text": "{placeholder}",
         }
         processor = type(settings)(**data["encoders"][name]["model"]).processor()
         media.append(Media(encoder.media, f"<|{name}_pad|>", processor.row_pixels))
