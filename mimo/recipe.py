@@ -65,19 +65,60 @@ class Grid(Section):
         return self
 
 
+Target = Literal["qkv", "proj", "fc1", "fc2"]
+
+
+def _targets(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    if not targets or len(set(targets)) < len(targets):
+        raise ValueError(f"needs one or more of {', '.join(get_args(Target))}, each once")
+    return targets
+
+
+class LoRA(Section):
+    """Low-rank adapters on linears of every transformer layer; what they adapt is frozen.
+
+    `targets`: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP. Their output is
+    multiplied by `alpha` / `rank`.
+    """
+
+    rank: Positive = 16
+    alpha: PositiveFloat = 32.0
+    # A list in YAML: only the container is converted, not its entries.
+    targets: Annotated[tuple[Target, ...], Field(strict=False), AfterValidator(_targets)] = (
+        get_args(Target)
+    )
+
+
+def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None) -> None:
+    if freeze is True and lora is not None:
+        raise ValueError(
+            "freeze: true lets nothing learn, but lora adds adapters that learn; remove freeze "
+            "(lora freezes the weights that it adapts) or remove lora"
+        )
+
+
 class Language(Section):
-    """The language model; `model` holds the family's own settings, which the family checks."""
+    """The language model; `model` holds the family's own settings, which the family checks.
+
+    `lora`: only its adapters learn; embeddings, norms, head and the layers' own weights do not.
+    """
 
     family: str = "qwen3"
     grid: Grid = Grid()
     freeze: bool = False
+    lora: LoRA | None = None
     learning_rate: PositiveFloat | None = None
     recompute: Recompute = "none"
     model: dict[str, Any] = {}
 
+    @model_validator(mode="after")
+    def _adapters_can_learn(self) -> "Language":
+        _check_adapters_can_learn(self.freeze, self.lora)
+        return self
+
     @property
     def trains(self) -> bool:
-        """Whether its weights are updated."""
+        """Whether any of its weights are updated."""
         return not self.freeze
 
 
@@ -110,6 +151,7 @@ class Encoder(Section):
     """An encoder with its projector.
 
     `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
+    `lora`: only the adapters in the tower and the projector learn.
     `media`: the type of content part that it encodes, such as `image`, `video` or `audio`.
     `placeholder`: the token that stands for each row of such an item.
     `template_token`: what the chat template writes for each such part; null for the placeholder.
@@ -126,11 +168,17 @@ class Encoder(Section):
     placement: Literal["disjoint", "colocated"] = "disjoint"
     grid: Grid = Grid()
     freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze)] = False
+    lora: LoRA | None = None
     learning_rate: PositiveFloat | None = None
     recompute: Recompute = "none"
     run_ahead: Annotated[int | Literal["auto"], PlainValidator(_run_ahead)] = "auto"
     encode_group: Annotated[int | Literal["all"], PlainValidator(_encode_group)] = "all"
     model: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _adapters_can_learn(self) -> "Encoder":
+        _check_adapters_can_learn(self.freeze, self.lora)
+        return self
 
     @property
     def trains(self) -> bool:
