@@ -36,6 +36,9 @@ NotNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Recompute = Literal["none", "selective", "full"]
 
+STAGES = "stages"
+"""The key of a file with several recipes, which `mimo.stages` takes apart."""
+
 
 class Section(BaseModel):
     """A part of a recipe: nothing unknown, nothing coerced, nothing changed afterwards."""
@@ -226,7 +229,7 @@ class Train(Section):
 
 
 class Recipe(Section):
-    """A whole training job. `init_from` is a folder of weights to start from."""
+    """One training run. `init_from` is a folder of weights to start from."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     init_from: str | None = None
@@ -243,6 +246,11 @@ class Recipe(Section):
         if "language" in self.encoders:
             raise ValueError("encoders.language: the name 'language' is the language model's own")
         return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run of this recipe lives."""
+        return Path(self.train.run_dir) / self.name
 
     def problem(self, location: Location, message: str) -> str:
         """A line for a RecipeError about the value at `location`, with file and line if known."""
@@ -264,9 +272,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises RecipeError with one line per error: a file that is missing or not YAML, an override
     that cannot be applied, an unknown key, a wrong type, a value out of range, and what this
-    version does not support yet.
+    version does not support yet. A recipe with stages has several: see `mimo.stages`.
     """
     source = read_yaml(Path(path), overrides)
+    if STAGES in source.data:
+        message = "a recipe without stages is needed here; give that of one stage"
+        raise RecipeError(*source.problems, source.problem((STAGES,), message))
+    return parse_recipe(source)
+
+
+def parse_recipe(source: YamlSource) -> Recipe:
+    """The recipe that `source` holds. Raises RecipeError like `load_recipe`."""
     problems = list(source.problems)
     recipe = None
     try:
@@ -285,7 +301,8 @@ def _describe(source: YamlSource, details: ErrorDetails) -> str:
     location: Location = tuple(details["loc"])
     if details["type"] == "extra_forbidden":
         section = _section_at(location[:-1])
-        choices = section.model_fields if section is not None else ()
+        choices = [*section.model_fields] if section is not None else []
+        choices += [STAGES] if section is Recipe else []
         return source.problem(location, f"unknown key; {suggestion(str(location[-1]), choices)}")
     if details["type"] == "missing":
         return source.problem(location, "this key is required")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mimo.job import check_recipe, make_run_dir
 from mimo.recipe import Recipe, load_recipe
+from mimo.start import FromScratch, Resume, Start
 from tests.conftest import RunRanks
 from tests.ranks import MarkedJob
 
@@ -35,16 +36,21 @@ def command(*arguments: object) -> list[str]:
 
 def run(run_ranks: RunRanks, path: Path, *overrides: str, resume_from: Path | None = None) -> None:
     """Train to the end in this process's pool of ranks; the run folder is made as a job does."""
-    recipe = load_recipe(path, overrides)
+    start = FromScratch() if resume_from is None else Resume(resume_from)
+    run_from(run_ranks, load_recipe(path, overrides), start)
+
+
+def run_from(run_ranks: RunRanks, recipe: Recipe, start: Start) -> None:
+    """Like `run`, from anywhere."""
     layout = check_recipe(recipe, None)
-    run_dir = make_run_dir(recipe, resumes=resume_from is not None)
-    run_ranks(_train, layout.world_size, recipe, run_dir, resume_from)
+    run_dir = make_run_dir(recipe, resumes=isinstance(start, Resume))
+    run_ranks(_train, layout.world_size, recipe, run_dir, start)
 
 
-def _train(rank: int, recipe: Recipe, run_dir: Path, resume_from: Path | None) -> None:
+def _train(rank: int, recipe: Recipe, run_dir: Path, start: Start) -> None:
     from mimo.train import train_in_world
 
-    train_in_world(recipe, run_dir, resume_from)
+    train_in_world(recipe, run_dir, start)
 
 
 def metrics(recipe: Path, run: str = "tiny") -> list[dict]:
