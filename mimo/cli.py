@@ -92,19 +92,21 @@ def check(
     """Validate a recipe and print which rank does what."""
     from mimo.job import check_recipe
     from mimo.layout import num_microbatches
-    from mimo.recipe import load_recipe
+    from mimo.stages import load_stages
 
-    loaded = load_recipe(recipe, overrides or [])
-    layout = check_recipe(loaded, num_ranks)
-    print_layout(layout, num_microbatches(loaded, layout))
+    staged = load_stages(recipe, overrides or [])
+    layouts = staged.each(lambda recipe: check_recipe(recipe, num_ranks))
+    for stage, layout in zip(staged.stages, layouts, strict=True):
+        print_layout(layout, num_microbatches(stage.recipe, layout), stage.title)
 
 
-def print_layout(layout: "Layout", microbatches: int) -> None:
+def print_layout(layout: "Layout", microbatches: int, stage: str = "") -> None:
     """Print a table with one row per module: its ranks, its grid and its lanes."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{layout.world_size} ranks · {microbatches} microbatches per step")
+    sizes = f"{layout.world_size} ranks · {microbatches} microbatches per step"
+    table = Table(title=f"{stage}: {sizes}" if stage else sizes)
     for column in ("module", "ranks", "grid", "lanes"):
         table.add_column(column)
     for name, grid in layout.grids.items():

@@ -9,8 +9,9 @@ from pathlib import Path
 from data.digits import prepare_digits
 from mimo.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.progress_bar import progress_of
-from mimo.recipe import Recipe, load_recipe
+from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError, suggestion
+from mimo.stages import load_stages
 
 GENERATORS: dict[str, Callable[..., object]] = {"digits": prepare_digits}
 
@@ -56,7 +57,8 @@ def _generate(recipe: Recipe, name: str) -> None:
 
 def main(path: Path, overrides: Sequence[str]) -> int:
     """`mimo prepare RECIPE`."""
-    recipe = load_recipe(path, overrides)
-    prepare(recipe)
-    print(f"data is ready: {', '.join(source.path for source in recipe.data.sources)}")
+    staged = load_stages(path, overrides)
+    staged.each(prepare)
+    sources = [source.path for stage in staged.stages for source in stage.recipe.data.sources]
+    print(f"data is ready: {', '.join(dict.fromkeys(sources))}")
     return 0

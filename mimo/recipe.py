@@ -20,12 +20,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
 from data import item_text_problem
 from mimo.not_yet import refusals
-from mimo.recipe_errors import RecipeError, nearest, suggestion
+from mimo.recipe_errors import RecipeError, nearest
+from mimo.recipe_findings import STAGES, describe
 from mimo.yaml_source import Location, YamlSource, dotted, read_yaml
 
 __all__ = ["Recipe", "RecipeError", "load_recipe", "nearest"]
@@ -286,7 +286,7 @@ class Train(Section):
 
 
 class Recipe(Section):
-    """A whole training job. `init_from` is a folder of weights to start from."""
+    """One training run. `init_from` is a folder of weights to start from."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     init_from: str | None = None
@@ -303,6 +303,11 @@ class Recipe(Section):
         if "language" in self.encoders:
             raise ValueError("encoders.language: the name 'language' is the language model's own")
         return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run of this recipe lives."""
+        return Path(self.train.run_dir) / self.name
 
     def problem(self, location: Location, message: str) -> str:
         """A line for a RecipeError about the value at `location`, with file and line if known."""
@@ -324,9 +329,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises RecipeError with one line per error: a file that is missing or not YAML, an override
     that cannot be applied, an unknown key, a wrong type, a value out of range, and what this
-    version does not support yet.
+    version does not support yet. A recipe with stages has several: see `mimo.stages`.
     """
     source = read_yaml(Path(path), overrides)
+    if STAGES in source.data:
+        message = "a recipe without stages is needed here; give that of one stage"
+        raise RecipeError(*source.problems, source.problem((STAGES,), message))
+    return parse_recipe(source)
+
+
+def parse_recipe(source: YamlSource) -> Recipe:
+    """The recipe that `source` holds. Raises RecipeError like `load_recipe`."""
     problems = list(source.problems)
     if source.data.get("init_from") is not None:
         from mimo.hf.recipe_keys import fill_recipe  # here, because reading configs is slow
@@ -336,49 +349,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate(source.data)
     except ValidationError as error:
-        problems += [_describe(source, details) for details in error.errors()]
+        problems += [describe(source, details, Recipe) for details in error.errors()]
     problems += [source.problem(location, message) for location, message in refusals(source.data)]
     if recipe is None or problems:
         raise RecipeError(*problems)
     recipe._source = source
     return recipe
-
-
-def _describe(source: YamlSource, details: ErrorDetails) -> str:
-    """One line for one finding of pydantic, in the words of a recipe."""
-    location: Location = tuple(details["loc"])
-    if details["type"] == "extra_forbidden":
-        section = _section_at(location[:-1])
-        choices = section.model_fields if section is not None else ()
-        return source.problem(location, f"unknown key; {suggestion(str(location[-1]), choices)}")
-    if details["type"] == "missing":
-        return source.problem(location, "this key is required")
-    if location and location[-1] == "[key]":
-        return source.problem(location[:-1], f"a key is a string; got {details['input']!r}")
-    message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if isinstance(details["input"], dict) and details["type"] == "value_error":
-        return source.problem(location, message)
-    return source.problem(location, f"{message}; got {details['input']!r}")
-
-
-def _section_at(location: Location) -> type[Section] | None:
-    """The model that describes the mapping at `location`, found by walking the annotations."""
-    section: type[Section] | None = Recipe
-    in_container = False
-    for part in location:
-        if in_container:
-            in_container = False
-            continue
-        if section is None or part not in section.model_fields:
-            return None
-        annotation = section.model_fields[str(part)].annotation
-        in_container = not isinstance(annotation, type) or not issubclass(annotation, Section)
-        section = _first_section(annotation)
-    return section
-
-
-def _first_section(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    found = (_first_section(argument) for argument in get_args(annotation))
-    return next((section for section in found if section is not None), None)
