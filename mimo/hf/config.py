@@ -39,7 +39,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / 'config.json'}: cannot be understood: {error}") from error
     # A tied embedding is said at the top, or for the text alone, depending on version and model.
-    config.setdefault("tie_word_embeddings", config["text_config"].get("tie_word_embeddings"))
+    text = config.get("text_config", {})
+    config.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return config
 
 
