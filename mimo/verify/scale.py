@@ -34,6 +34,8 @@ _GROUP = 3  # microbatches that a colocated encoder encodes in one go, where the
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
 _LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
 _ADAM_EPS = 1e-3
+# Adapters begin at 0: all of their weight is steps, and so is all of its rounding noise.
+_ADAM_EPS_OF_ADAPTERS = 1e-2
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,11 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
 
 
 def _eps(recipe: Recipe, precision: str) -> float:
-    return recipe.train.adam_eps if precision == "fp64" else max(recipe.train.adam_eps, _ADAM_EPS)
+    if precision == "fp64":
+        return recipe.train.adam_eps
+    modules = [recipe.language, *recipe.encoders.values()]
+    adapts = any(module.lora is not None for module in modules)
+    return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if adapts else _ADAM_EPS)
 
 
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
