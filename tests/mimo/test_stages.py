@@ -133,7 +133,9 @@ def test_a_shared_key_that_is_wrong_for_one_stage_names_the_stage(path: Path) ->
         staged.each(lambda recipe: check_recipe(recipe, None))
     (line,) = caught.value.problems
     where = next(n for n, t in enumerate(path.read_text().splitlines(), 1) if "global_batch" in t)
-    assert line.startswith(f"{path}:{where}: train.global_batch_size: got 12, needs a multiple of 8")
+    assert line.startswith(
+        f"{path}:{where}: train.global_batch_size: got 12, needs a multiple of 8"
+    )
     assert line.endswith("(in stage 'everything')")
 
 

@@ -56,6 +56,28 @@ def test_an_equal_layout_ends_with_0_and_every_error_in_the_json(
     assert 0 < max(errors) <= 1e-5
 
 
+def test_every_stage_is_compared_on_its_own_layout_with_its_own_freezing(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    stages = "stages=[{name: adapt, language: {freeze: true}}, {name: all, language: {grid: {pp: 2, dp: 1}}}]"
+    path = tmp_path / "report.json"
+    result = verify(stages, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "stage 1 of 2, adapt\nthe recipe: vision 1 rank" in result.output
+    assert "[2/2] equal   all: the recipe's layout" in result.output
+    adapt, everything = json.loads(path.read_text())["layouts"]
+    assert (adapt["name"], everything["name"]) == (
+        "adapt: the recipe's layout",
+        "all: the recipe's layout",
+    )
+    assert (adapt["grids"]["language"]["dp"], everything["grids"]["language"]["pp"]) == (2, 2)
+    learns = [
+        any(n.startswith("language.") and e for n, e in s["gradients"].items())
+        for s in (adapt, everything)
+    ]
+    assert learns == [False, True]
+
+
 def test_a_difference_ends_with_1_and_names_the_first_parameter_with_both_values(
     run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
