@@ -142,9 +142,9 @@ def test_another_layout_begins_with_exactly_the_weights_and_a_fresh_optimizer(
         assert at_start[name].dtype == value.dtype
         assert torch.equal(at_start[name], value), name
         for kind in ("exp_avg", "exp_avg_sq"):
-            assert not at_start[f"{kind}.{name}"].any(), "the optimizer is not fresh"
+            assert not at_start[f"optimizer.{kind}.{name}"].any(), "the optimizer is not fresh"
         if precision == "bf16":
-            assert torch.equal(at_start[f"fp32_param.{name}"], value.float()), name
+            assert torch.equal(at_start[f"optimizer.fp32_param.{name}"], value.float()), name
 
 
 def test_a_job_equals_runs_that_are_chained_by_hand(run_ranks: RunRanks, whole: Path) -> None:
