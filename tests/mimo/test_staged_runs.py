@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from mimo import job
+from mimo.build import DTYPES
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.launch import run_on_cpu
 from mimo.recipe import Recipe
@@ -121,30 +122,40 @@ def test_a_stage_of_the_projector_leaves_all_other_weights_as_they_were(
     assert {name for name in after if not torch.equal(after[name], last[name])} == set(after)
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+# Precision of the first stage and of the second, and whether the optimizers are distributed.
+PRECISIONS = {
+    "fp32": ("fp32", "fp32", "false"),
+    "bf16": ("bf16", "bf16", "false"),
+    "bf16, distributed": ("bf16", "bf16", "true"),
+    "fp32 to bf16, distributed": ("fp32", "bf16", "true"),
+}
+
+
+@pytest.mark.parametrize("case", PRECISIONS.values(), ids=PRECISIONS)
 def test_another_layout_begins_with_exactly_the_weights_and_a_fresh_optimizer(
-    run_ranks: RunRanks, tmp_path: Path, precision: str, distributed: bool
+    run_ranks: RunRanks, tmp_path: Path, case: tuple[str, str, str]
 ) -> None:
+    before, after, distributed = case
     settings = [
         *SETTINGS,
-        f"train.precision={precision}",
-        f"train.distributed_optimizer={str(distributed).lower()}",
+        f"stages.0.train.precision={before}",
+        f"stages.1.train.precision={after}",
+        f"train.distributed_optimizer={distributed}",
     ]
     first, second = (one.recipe for one in load_stages(write_recipe(tmp_path), settings).stages)
     run_from(run_ranks, first, FromScratch())
     written = find_checkpoint(first.run_dir)
     run_ranks(save_at_the_start, 4, second, FromWeights(written))
     at_start = read(second.run_dir / "checkpoints" / "step_0")
-    expected = weights(written)
-    assert expected.keys() < at_start.keys()
-    for name, value in expected.items():
-        assert at_start[name].dtype == value.dtype
-        assert torch.equal(at_start[name], value), name
+    for name, value in weights(written).items():
+        expected = value.to(DTYPES[after])
+        assert at_start[name].dtype == expected.dtype
+        assert torch.equal(at_start[name], expected), name
         for kind in ("exp_avg", "exp_avg_sq"):
             assert not at_start[f"optimizer.{kind}.{name}"].any(), "the optimizer is not fresh"
-        if precision == "bf16":
-            assert torch.equal(at_start[f"optimizer.fp32_param.{name}"], value.float()), name
+        if after == "bf16":
+            master = at_start[f"optimizer.fp32_param.{name}"]
+            assert torch.equal(master, expected.float()), name
 
 
 def test_a_job_equals_runs_that_are_chained_by_hand(run_ranks: RunRanks, whole: Path) -> None:
