@@ -10,6 +10,7 @@ from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import check_media, item_processors, open_dataset, open_tokenizer
 from mimo.device import choose_before_fork
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
+from mimo.hf.initial import initial_weights
 from mimo.launch import launch, rank_environment
 from mimo.layout import Layout, build_layout
 from mimo.rank_processes import end_with_failed_thread, print_and_exit
@@ -37,7 +38,10 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         problems += [
             recipe.problem(("language", "grid"), message)
             for message in language_family(recipe).check_grid(
-                settings, grid.tp, grid.pp * grid.vpp, settings.padded_vocab_size(1)
+                settings,
+                grid.tp,
+                grid.pp * grid.vpp,
+                settings.padded_vocab_size(1),
             )
         ]
         rules = language_family(recipe).ITEM_RULES
@@ -113,6 +117,8 @@ def main(
     layout = check_recipe(recipe, environment.world_size if environment else num_ranks)
     check_data(recipe)
     checkpoint = _checkpoint_to_resume(recipe, resume, resume_from)
+    if checkpoint is None:
+        initial_weights(recipe)  # here, so that a wrong folder is named before any rank starts
     if environment is not None:
         return _run_in_place(recipe, checkpoint)
     if (note := choose_before_fork(layout.world_size)) is not None:

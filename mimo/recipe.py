@@ -268,6 +268,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     source = read_yaml(Path(path), overrides)
     problems = list(source.problems)
+    if source.data.get("init_from") is not None:
+        from mimo.hf.recipe_keys import fill_recipe  # here, because reading configs is slow
+
+        problems += [source.problem(*found) for found in fill_recipe(source.data)]
     recipe = None
     try:
         recipe = Recipe.model_validate(source.data)

@@ -31,6 +31,7 @@ from mimo.device import (
 from mimo.exchange import sum_over_world
 from mimo.families import language_settings
 from mimo.faults import told_where
+from mimo.hf.initial import InitialWeights, initial_weights
 from mimo.launch import RankEnv, rank_environment
 from mimo.layout import LANGUAGE, build_layout, num_microbatches
 from mimo.learning_rate import learning_rate
@@ -53,13 +54,19 @@ _COLLECTIVE_PATIENCE = 1.5
 class Trainer:
     """One rank's training run. Build it, then call `train`."""
 
-    def __init__(self, recipe: Recipe, topology: Topology, run_dir: Path) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        topology: Topology,
+        run_dir: Path,
+        initial: InitialWeights | None = None,
+    ) -> None:
         self.recipe = recipe
         self.topology = topology
         self.run_dir = run_dir
         self.chat = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
-        self.model: MimoModel = build_model(recipe, topology, self.chat.vocab_size)
+        self.model: MimoModel = build_model(recipe, topology, self.chat.vocab_size, initial)
         self.progress = Progress(step=0, samples=0)
 
     # ------------------------------------------------------------------ data
@@ -353,7 +360,8 @@ def train_in_world(recipe: Recipe, run_dir: Path, resume_from: Path | None) -> N
     layout = build_layout(recipe, dist.get_world_size())
     _log_to(run_dir / f"log_rank_{dist.get_rank()}.txt")
     topology = build_topology(layout)
-    trainer = Trainer(recipe, topology, run_dir)
+    initial = initial_weights(recipe) if resume_from is None else None
+    trainer = Trainer(recipe, topology, run_dir, initial)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"
