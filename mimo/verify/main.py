@@ -36,7 +36,7 @@ def main(
     Raises InputError for bad input, before any rank starts.
     """
     recipe = load_recipe(path, overrides)
-    _check_writable(json)
+    check_writable(json)
     if sweep and (full or num_ranks is not None):
         raise InputError("--layouts sweep has its own layouts; remove --full and --num-ranks")
     if sweep:
@@ -66,7 +66,7 @@ def main(
     return 1 if differing else 0
 
 
-def _check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None) -> None:
     """Raise InputError now, not after the last layout, for a file that cannot be written."""
     if path is None:
         return
