@@ -24,6 +24,8 @@ MAX_ASPECT_RATIO = 200
 OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
+_PNG_SIGNATURE = 8  # bytes
+_PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _EXIF_ORIENTATION = 274
 _ORIENTATION_METHOD = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -45,11 +47,13 @@ def image_size(
     """
     image = _open_lazily(file, max_pixels_decoded)
     width, height = image.size
+    if _has_late_metadata(image):
+        _load(image)
     return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
 def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Image.Image:
-    """Decode an image completely, with its EXIF orientation applied.
+    """Decode an image completely, with its EXIF orientation applied; the first frame of several.
 
     Its size equals `image_size(data)`. The size is checked before any pixel is decoded, so a
     decompression bomb costs nothing.
@@ -57,8 +61,12 @@ def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Ima
     Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
     """
     image = _open_lazily(data, max_pixels_decoded)
-    # Read before load(): a PNG may carry EXIF behind its pixels, which image_size() cannot see.
-    orientation = _orientation(image)
+    _load(image)
+    method = _ORIENTATION_METHOD.get(_orientation(image))
+    return image if method is None else image.transpose(method)
+
+
+def _load(image: Image.Image) -> None:
     try:
         image.load()
     except Exception as error:  # decoders raise many types on hostile input
@@ -66,8 +74,6 @@ def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Ima
             f"the image cannot be decoded ({type(error).__name__}: {error}): the file is corrupt "
             "or truncated; replace it or remove the sample"
         ) from error
-    method = _ORIENTATION_METHOD.get(orientation)
-    return image if method is None else image.transpose(method)
 
 
 def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image:
@@ -89,16 +95,31 @@ def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image
     return image
 
 
+def _has_late_metadata(image: Image.Image) -> bool:
+    """Whether a lazily opened PNG may tell its orientation behind its pixels, as some writers do.
+
+    Pillow sees that only after decoding all of them.
+    """
+    file = getattr(image, "fp", None)
+    if image.format != "PNG" or file is None:
+        return False
+    position = file.tell()  # decoding goes on from here
+    file.seek(_PNG_SIGNATURE)
+    pixels_seen = False
+    found = False
+    while len(header := file.read(8)) == 8 and header[4:] != b"IEND":
+        found = found or (pixels_seen and header[4:] in _PNG_METADATA)
+        pixels_seen = pixels_seen or header[4:] == b"IDAT"
+        file.seek(file.tell() + int.from_bytes(header[:4], "big") + 4)  # data and checksum
+    file.seek(position)
+    return found
+
+
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8 of a lazily opened image; 1 where it is absent or nonsense."""
-    # Not image.getexif(): that decodes a whole PNG to look for a late chunk.
-    raw = image.info.get("exif")
-    if not isinstance(raw, bytes):
-        return 1
-    exif = Image.Exif()
+    """EXIF orientation 1..8, from EXIF or XMP as Pillow reads them; 1 where absent or nonsense."""
     try:
-        exif.load(raw)
-        value = exif.get(_EXIF_ORIENTATION, 1)
+        # Not image.getexif(): that of a PNG decodes all of it to look for a late chunk.
+        value = Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1)
     except Exception:  # a broken EXIF block is no reason to lose the image
         return 1
     return value if isinstance(value, int) and value in range(1, 9) else 1

@@ -10,13 +10,7 @@ from typing import IO, BinaryIO, cast
 
 import numpy as np
 
-from data.chat import (
-    ChatTokenizer,
-    EncodedSample,
-    MessagesError,
-    PlaceholderError,
-    UnknownMediaError,
-)
+from data.chat import ChatTokenizer, EncodedSample
 from data.images import image_size
 from data.index import (
     ITEM_DTYPES,
@@ -28,6 +22,7 @@ from data.index import (
     listed,
     make_index,
 )
+from data.messages import MessagesError, PlaceholderError, UnknownMediaError
 from data.processor import ItemProcessor
 from data.tar_shards import Member, MemberFile, RawSample, match_shards, scan_shard
 

@@ -167,7 +167,7 @@ class Gemma3Tower(nn.Module):
             self.pos_embed = nn.Embedding(settings.patches_per_side**2, size, dtype=dtype)
             self.parts.sum_gradients(self.patch_embed)
             self.parts.sum_gradients(self.pos_embed)
-        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
         if ctx.is_last_stage:
             self.projector = Projector(settings, config, output_size, self.parts)
 

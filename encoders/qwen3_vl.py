@@ -218,7 +218,7 @@ class Qwen3VLTower(nn.Module):
             self.parts.sum_gradients(self.patch_embed)
             self.parts.sum_gradients(self.pos_embed)
         # The merger normalises single patches: that is the final norm of the stack.
-        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
         self.merger, self.level_mergers = None, None
         if ctx.is_last_stage:
             self.merger = engine.ParallelMLP(

@@ -191,7 +191,7 @@ class QwenVLTower(nn.Module):
         # The merger normalises single patches: that is the final norm of the stack.
         self.blocks = engine.build_stack(
             config,
-            ctx.groups,
+            ctx,
             causal=False,
             final_norm=True,
             window_layers=settings.window_layers,

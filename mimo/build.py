@@ -20,7 +20,8 @@ from mimo.families import encoder_family, encoder_settings, language_family, lan
 from mimo.hf.initial import InitialWeights
 from mimo.hf.load import load_weights
 from mimo.layout import LANGUAGE, run_ahead
-from mimo.megatron.config import ModuleContext
+from mimo.lora import is_adapter
+from mimo.megatron.config import LoRA, ModuleContext
 from mimo.megatron.groups import ProcessGroupCollection
 from mimo.megatron.parallel import (
     OptimizerSettings,
@@ -83,6 +84,9 @@ def build_model(
     for name, groups in topology.modules.items():
         part = recipe.language if name == LANGUAGE else recipe.encoders[name]
         stages = part.grid.vpp
+        lora = None
+        if part.lora is not None:
+            lora = LoRA(part.lora.rank, part.lora.alpha, frozenset(part.lora.targets))
         chunks = []
         for stage in range(stages):
             ctx = ModuleContext(
@@ -93,6 +97,7 @@ def build_model(
                 vp_stage=stage if stages > 1 else None,
                 recompute=part.recompute,
                 scatter_embedding=recipe.bridge.delivery == "sharded",
+                lora=lora,
             )
             if name == LANGUAGE:
                 chunk = language_family(recipe).build(
@@ -157,14 +162,20 @@ def _module(
 
 
 def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
-    """Take the weights that the recipe freezes out of training, in place."""
+    """Take the weights that the recipe freezes out of training, in place.
+
+    A module with adapters learns these alone, an encoder its projector too.
+    """
     part = recipe.language if module == LANGUAGE else recipe.encoders[module]
-    if part.freeze is False:
+    if part.freeze is False and part.lora is None:
         return
-    kept = encoder_family(recipe, module).PROJECTOR if part.freeze == "tower" else ()
+    kept = ()
+    if part.trains and module != LANGUAGE:
+        kept = encoder_family(recipe, module).PROJECTOR
     for chunk in chunks:
         for name, param in chunk.named_parameters():
-            param.requires_grad_(name.startswith(kept))
+            learns = name.startswith(kept) or (part.trains and is_adapter(name))
+            param.requires_grad_(learns)
 
 
 def _add_bridges(

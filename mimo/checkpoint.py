@@ -19,6 +19,7 @@ from mimo.megatron.checkpoint import (
     weights_state,
 )
 from mimo.model import MimoModel
+from mimo.start import FromScratch, FromWeights, Resume, Start
 
 
 def _model_state(
@@ -60,10 +61,26 @@ def save_checkpoint(
     return final
 
 
+def begin(model: MimoModel, start: Start) -> Progress:
+    """Put the model of a run where it begins; every rank of the world calls it.
+
+    Raises ValueError when a checkpoint does not fit the model.
+    """
+    match start:
+        case Resume(checkpoint):
+            return load_checkpoint(model, checkpoint)
+        case FromWeights(checkpoint):
+            load_checkpoint(model, checkpoint, with_optimizer=False)
+        case FromScratch():
+            pass
+    return Progress(step=0, samples=0)
+
+
 def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = True) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
-    The random state is restored where the world has the size it had when saving.
+    Without the optimizers, those of the model start afresh from the loaded weights. The random
+    state is restored with them, where the world has the size it had when saving.
     Raises ValueError when the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
@@ -74,6 +91,8 @@ def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = T
             prefix = f"{number}."
             own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
             restore(chunk, optimizer, name, own, progress.step)
+    if not with_optimizer:
+        model.follow_weights()
     states = sorted(checkpoint.glob("rng_rank_*.pt"))
     if with_optimizer and len(states) == dist.get_world_size():
         own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"

@@ -27,6 +27,9 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure what the parts promise.")
 app.add_typer(bench, name="bench")
 
+convert = typer.Typer(no_args_is_help=True, help="Checkpoints in Hugging Face format.")
+app.add_typer(convert, name="convert")
+
 RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, for example recipes/x.yaml.")]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -89,19 +92,21 @@ def check(
     """Validate a recipe and print which rank does what."""
     from mimo.job import check_recipe
     from mimo.layout import num_microbatches
-    from mimo.recipe import load_recipe
+    from mimo.stages import load_stages
 
-    loaded = load_recipe(recipe, overrides or [])
-    layout = check_recipe(loaded, num_ranks)
-    print_layout(layout, num_microbatches(loaded, layout))
+    staged = load_stages(recipe, overrides or [])
+    layouts = staged.each(lambda recipe: check_recipe(recipe, num_ranks))
+    for stage, layout in zip(staged.stages, layouts, strict=True):
+        print_layout(layout, num_microbatches(stage.recipe, layout), stage.title)
 
 
-def print_layout(layout: "Layout", microbatches: int) -> None:
+def print_layout(layout: "Layout", microbatches: int, stage: str = "") -> None:
     """Print a table with one row per module: its ranks, its grid and its lanes."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{layout.world_size} ranks · {microbatches} microbatches per step")
+    sizes = f"{layout.world_size} ranks · {microbatches} microbatches per step"
+    table = Table(title=f"{stage}: {sizes}" if stage else sizes)
     for column in ("module", "ranks", "grid", "lanes"):
         table.add_column(column)
     for name, grid in layout.grids.items():
@@ -255,6 +260,37 @@ def quickstart(overrides: OverridesArgument = None) -> int | None:
     from mimo.quickstart import main as run
 
     return run(overrides or [])
+
+
+@convert.command("from-hf")
+@_readable_errors
+def convert_from_hf(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint in Hugging Face format.")],
+    out: Annotated[Path, typer.Argument(help="Where the checkpoint folder goes.")],
+) -> None:
+    """Turn a Hugging Face checkpoint into one of ours, tensor by tensor.
+
+    To train from it no conversion is needed: name the folder as init_from in a recipe.
+    """
+    from mimo.hf.from_hf import convert as run
+
+    run(folder, out)
+
+
+@convert.command("to-hf")
+@_readable_errors
+def convert_to_hf(
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    out: Annotated[Path, typer.Argument(help="Where the folder goes.")],
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", help="Largest file, such as 500MB or 5GB.")
+    ] = "5GB",
+) -> None:
+    """Write a trained model in Hugging Face format, from whatever layout it was trained in."""
+    from mimo.hf.to_hf import convert as write
+    from mimo.hf.to_hf import parse_size
+
+    write(run, out, parse_size(shard_size))
 
 
 @bench.command("bridge")

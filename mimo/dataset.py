@@ -9,6 +9,7 @@ from data.batch import GlobalMicrobatch
 from data.chat import ChatTokenizer
 from data.index import Index, Processors, check_lengths
 from data.index_store import load_or_build_index
+from data.item_text import MediaText
 from data.order import SampleOrder
 from data.processor import ItemProcessor
 from data.reader import SampleReader
@@ -40,10 +41,12 @@ def check_media(recipe: Recipe) -> None:
         for name, encoder in recipe.encoders.items()
         if encoder.media == "text"
     ]
-    for key in ("media", "placeholder"):
+    for key in ("media", "placeholder", "template_token"):
         owners: dict[str, str] = {}
         for name, encoder in recipe.encoders.items():
             value = getattr(encoder, key)
+            if value is None:
+                continue
             owner = owners.setdefault(value, name)
             if owner != name:
                 message = f"got {value!r}, which encoders.{owner}.{key} is already; name another"
@@ -63,7 +66,10 @@ def item_processors(recipe: Recipe) -> dict[str, ItemProcessor]:
 
 def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
     """The recipe's tokenizer. Raises RecipeError with the key ``data.tokenizer``."""
-    placeholders = {encoder.media: encoder.placeholder for encoder in recipe.encoders.values()}
+    placeholders = {
+        encoder.media: MediaText(encoder.placeholder, encoder.template_token, encoder.item_text)
+        for encoder in recipe.encoders.values()
+    }
     try:
         return ChatTokenizer(recipe.data.tokenizer, placeholders)
     except ValueError as error:

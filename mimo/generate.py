@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from data.batch import pack_lane
-from data.chat import ChatTokenizer, EncodedSample, PlaceholderError
+from data.chat import ChatTokenizer, EncodedSample
 from data.images import open_image, to_rgb
+from data.messages import PlaceholderError
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import item_processors, open_tokenizer
 from mimo.local import LocalModel, join_world_of_one
@@ -198,12 +199,13 @@ def main(path: Path, images: Sequence[Path], prompt: str, max_new_tokens: int) -
             generator.processors["image"].num_tokens(*pixels.size)
         except ValueError as error:
             raise InputError(f"--image {image}: {error}") from error
-    for media, token in generator.chat.placeholders.items():
-        if token in prompt:
-            raise InputError(
-                f"--prompt: {token!r} stands for an item of media {media!r} and is no text; leave "
-                "it out, a placeholder is added for each item that is given"
-            )
+    for media, text in generator.chat.media_text.items():
+        for token in (text.written, text.placeholder):
+            if token in prompt:
+                raise InputError(
+                    f"--prompt: {token!r} stands for an item of media {media!r} and is no text; "
+                    "leave it out, a placeholder is added for each item that is given"
+                )
     content = [{"type": "image"} for _ in opened] + [{"type": "text", "text": prompt}]
     request = Request([{"role": "user", "content": content}], opened)
     print(generator.answer([request], max_new_tokens)[0])

@@ -146,7 +146,7 @@ def build(
             settings.rotary_base,
             settings.rotary_factor,
         ),
-        local_global_layer_spec(config),
+        local_global_layer_spec(config, ctx.lora),
     )
     engine.initialize_parameters(
         model, config, ctx.groups, seed, settings.init_std, vp_stage=ctx.vp_stage

@@ -13,9 +13,9 @@ from mimo.families import encoder_settings, language_settings
 from mimo.job import check_recipe
 from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.levels import minimum_run_ahead
+from mimo.padding import sequence_multiple
 from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError
-from mimo.step_plan import padding_of
 from mimo.verify.workload import SHARD, Media, Workload
 from mimo.yaml_source import dotted
 
@@ -71,6 +71,8 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
             # The recipe's may be a word of the data that are made here.
             "placeholder": f"<|{name}_pad|>",
+            "template_token": None,
+            "item_text": "{placeholder}",
         }
         processor = type(settings)(**data["encoders"][name]["model"]).processor()
         media.append(Media(encoder.media, f"<|{name}_pad|>", processor.row_pixels))
@@ -82,7 +84,8 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "micro_batch_size": samples // lanes,
         "run_dir": str(folder / "runs"),
     }
-    divisor = padding_of(layout.language, packed=False).sequence
+    language = layout.language
+    divisor = sequence_multiple(language.cp, language.tp, language.sp)
     data["data"] |= {
         "prepare": None,
         "sources": [{"path": str(directory / SHARD)}],

@@ -168,6 +168,21 @@ def swap_zigzag_order() -> None:
     owner.zigzag_indices = swapped
 
 
+def forget_slices_of_adapters() -> None:
+    """Under sequence parallelism the matrix that all ranks have learns from one slice each."""
+    from mimo.megatron import lora
+
+    whole = lora._whole
+    lora._whole = lambda weight, rows, columns, sums_slices: whole(weight, rows, columns, False)
+
+
+def take_adapter_inputs_of_own_rank() -> None:
+    """A row-parallel linear's adapter leaves out the inputs of the other ranks."""
+    from mimo.megatron import lora
+
+    lora.reduce_from_tensor_model_parallel_region = lambda down, group: down
+
+
 # ---------------------------------------------------------------------------- tests
 
 
@@ -230,6 +245,18 @@ CASES = {
     # The bridge's own map is left alone, so the rows land on other positions than the text.
     "zigzag order swapped": Case(
         swap_zigzag_order, SweepCell("cp2", ""), "vision.patch_embed.weight"
+    ),
+    "slices of adapters under sp not summed": Case(
+        forget_slices_of_adapters,
+        SweepCell("tp2 sp", "dp2", ("adapters",)),
+        "language.decoder.layers.0.self_attention.linear_proj.lora_b",
+        "vision",
+    ),
+    "adapters of one rank's inputs": Case(
+        take_adapter_inputs_of_own_rank,
+        SweepCell("tp2", "dp2", ("adapters",)),
+        "language.decoder.layers.0.self_attention.linear_proj.lora_b",
+        "vision",
     ),
 }
 
