@@ -54,14 +54,11 @@ def run_ours(recipe: Recipe, names: Collection[str], fault: Fault | None = None)
     places = Places(dataset.readers[0], trainer.plans[0])
     parts: list[Part] = []
     for chunk in chunks:
-        parts += _language_parts(
-            chunk, modules[LANGUAGE], places, f"language, rank {topology.rank}"
-        )
+        parts += _language_parts(chunk, modules[LANGUAGE], places, topology.rank)
+    size = language_settings(recipe).hidden_size
     for name, recording in towers.items():
-        batches = _batches_of_calls(
-            trainer.model, topology, name, len(trainer.plans[0].microbatches)
-        )
-        size = language_settings(recipe).hidden_size
+        count = len(trainer.plans[0].microbatches)
+        batches = _batches_of_calls(trainer.model, topology, name, count)
         parts += _tower_parts(recording, modules[name], places, batches, size, topology.rank)
     return OursOnRank(parts, RankSteps([metrics], [shard for shard, _ in trainer.watched]))
 
@@ -82,9 +79,9 @@ class _PlanningTrainer(WatchedTrainer):
         return self.plans[-1]
 
 
-def _language_parts(chunk: Recording, module: Module, places: Places, where: str) -> Iterator[Part]:
+def _language_parts(chunk: Recording, module: Module, places: Places, rank: int) -> Iterator[Part]:
     """What a chunk of the language model had of each point."""
-    groups = module.groups
+    groups, where = module.groups, f"{module.name}, rank {rank}"
     for point, calls in chunk.states.items():
         for number, values in enumerate(calls):
             lengths = chunk.lengths[number]
