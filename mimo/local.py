@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from data.batch import PackedLane
 from mimo.arrivals import Arrived, join_levels, place_embeddings
+from mimo.assets import recipe_of
 from mimo.build import build_model
 from mimo.checkpoint import load_checkpoint
 from mimo.checkpoint_folder import find_checkpoint
@@ -28,7 +29,7 @@ from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.megatron.deepstack import level_inputs
 from mimo.megatron.segments import PackedSegments
 from mimo.model import MimoModel
-from mimo.recipe import Grid, Recipe, load_recipe
+from mimo.recipe import Grid, Recipe
 from mimo.topology import build_topology
 
 
@@ -92,7 +93,7 @@ class LocalModel:
         Raises InputError when there is no checkpoint, ValueError when it does not fit its recipe.
         """
         checkpoint = find_checkpoint(path)
-        local = cls(load_recipe(checkpoint / "recipe.yaml"), tokenizer_size, freeze=True)
+        local = cls(recipe_of(checkpoint), tokenizer_size, freeze=True)
         load_checkpoint(local.model, checkpoint, with_optimizer=False)
         for module in local.model.modules.values():
             module.raw[0].eval()

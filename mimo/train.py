@@ -267,7 +267,7 @@ class Trainer:
             self.model,
             self.progress,
             self.run_dir / "checkpoints",
-            self.recipe.to_yaml(),
+            self.recipe,
             self.recipe.train.keep_checkpoints,
         )
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mimo.assets import ASSETS, asset_folders, copy_assets
 from mimo.checkpoint_folder import Progress, write_progress
 from mimo.families import language_settings
 from mimo.hf import stored
-from mimo.hf.assets import ASSETS, asset_folders, copy_assets
 from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.initial import initial_weights
 from mimo.hf.keymap import Weight
@@ -36,7 +36,7 @@ def convert(source: Path, target: Path) -> None:
     It has no optimizer; `mimo generate` answers with it and `mimo convert to-hf` turns it back.
     The folder appears complete or not at all. Raises InputError for a source that does not fit.
     """
-    recipe = recipe_of(source)
+    recipe = minimal_recipe(source)
     initial = initial_weights(recipe)
     assert initial is not None, "the recipe starts from the folder"
     checkpoint = initial.checkpoint
@@ -65,7 +65,7 @@ def convert(source: Path, target: Path) -> None:
         write_progress(folder, Progress(step=0, samples=0))
 
 
-def recipe_of(source: Path) -> Recipe:
+def minimal_recipe(source: Path) -> Recipe:
     """A recipe with the families and sizes of a folder; data and steps are for others to say.
 
     Raises InputError for a folder that is no checkpoint of a model that we know.

@@ -16,18 +16,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mimo.assets import ASSETS, copy_assets, recipe_of
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.families import encoder_settings, language_settings
 from mimo.hf import stored
 from mimo.hf.architectures import Architecture
-from mimo.hf.assets import ASSETS, copy_assets
 from mimo.hf.config import read_json
 from mimo.hf.folder import INDEX, SINGLE
 from mimo.hf.keymap import Weight
 from mimo.hf.recipe_keys import architecture_of_folder
 from mimo.new_folder import new_folder
 from mimo.progress_bar import counter_of
-from mimo.recipe import Recipe, load_recipe
+from mimo.recipe import Recipe
 from mimo.recipe_errors import InputError, RecipeError
 
 
@@ -58,7 +58,7 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
     missing or has another shape.
     """
     checkpoint = find_checkpoint(run)
-    recipe = load_recipe(checkpoint / "recipe.yaml")
+    recipe = recipe_of(checkpoint)
     assets = checkpoint / ASSETS
     if not (assets / "config.json").is_file():
         raise InputError(

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from mimo.recipe import Recipe
+from mimo.recipe import Recipe, load_recipe
 
 ASSETS = "assets"
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
@@ -34,10 +34,14 @@ def asset_folders(recipe: Recipe) -> list[Path]:
     return [Path(folder) for folder in folders if Path(folder).is_dir()]
 
 
-def with_carried_tokenizer(recipe: Recipe, checkpoint: Path) -> Recipe:
-    """The recipe of a checkpoint; where its tokenizer is gone, with the one that it carries."""
+def recipe_of(checkpoint: Path) -> Recipe:
+    """The recipe of a checkpoint; where its tokenizer's folder is gone, with the one it carries.
+
+    Raises RecipeError.
+    """
+    recipe = load_recipe(checkpoint / "recipe.yaml")
     carried = checkpoint / ASSETS
-    if Path(recipe.data.tokenizer).is_dir() or not (carried / "tokenizer.json").is_file():
+    if Path(recipe.data.tokenizer).is_dir() or not carried.is_dir():
         return recipe
     data = recipe.data.model_copy(update={"tokenizer": str(carried)})
     return recipe.model_copy(update={"data": data})
