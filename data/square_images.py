@@ -12,10 +12,11 @@ import numpy as np
 from PIL import Image
 
 from data.images import cut_patches, encoding_cost, normalisation_table, to_rgb
+from data.processor import Grid, StillImages
 
 
 @dataclass(frozen=True)
-class SquareImageProcessor:
+class SquareImageProcessor(StillImages):
     """Resize to ``image_size`` x ``image_size`` pixels, normalise, cut into patches.
 
     The aspect ratio is not kept. Source: transformers `Gemma3ImageProcessorPil` without
@@ -60,7 +61,7 @@ class SquareImageProcessor:
         """Values of one patch: 3·P·P."""
         return 3 * self.patch_size**2
 
-    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+    def grid(self, width: int, height: int) -> Grid:
         """(1, h, w) in patches, the same for every image.
 
         Raises ValueError for an empty image.
@@ -72,7 +73,7 @@ class SquareImageProcessor:
         side = self.image_size // self.patch_size
         return 1, side, side
 
-    def row_grid(self, width: int, height: int) -> tuple[int, int, int]:
+    def row_grid(self, width: int, height: int) -> Grid:
         """(1, h, w) in rows: the grid after merging. Raises as `grid`."""
         t, h, w = self.grid(width, height)
         return t, h // self.merge_size, w // self.merge_size
@@ -92,7 +93,8 @@ class SquareImageProcessor:
         size = (self.image_size, self.image_size)
         resized = to_rgb(image).resize(size, Image.Resampling.BILINEAR)
         table = normalisation_table(self.mean, self.std)
-        return cut_patches(resized, table, self.patch_size, self.merge_size, frames=1)
+        pixels = np.asarray(resized)[None]
+        return cut_patches(pixels, table, self.patch_size, self.merge_size, frames_per_patch=1)
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever sizes, row counts or pixel values may change."""

@@ -99,8 +99,8 @@ class Settings(BaseModel):
             }
         )
 
-    def processor(self) -> SquareImageProcessor:
-        """How an image becomes patches."""
+    def processor(self, media: str = "image") -> SquareImageProcessor:
+        """How an image becomes patches; items of every media are images."""
         return SquareImageProcessor(
             image_size=self.image_size,
             patch_size=self.patch_size,
