@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.images import ImageProcessor
+from data.videos import VIDEO, TimedVideoProcessor
 from encoders._hf import block_norms, both
 from encoders._patches import (
     PatchRope,
@@ -65,6 +66,9 @@ class Settings(BaseModel):
     temporal_patch_size: int = Field(default=2, ge=1)
     min_pixels: int = Field(default=256 * 256, ge=1)
     max_pixels: int = Field(default=4096 * 4096, ge=1)
+    video_min_pixels: int = Field(default=32 * 32 * 128, ge=1)
+    """Of all resized frames of a video together."""
+    video_max_pixels: int = Field(default=32 * 32 * 768, ge=1)
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     rotary_base: float = 10_000.0
@@ -81,7 +85,8 @@ class Settings(BaseModel):
                 f"deepstack_visual_indexes {list(indexes)} must be ascending blocks between 0 and "
                 f"num_layers - 1, which is {self.num_layers - 1}"
             )
-        self.processor()  # raises ValueError for pixel limits that no image can meet
+        for media in ("image", VIDEO):
+            self.processor(media)  # raises ValueError for pixel limits that nothing can meet
         return self
 
     def layer_kinds(self) -> tuple[str, ...]:
@@ -110,13 +115,15 @@ class Settings(BaseModel):
                 "patch_size": patch_size,
                 "min_pixels": row,
                 "max_pixels": 16 * row,
+                "video_min_pixels": row,
+                "video_max_pixels": 16 * row,
                 "init_std": 0.2,
             }
         )
 
-    def processor(self) -> ImageProcessor:
-        """How an image becomes patches, and how many rows it encodes to."""
-        return ImageProcessor(
+    def processor(self, media: str = "image") -> ImageProcessor:
+        """How an image or a video becomes patches, and how many rows it encodes to."""
+        images = ImageProcessor(
             patch_size=self.patch_size,
             merge_size=self.merge_size,
             temporal_patch_size=self.temporal_patch_size,
@@ -126,6 +133,9 @@ class Settings(BaseModel):
             std=self.image_std,
             tower_width=self.hidden_size,
         )
+        if media != VIDEO:
+            return images
+        return TimedVideoProcessor.like(images, self.video_min_pixels, self.video_max_pixels)
 
 
 def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:

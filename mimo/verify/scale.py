@@ -75,8 +75,10 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "placeholder": f"<|{name}_pad|>",
             "template_token": None,
             "item_text": "{placeholder}",
+            # One media shows what the encoder does; the others only share its weights.
+            "other_media": {},
         }
-        processor = type(settings)(**data["encoders"][name]["model"]).processor()
+        processor = type(settings)(**data["encoders"][name]["model"]).processor(encoder.media)
         media.append(Media(encoder.media, f"<|{name}_pad|>", processor.row_pixels))
     workload = Workload(tuple(media), NUM_STEPS, microbatches, samples)
     directory = folder / workload.name
