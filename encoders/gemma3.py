@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from data.pan_and_scan import PanAndScan
 from data.square_images import SquareImageProcessor
-from encoders._hf import block_norms, both
+from encoders._hf import block_norms, both, normalisation
 from encoders._patches import RowParts, check_tower_grid, frame_lengths, patch_places
 from mimo import megatron as engine
-from mimo.hf.config import Config, expect
+from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, grouped_qkv, plain
 
 if TYPE_CHECKING:
@@ -251,10 +251,10 @@ def build(
     return tower
 
 
-def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Gemma-3's configuration.
 
-    processor: its image processor's. Raises ValueError for what we do not compute.
+    Raises ValueError for what we do not compute.
     """
     vision = config["vision_config"]
     expect(
@@ -264,7 +264,7 @@ def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
         hidden_act="gelu_pytorch_tanh",
         num_channels=3,
     )
-    size = processor.get("size") or {}
+    size = processors.image.get("size") or {}
     side = vision["image_size"]
     expect(size, "the image processor's size", height=side, width=side)
     return {
@@ -277,7 +277,7 @@ def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
         "mm_tokens_per_image": config["mm_tokens_per_image"],
         "norm_eps": vision["layer_norm_eps"],
         "init_std": config["initializer_range"],
-        **{k: list(processor[k]) for k in ("image_mean", "image_std") if processor.get(k)},
+        **normalisation(processors.image),
     }
 
 

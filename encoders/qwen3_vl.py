@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from data.images import ImageProcessor
 from data.videos import VIDEO, TimedVideoProcessor
-from encoders._hf import block_norms, both
+from encoders._hf import block_norms, both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
     RowParts,
@@ -37,7 +37,7 @@ from encoders._patches import (
     patch_places,
 )
 from mimo import megatron as engine
-from mimo.hf.config import Config, expect, pixel_limits
+from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain
 
 if TYPE_CHECKING:
@@ -324,28 +324,17 @@ def build(
     return tower
 
 
-def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Qwen3-VL's configuration.
 
-    processor: its image processor's. Raises ValueError for what we do not compute.
+    Raises ValueError for what we do not compute.
     """
     vision = config["vision_config"]
-    expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh", in_channels=3)
-    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
     return {
-        "num_layers": vision["depth"],
-        "hidden_size": vision["hidden_size"],
-        "ffn_hidden_size": vision["intermediate_size"],
-        "num_attention_heads": vision["num_heads"],
+        **qwen_tower_sizes(config, processors),
         "deepstack_visual_indexes": list(vision["deepstack_visual_indexes"]),
         "num_grid_per_side": math.isqrt(vision["num_position_embeddings"]),
-        "patch_size": vision["patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "temporal_patch_size": vision["temporal_patch_size"],
-        "rotary_base": float(vision["rope_parameters"]["rope_theta"]),
-        "init_std": vision["initializer_range"],
-        **pixel_limits(processor),
-        **{k: list(processor[k]) for k in ("image_mean", "image_std") if processor.get(k)},
     }
 
 

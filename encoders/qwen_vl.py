@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from data.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
 from data.videos import VIDEO, VideoProcessor
-from encoders._hf import both
+from encoders._hf import both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
     RowParts,
@@ -36,7 +36,7 @@ from encoders._patches import (
     patch_places,
 )
 from mimo import megatron as engine
-from mimo.hf.config import Config, expect, pixel_limits
+from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
 
 if TYPE_CHECKING:
@@ -302,28 +302,18 @@ def build(
     return tower
 
 
-def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Qwen2.5-VL's configuration.
 
-    processor: its image processor's. Raises ValueError for what we do not compute.
+    Raises ValueError for what we do not compute.
     """
     vision = config["vision_config"]
-    expect(vision, "vision_config", hidden_act="silu", in_channels=3)
-    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    expect(vision, "vision_config", hidden_act="silu")
     return {
-        "num_layers": vision["depth"],
-        "hidden_size": vision["hidden_size"],
-        "ffn_hidden_size": vision["intermediate_size"],
-        "num_attention_heads": vision["num_heads"],
-        "patch_size": vision["patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "temporal_patch_size": vision["temporal_patch_size"],
+        **qwen_tower_sizes(config, processors),
         "window_size": vision["window_size"],
         "full_attention_layers": list(vision["fullatt_block_indexes"]),
-        "rotary_base": float(vision["rope_parameters"]["rope_theta"]),
-        "init_std": vision["initializer_range"],
-        **pixel_limits(processor),
-        **{k: list(processor[k]) for k in ("image_mean", "image_std") if processor.get(k)},
+        "tokens_per_second": float(vision["tokens_per_second"]),
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo.hf.architectures import Architecture, architecture_of
-from mimo.hf.config import read_config, read_image_processor
+from mimo.hf.config import read_config, read_processors
 from mimo.recipe_errors import InputError
 from mimo.yaml_source import Location
 
@@ -35,7 +35,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         config = read_config(folder)
         architecture = architecture_of(config.get("model_type"))
         language = architecture.language_family().settings_from_hf(config)
-        tower = architecture.encoder_family().settings_from_hf(config, read_image_processor(folder))
+        tower = architecture.encoder_family().settings_from_hf(config, read_processors(folder))
     except (InputError, ValueError, KeyError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         yield ("init_from",), f"{folder / 'config.json'}: {reason}"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.hf.architectures import ARCHITECTURES
-from mimo.hf.config import read_config, read_image_processor
+from mimo.hf.config import read_config, read_processors
 from mimo.hf.keymap import Weight, check_complete, fused_qkv, grouped_qkv, plain, stacked
 from tests.mimo.hf import folders
 
@@ -99,7 +99,7 @@ def test_the_map_of_a_model_covers_every_tensor_that_transformers_writes(
     language: Any = architecture.language_family()
     tower: Any = architecture.encoder_family()
     settings = language.Settings(**language.settings_from_hf(config))
-    encoder = tower.Settings(**tower.settings_from_hf(config, read_image_processor(folder)))
+    encoder = tower.Settings(**tower.settings_from_hf(config, read_processors(folder)))
     maps = architecture.weights(settings, {"vision": encoder})
     every = [weight for own in maps.values() for weight in own]
     check_complete(every)
