@@ -21,7 +21,7 @@ from tests.conftest import RunRanks
 from tests.mimo import tiny
 
 SEGMENTS = (8, 16)  # of one packed sequence
-COLOCATED = "encoders.vision={family: qwen_vl, placement: colocated, grid: {}}"
+COLOCATED = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 1}"]
 # (cp, tp): what rank (cp rank, tp rank) holds of 24 positions.
 CP_ONLY_BATCH = [[*range(6), *range(18, 24)], [*range(6, 18)]]
 CP_ONLY_PACKED = [
@@ -151,8 +151,8 @@ def has_partition(rank: int, path: Path, overrides: list[str]) -> bool:
     ("overrides", "expected"),
     [
         (["encoders.vision.grid.dp=2", "language.grid={cp: 2}"], [False, False, True, True]),
-        ([COLOCATED, "language.grid={pp: 2}"], [True, True]),
-        ([COLOCATED, tiny.SECOND_ENCODER, "language.grid={tp: 2}"], [False, True, True]),
+        ([*COLOCATED, "language.grid={pp: 2}"], [True, True]),
+        ([*COLOCATED, tiny.SECOND_ENCODER, "language.grid={tp: 2}"], [False, True, True]),
     ],
     ids=["disjoint", "colocated", "mixed"],
 )
