@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         section = _section(encoders, name)
         yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
         for key, value in architecture.encoder_keys.items():
-            section.setdefault(key, value)
+            section.setdefault(key, copy.deepcopy(value))
 
 
 def _is_resolved(data: dict[str, Any]) -> bool:
@@ -82,4 +83,4 @@ def _fill_module(
         return
     own = _section(section, "model")
     for key, value in settings.items():
-        own.setdefault(key, value)
+        own.setdefault(key, copy.deepcopy(value))
