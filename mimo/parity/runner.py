@@ -73,14 +73,16 @@ class ParityRunner:
     def prepare(self, overrides: Sequence[str]) -> tuple[Recipe, Layout]:
         """The recipe of a layout, with the data that it needs. Raises InputError, RecipeError."""
         check_overrides(overrides)
-        count = _SAMPLES * _MICROBATCHES
-        layout = check_recipe(self._recipe(count, overrides), None)
-        language = layout.language
-        step = language.pp if language.vpp > 1 else 1
+        grid = self._recipe(_SAMPLES, overrides).language.grid
+        step = grid.pp if grid.vpp > 1 else 1  # interleaved stages take turns
         microbatches = -(-_MICROBATCHES // step) * step
-        count = _SAMPLES * microbatches * language.dp
+        count = _SAMPLES * microbatches * (grid.dp or 1)
         recipe = self._recipe(count, overrides)
-        return recipe, check_recipe(recipe, None)
+        layout = check_recipe(recipe, None)
+        shard = self._shard(count)
+        if not shard.exists():
+            write_samples(shard, make_samples(count))
+        return recipe, layout
 
     def run(
         self,
@@ -115,15 +117,15 @@ class ParityRunner:
             tolerance,
         )
 
+    def _shard(self, count: int) -> Path:
+        return self.folder / f"samples-{count}.tar"
+
     def _recipe(self, count: int, overrides: Sequence[str]) -> Recipe:
-        shard = self.folder / f"samples-{count}.tar"
-        if not shard.exists():
-            write_samples(shard, make_samples(count))
         path = self.folder / f"parity-{count}.yaml"
         path.write_text(
             _RECIPE.format(
                 checkpoint=self.checkpoint,
-                shard=shard,
+                shard=self._shard(count),
                 count=count,
                 samples=_SAMPLES,
                 folder=self.folder,
