@@ -6,42 +6,28 @@ Letters: `L` tokens of one sample, `I` items (images, videos, ...) in it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-Message = Mapping[str, Any]
+from data.chat_template import find_chat_template
+from data.item_text import ITEM_SLOT, MediaText, write_items
+from data.messages import (
+    Mention,
+    Message,
+    MessagesError,
+    PlaceholderError,
+    UnknownMediaError,
+    check_messages,
+    is_answer,
+    item_parts,
+    mentions,
+)
 
 IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}
-
-
-class MessagesError(ValueError):
-    """The messages of one sample are malformed, or its chat template refuses them."""
-
-
-class PlaceholderError(ValueError):
-    """A sample has more or fewer placeholders than items."""
-
-    def __init__(self, key: str, placeholders: int, items: int) -> None:
-        super().__init__(
-            f"sample {key!r} has {placeholders} placeholders but {items} items: need one content "
-            'part such as {"type": "image"} per item; fix the messages or the files of the items'
-        )
-        self.key, self.placeholders, self.items = key, placeholders, items
-
-
-class UnknownMediaError(ValueError):
-    """A sample has an item that no encoder takes."""
-
-    def __init__(self, key: str, media: str, known: Collection[str]) -> None:
-        super().__init__(
-            f"sample {key!r} has a content part of type {media!r}, but there are encoders for "
-            f"{', '.join(known) or 'nothing'} only: give an encoder this media, or correct the type"
-        )
-        self.key, self.media = key, media
+_ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats
 
 
 @dataclass(frozen=True)
@@ -57,17 +43,19 @@ class EncodedSample:
 class ChatTokenizer:
     """A tokenizer folder in Hugging Face format, with the chat template it contains.
 
-    Safe to use from several threads: it only ever reads.
+    The folder of a checkpoint is one too. Safe to use from several threads: it only ever reads.
 
     directory: folder with tokenizer.json and a chat template; never downloads anything.
-    placeholders: by media, which is the type of content part such as "image" or "video", the token
-    that the template writes once per item.
+    placeholders: by media, which is the type of content part such as "image" or "video", how its
+    items stand in the text. A token alone is one that the template writes once per item.
 
     Raises ValueError when the folder, its template, or a needed token is missing.
     """
 
     def __init__(
-        self, directory: str | Path, placeholders: Mapping[str, str] = IMAGE_PLACEHOLDERS
+        self,
+        directory: str | Path,
+        placeholders: Mapping[str, str | MediaText] = IMAGE_PLACEHOLDERS,
     ) -> None:
         from transformers import AutoTokenizer  # here, because it costs seconds to import
 
@@ -88,66 +76,74 @@ class ChatTokenizer:
             raise ValueError(
                 f"the tokenizer in {self.directory} has no tokenizer.json: save its fast version"
             )
-        if not tokenizer.chat_template or isinstance(tokenizer.chat_template, dict):
-            raise ValueError(
-                f"the tokenizer in {self.directory} has no (single) chat template: add "
-                "chat_template.jinja"
-            )
+        self.template = find_chat_template(self.directory, tokenizer.chat_template)
         # We never truncate, and packing pads. Set once here, so that encoding needs no lock.
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer, self._backend = tokenizer, backend
-        self.placeholders = dict(placeholders)
+        self.media_text = {
+            media: text if isinstance(text, MediaText) else MediaText(text)
+            for media, text in placeholders.items()
+        }
+        self.placeholders = {media: text.placeholder for media, text in self.media_text.items()}
         # Not the number of entries: some tokenizers leave ids out.
         self.vocab_size: int = 1 + max(tokenizer.get_vocab().values())
         self.placeholder_ids: dict[str, int] = {
             media: self._required_id(token, f"the {media} placeholder")
-            for media, token in placeholders.items()
+            for media, token in self.placeholders.items()
         }
-        eos = "<|im_end|>" if backend.token_to_id("<|im_end|>") is not None else tokenizer.eos_token
+        known = [token for token in _ENDS_OF_TURN if backend.token_to_id(token) is not None]
+        eos = known[0] if known else tokenizer.eos_token
         self.eos_token_id = self._required_id(eos, "the end of a turn")
         pad = tokenizer.pad_token
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
-    def media_of_items(self, messages: Sequence[Message], key: str) -> list[str]:
-        """The media of each item, in order of mention.
+    def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
+        """The content parts that stand for items, in order of mention.
 
         Raises MessagesError for malformed messages, UnknownMediaError for a media that has no
         placeholder.
         """
         check_messages(messages, key)
-        contents = [m["content"] for m in messages if not isinstance(m["content"], str)]
-        types = [part["type"] for content in contents for part in content]
-        found = [media for media in types if media != "text"]
-        for media in found:
-            if media not in self.placeholders:
-                raise UnknownMediaError(key, media, self.placeholders)
+        found = mentions(messages, key)
+        for one in found:
+            if one.media not in self.placeholders:
+                raise UnknownMediaError(key, one.media, self.placeholders)
         return found
 
     def encode(
-        self, messages: Sequence[Message], rows_per_item: Sequence[int], key: str
+        self,
+        messages: Sequence[Message],
+        rows_per_item: Sequence[int],
+        key: str,
+        part_texts: Sequence[str] | None = None,
     ) -> EncodedSample:
         """Tokenize a finished conversation; the loss is on every assistant answer.
 
-        An answer reaches from behind the template's generation prompt to its <|im_end|>, included.
+        An answer reaches from behind the template's generation prompt to its end of turn, included.
         rows_per_item: rows of each item, in order of mention over all media; that many
         placeholders of its media stand for it.
         key: names the sample in errors.
+        part_texts: for each content part that is no text, what stands for it, with `{item}` once
+        per item that it becomes; None where each is one item.
 
-        Raises as `media_of_items`, PlaceholderError when placeholders and items differ in number,
+        Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
         ValueError when the template cannot be cut at the answers or writes another placeholder.
         """
-        media = self.media_of_items(messages, key)
-        ids = self._tokens(messages, key)
+        parts = self._parts(messages, rows_per_item, key, part_texts)
+        ids = self._tokens(messages, parts, key)
         answer = np.zeros(len(ids), dtype=bool)
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                start, end = self._answer_span(messages, number, ids, key)
+            if is_answer(message):
+                start, end = self._answer_span(messages, number, ids, parts, key)
                 answer[start:end] = True
-        return self._expand(ids, answer, media, rows_per_item, key)
+        return self._expand(ids, answer, parts, rows_per_item, key)
 
     def encode_prompt(
-        self, messages: Sequence[Message], rows_per_item: Sequence[int]
+        self,
+        messages: Sequence[Message],
+        rows_per_item: Sequence[int],
+        part_texts: Sequence[str] | None = None,
     ) -> EncodedSample:
         """Tokenize a conversation that waits for an answer: ends with the generation prompt.
 
@@ -155,14 +151,14 @@ class ChatTokenizer:
 
         Raises as `encode`, and MessagesError when the last message already is the assistant's.
         """
-        media = self.media_of_items(messages, "prompt")
-        if messages[-1]["role"] == "assistant":
+        parts = self._parts(messages, rows_per_item, "prompt", part_texts)
+        if is_answer(messages[-1]):
             raise MessagesError(
                 "the last message of a prompt is the assistant's: leave the answer out"
             )
-        ids = self._tokens(messages, "prompt", add_generation_prompt=True)
+        ids = self._tokens(messages, parts, "prompt", add_generation_prompt=True)
         answer = np.zeros(len(ids), dtype=bool)
-        sample = self._expand(ids, answer, media, rows_per_item, "prompt")
+        sample = self._expand(ids, answer, parts, rows_per_item, "prompt")
         return EncodedSample(
             input_ids=sample.input_ids,
             labels=np.full_like(sample.input_ids, self.pad_token_id),
@@ -178,11 +174,11 @@ class ChatTokenizer:
         """Hex digest that changes whenever token ids or the rendering may change."""
         parts = (
             self._backend.to_str(),
-            self._tokenizer.chat_template,
+            self.template,
             sorted(
                 (name, str(token)) for name, token in self._tokenizer.special_tokens_map.items()
             ),
-            (sorted(self.placeholders.items()), self.eos_token_id, self.pad_token_id),
+            (sorted(self.media_text.items()), self.eos_token_id, self.pad_token_id),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -195,32 +191,64 @@ class ChatTokenizer:
             )
         return token_id
 
+    def _parts(
+        self,
+        messages: Sequence[Message],
+        rows_per_item: Sequence[int],
+        key: str,
+        part_texts: Sequence[str] | None,
+    ) -> list[tuple[str, str]]:
+        """(media, text with `{item}` in it) of each content part that is no text."""
+        media = [one.media for one in self.mentions(messages, key)]
+        texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
+        items = sum(text.count(ITEM_SLOT) for text in texts)
+        for count, needed in ((len(media), len(texts)), (items, len(rows_per_item))):
+            if count != needed:
+                raise PlaceholderError(key, count, needed)
+        return list(zip(media, texts, strict=True))
+
     def _tokens(
-        self, messages: Sequence[Message], key: str, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        parts: Sequence[tuple[str, str]],
+        key: str,
+        add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of rendered messages, one placeholder per item."""
+        """Token ids of rendered messages, one placeholder per item.
+
+        parts: as of `_parts`; `messages` may be a beginning of those that they belong to.
+        """
         from jinja2 import TemplateError
 
         try:  # transformers compiles a template once per process and keeps it
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except TemplateError as error:
             raise MessagesError(
                 f"sample {key!r}: the chat template refuses the messages: {error}"
             ) from error
+        text = write_items(text, parts[: len(item_parts(messages))], self.media_text, key)
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _answer_span(
-        self, messages: Sequence[Message], number: int, ids: list[int], key: str
+        self,
+        messages: Sequence[Message],
+        number: int,
+        ids: list[int],
+        parts: Sequence[tuple[str, str]],
+        key: str,
     ) -> tuple[int, int]:
         """[start, end) of the answer in message `number`, its end token included."""
         if number == 0:
             raise MessagesError(f"sample {key!r}: begins with an answer; need a question before it")
-        before = self._tokens(messages[:number], key, add_generation_prompt=True)
+        before = self._tokens(messages[:number], parts, key, add_generation_prompt=True)
         # The last answer ends the conversation: no need to render the same messages again.
         last = number == len(messages) - 1
-        through = ids if last else self._tokens(messages[: number + 1], key)
+        through = ids if last else self._tokens(messages[: number + 1], parts, key)
         if through[: len(before)] != before or ids[: len(through)] != through:
             raise ValueError(
                 f"sample {key!r}: the chat template of {self.directory} renders the messages "
@@ -230,7 +258,7 @@ class ChatTokenizer:
                 "answer begin with a line break?)"
             )
         end = len(through)
-        # What follows <|im_end|> (a line break in Qwen's template) is never generated.
+        # What follows the end of a turn (a line break, in Qwen's template) is never generated.
         for position in range(len(through) - 1, len(before) - 1, -1):
             if through[position] == self.eos_token_id:
                 end = position + 1
@@ -241,21 +269,22 @@ class ChatTokenizer:
         self,
         ids: list[int],
         answer: np.ndarray,
-        media: Sequence[str],
+        parts: Sequence[tuple[str, str]],
         rows_per_item: Sequence[int],
         key: str,
     ) -> EncodedSample:
         """Repeat each placeholder rows_per_item[k] times; shift labels and mask by one."""
         compact = np.array(ids, dtype=np.int64)
         placeholders = np.flatnonzero(np.isin(compact, list(self.placeholder_ids.values())))
-        for count in (len(media), len(placeholders)):
-            if count != len(rows_per_item):
-                raise PlaceholderError(key, count, len(rows_per_item))
-        wanted = [self.placeholder_ids[one] for one in media]
+        wanted = [
+            self.placeholder_ids[m] for m, text in parts for _ in range(text.count(ITEM_SLOT))
+        ]
+        if len(placeholders) != len(wanted):
+            raise PlaceholderError(key, len(placeholders), len(wanted))
         if compact[placeholders].tolist() != wanted:
             raise ValueError(
-                f"sample {key!r}: the chat template of {self.directory} does not write the "
-                f"placeholders {self.placeholders} for items of {', '.join(media)}, in this order"
+                f"sample {key!r}: the placeholders in its text are not those of its items in order "
+                f"of mention ({', '.join(media for media, _ in parts)})"
             )
         repeats = np.ones(len(compact), dtype=np.int64)
         repeats[placeholders] = rows_per_item
@@ -264,36 +293,3 @@ class ChatTokenizer:
         loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)
         starts = np.cumsum(repeats) - repeats
         return EncodedSample(input_ids, labels, loss_mask, starts[placeholders])
-
-
-def check_messages(messages: object, key: str) -> None:
-    """Raise MessagesError unless `messages` is a chat list of text parts and items."""
-
-    def fail(problem: str) -> MessagesError:
-        return MessagesError(
-            f"sample {key!r}: {problem}; need a list such as "
-            '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}, '
-            "...]"
-        )
-
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise fail(f"messages is {_short(messages)}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise fail(f"message {number} is {_short(message)}, without a role")
-        content = message.get("content")
-        if isinstance(content, str):
-            continue
-        if not isinstance(content, Sequence):
-            raise fail(f"the content of message {number} is {_short(content)}")
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            has_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
-            if not isinstance(kind, str) or (kind == "text" and not has_text):
-                shown = _short(part)
-                raise fail(f"message {number} has the content part {shown}, neither text nor item")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,16 +11,23 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 from PIL import Image
+
+from data.processor import Grid, StillImages
 
 # Only formats that people train on: fewer decoders, fewer ways for a hostile file to hurt.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS_DECODED = 64 * 1024 * 1024
 MAX_ASPECT_RATIO = 200
 
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+_PNG_SIGNATURE = 8  # bytes
+_PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _EXIF_ORIENTATION = 274
 _ORIENTATION_METHOD = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -42,11 +49,13 @@ def image_size(
     """
     image = _open_lazily(file, max_pixels_decoded)
     width, height = image.size
+    if _has_late_metadata(image):
+        _load(image)
     return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
 def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Image.Image:
-    """Decode an image completely, with its EXIF orientation applied.
+    """Decode an image completely, with its EXIF orientation applied; the first frame of several.
 
     Its size equals `image_size(data)`. The size is checked before any pixel is decoded, so a
     decompression bomb costs nothing.
@@ -54,8 +63,12 @@ def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Ima
     Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
     """
     image = _open_lazily(data, max_pixels_decoded)
-    # Read before load(): a PNG may carry EXIF behind its pixels, which image_size() cannot see.
-    orientation = _orientation(image)
+    _load(image)
+    method = _ORIENTATION_METHOD.get(_orientation(image))
+    return image if method is None else image.transpose(method)
+
+
+def _load(image: Image.Image) -> None:
     try:
         image.load()
     except Exception as error:  # decoders raise many types on hostile input
@@ -63,8 +76,6 @@ def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Ima
             f"the image cannot be decoded ({type(error).__name__}: {error}): the file is corrupt "
             "or truncated; replace it or remove the sample"
         ) from error
-    method = _ORIENTATION_METHOD.get(orientation)
-    return image if method is None else image.transpose(method)
 
 
 def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image:
@@ -86,16 +97,31 @@ def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image
     return image
 
 
+def _has_late_metadata(image: Image.Image) -> bool:
+    """Whether a lazily opened PNG may tell its orientation behind its pixels, as some writers do.
+
+    Pillow sees that only after decoding all of them.
+    """
+    file = getattr(image, "fp", None)
+    if image.format != "PNG" or file is None:
+        return False
+    position = file.tell()  # decoding goes on from here
+    file.seek(_PNG_SIGNATURE)
+    pixels_seen = False
+    found = False
+    while len(header := file.read(8)) == 8 and header[4:] != b"IEND":
+        found = found or (pixels_seen and header[4:] in _PNG_METADATA)
+        pixels_seen = pixels_seen or header[4:] == b"IDAT"
+        file.seek(file.tell() + int.from_bytes(header[:4], "big") + 4)  # data and checksum
+    file.seek(position)
+    return found
+
+
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8 of a lazily opened image; 1 where it is absent or nonsense."""
-    # Not image.getexif(): that decodes a whole PNG to look for a late chunk.
-    raw = image.info.get("exif")
-    if not isinstance(raw, bytes):
-        return 1
-    exif = Image.Exif()
+    """EXIF orientation 1..8, from EXIF or XMP as Pillow reads them; 1 where absent or nonsense."""
     try:
-        exif.load(raw)
-        value = exif.get(_EXIF_ORIENTATION, 1)
+        # Not image.getexif(): that of a PNG decodes all of it to look for a late chunk.
+        value = Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1)
     except Exception:  # a broken EXIF block is no reason to lose the image
         return 1
     return value if isinstance(value, int) and value in range(1, 9) else 1
@@ -111,7 +137,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 @dataclass(frozen=True)
-class ImageProcessor:
+class ImageProcessor(StillImages):
     """Qwen2-VL preprocessing: resize to whole merge blocks, normalise, cut into patches.
 
     patch_size: P, pixels. merge_size: M, patches per side that become one row.
@@ -128,9 +154,11 @@ class ImageProcessor:
     temporal_patch_size: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
+    std: tuple[float, float, float] = OPENAI_CLIP_STD
     tower_width: int = 1280
+
+    KIND: ClassVar[str] = "qwen2_vl-1"
 
     def __post_init__(self) -> None:
         # Lists from YAML become tuples, so that equal settings have equal fingerprints.
@@ -198,12 +226,12 @@ class ImageProcessor:
             new_height = math.ceil(height * grow / block) * block
         return new_width, new_height
 
-    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+    def grid(self, width: int, height: int) -> Grid:
         """(t, h, w) in patches of an image of `width` x `height` pixels; t is 1."""
         new_width, new_height = self.resized(width, height)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
-    def row_grid(self, width: int, height: int) -> tuple[int, int, int]:
+    def row_grid(self, width: int, height: int) -> Grid:
         """(t, h, w) in rows of an image of `width` x `height` pixels: its grid after merging."""
         t, h, w = self.grid(width, height)
         return t, h // self.merge_size, w // self.merge_size
@@ -221,33 +249,38 @@ class ImageProcessor:
         rgb = to_rgb(image)
         resized = rgb.resize(self.resized(*rgb.size), Image.Resampling.BICUBIC)
         table = normalisation_table(self.mean, self.std)
+        pixels = np.asarray(resized)[None]
         return cut_patches(
-            resized, table, self.patch_size, self.merge_size, self.temporal_patch_size
+            pixels, table, self.patch_size, self.merge_size, self.temporal_patch_size
         )
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever sizes, row counts or pixel values may change."""
-        return hashlib.sha256(repr(("qwen2_vl-1", astuple(self))).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.KIND, astuple(self))).encode()).hexdigest()[:16]
 
 
 def cut_patches(
-    image: Image.Image, table: np.ndarray, size: int, merge: int, frames: int
+    frames: np.ndarray, table: np.ndarray, size: int, merge: int, frames_per_patch: int
 ) -> np.ndarray:
-    """float32 (h·w, 3·T·P·P): patches of an RGB image whose sides are multiples of P·M pixels.
+    """float32 (t·h·w, 3·T·P·P): patches of frames whose sides are multiples of P·M pixels.
 
-    table: `normalisation_table`. size, merge, frames: P, M, T. The M x M patches of one merge block
-    are adjacent, so M² consecutive patches make one row. Inside a patch the order is channel,
-    frame, y, x.
+    frames: uint8 (t·T or fewer, height, width, 3), RGB; the last one is repeated to fill a patch.
+    table: `normalisation_table`. size, merge, frames_per_patch: P, M, T. The M x M patches of one
+    merge block are adjacent, so M² consecutive patches make one row. Inside a patch the order is
+    channel, frame, y, x.
     """
-    pixels = np.asarray(image)  # (height, width, 3) uint8
-    height, width = pixels.shape[:2]
-    h, w = height // size, width // size
-    # (h/M, M, P, w/M, M, P, 3) -> (h/M, w/M, M, M, 3, P, P)
-    blocks = pixels.reshape(h // merge, merge, size, w // merge, merge, size, 3)
-    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3, 1, size * size)
+    count, height, width, _ = frames.shape
+    # A still image is cut once and then repeated.
+    depth = 1 if count == 1 else frames_per_patch
+    frames = np.concatenate([frames, np.repeat(frames[-1:], -count % depth, axis=0)])
+    t, h, w = len(frames) // depth, height // size, width // size
+    # (t, T, h/M, M, P, w/M, M, P, 3) -> (t, h/M, w/M, M, M, 3, T, P, P)
+    blocks = frames.reshape(t, depth, h // merge, merge, size, w // merge, merge, size, 3)
+    blocks = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3, depth, size * size)
     # One look-up per pixel instead of arithmetic: exact, and the table has only 3 x 256 entries.
     values = np.stack([table[channel][blocks[:, channel]] for channel in range(3)], axis=1)
-    return np.repeat(values, frames, axis=2).reshape(h * w, 3 * frames * size**2)
+    repeats = frames_per_patch // depth
+    return np.repeat(values, repeats, axis=2).reshape(t * h * w, 3 * frames_per_patch * size**2)
 
 
 def normalisation_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarray:

@@ -19,13 +19,15 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.images import ImageProcessor
+from data.videos import VIDEO, TimedVideoProcessor
+from encoders._hf import block_norms, both
 from encoders._patches import (
     PatchRope,
     RowParts,
@@ -35,6 +37,8 @@ from encoders._patches import (
     patch_places,
 )
 from mimo import megatron as engine
+from mimo.hf.config import Config, expect, pixel_limits
+from mimo.hf.keymap import Weight, fused_qkv, plain
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -62,6 +66,9 @@ class Settings(BaseModel):
     temporal_patch_size: int = Field(default=2, ge=1)
     min_pixels: int = Field(default=256 * 256, ge=1)
     max_pixels: int = Field(default=4096 * 4096, ge=1)
+    video_min_pixels: int = Field(default=32 * 32 * 128, ge=1)
+    """Of all resized frames of a video together."""
+    video_max_pixels: int = Field(default=32 * 32 * 768, ge=1)
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     rotary_base: float = 10_000.0
@@ -78,7 +85,8 @@ class Settings(BaseModel):
                 f"deepstack_visual_indexes {list(indexes)} must be ascending blocks between 0 and "
                 f"num_layers - 1, which is {self.num_layers - 1}"
             )
-        self.processor()  # raises ValueError for pixel limits that no image can meet
+        for media in ("image", VIDEO):
+            self.processor(media)  # raises ValueError for pixel limits that nothing can meet
         return self
 
     def layer_kinds(self) -> tuple[str, ...]:
@@ -107,13 +115,15 @@ class Settings(BaseModel):
                 "patch_size": patch_size,
                 "min_pixels": row,
                 "max_pixels": 16 * row,
+                "video_min_pixels": row,
+                "video_max_pixels": 16 * row,
                 "init_std": 0.2,
             }
         )
 
-    def processor(self) -> ImageProcessor:
-        """How an image becomes patches, and how many rows it encodes to."""
-        return ImageProcessor(
+    def processor(self, media: str = "image") -> ImageProcessor:
+        """How an image or a video becomes patches, and how many rows it encodes to."""
+        images = ImageProcessor(
             patch_size=self.patch_size,
             merge_size=self.merge_size,
             temporal_patch_size=self.temporal_patch_size,
@@ -123,6 +133,9 @@ class Settings(BaseModel):
             std=self.image_std,
             tower_width=self.hidden_size,
         )
+        if media != VIDEO:
+            return images
+        return TimedVideoProcessor.like(images, self.video_min_pixels, self.video_max_pixels)
 
 
 def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
@@ -215,7 +228,7 @@ class Qwen3VLTower(nn.Module):
             self.parts.sum_gradients(self.patch_embed)
             self.parts.sum_gradients(self.pos_embed)
         # The merger normalises single patches: that is the final norm of the stack.
-        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
         self.merger, self.level_mergers = None, None
         if ctx.is_last_stage:
             self.merger = engine.ParallelMLP(
@@ -309,3 +322,73 @@ def build(
     tower = Qwen3VLTower(settings, config, ctx, output_size)
     engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
     return tower
+
+
+def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
+    """Recipe keys under ``encoders.<name>.model`` for Qwen3-VL's configuration.
+
+    processor: its image processor's. Raises ValueError for what we do not compute.
+    """
+    vision = config["vision_config"]
+    expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh", in_channels=3)
+    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    return {
+        "num_layers": vision["depth"],
+        "hidden_size": vision["hidden_size"],
+        "ffn_hidden_size": vision["intermediate_size"],
+        "num_attention_heads": vision["num_heads"],
+        "deepstack_visual_indexes": list(vision["deepstack_visual_indexes"]),
+        "num_grid_per_side": math.isqrt(vision["num_position_embeddings"]),
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "rotary_base": float(vision["rope_parameters"]["rope_theta"]),
+        "init_std": vision["initializer_range"],
+        **pixel_limits(processor),
+        **{k: list(processor[k]) for k in ("image_mean", "image_std") if processor.get(k)},
+    }
+
+
+def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
+    """Every parameter of the whole tower, as what it consists of in Qwen3-VL's checkpoints."""
+    size, ffn, merged = (
+        settings.hidden_size,
+        settings.ffn_hidden_size,
+        settings.hidden_size * settings.merge_size**2,
+    )
+    heads, patch, root = settings.num_attention_heads, settings.patch_size, "model.visual"
+    kernel = (3, settings.temporal_patch_size, patch, patch)
+    found = [
+        *both("patch_embed", f"{root}.patch_embed.proj", size, *kernel),
+        plain("pos_embed.weight", f"{root}.pos_embed.weight", settings.num_grid_per_side**2, size),
+        # The merger's norm is the final one of our stack.
+        *both("blocks.final_layernorm", f"{root}.merger.norm", size),
+        *both("merger.linear_fc1", f"{root}.merger.linear_fc1", merged, merged),
+        *both("merger.linear_fc2", f"{root}.merger.linear_fc2", output_size, merged),
+    ]
+    for n in range(num_levels(settings)):
+        here, there = f"level_mergers.{n}", f"{root}.deepstack_merger_list.{n}"
+        found += [
+            *both(f"{here}.norm", f"{there}.norm", merged),
+            *both(f"{here}.mlp.linear_fc1", f"{there}.linear_fc1", merged, merged),
+            *both(f"{here}.mlp.linear_fc2", f"{there}.linear_fc2", output_size, merged),
+        ]
+    norms = {"norm1": "input_layernorm", "norm2": "pre_mlp_layernorm"}
+    for n in range(settings.num_layers):
+        here, there = f"blocks.layers.{n}", f"{root}.blocks.{n}"
+        attention = f"{here}.self_attention"
+        found += [
+            *block_norms(here, there, norms, size),
+            *(
+                fused_qkv(
+                    f"{attention}.linear_qkv.{kind}",
+                    f"{there}.attn.qkv.{kind}",
+                    *(heads, size // heads, *columns),
+                )
+                for kind, columns in (("weight", (size,)), ("bias", ()))
+            ),
+            *both(f"{attention}.linear_proj", f"{there}.attn.proj", size, size),
+            *both(f"{here}.mlp.linear_fc1", f"{there}.mlp.linear_fc1", ffn, size),
+            *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.linear_fc2", size, ffn),
+        ]
+    return found

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from data.images import ImageProcessor
+from data.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
+from data.videos import VIDEO, VideoProcessor
+from encoders._hf import both
 from encoders._patches import (
     PatchRope,
     RowParts,
@@ -34,6 +36,8 @@ from encoders._patches import (
     patch_places,
 )
 from mimo import megatron as engine
+from mimo.hf.config import Config, expect, pixel_limits
+from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -60,6 +64,13 @@ class Settings(BaseModel):
     """Layers, counted from 0, that attend to whole frames all the same."""
     min_pixels: int = Field(default=56 * 56, ge=1)
     max_pixels: int = Field(default=28 * 28 * 1280, ge=1)
+    image_mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
+    image_std: tuple[float, float, float] = OPENAI_CLIP_STD
+    video_min_pixels: int = Field(default=28 * 28 * 128, ge=1)
+    """Of each resized frame of a video."""
+    video_max_pixels: int = Field(default=28 * 28 * 768, ge=1)
+    tokens_per_second: float = Field(default=2.0, gt=0)
+    """Positions per second of a video."""
     rotary_base: float = 10_000.0
     norm_eps: float = 1e-6
     init_std: float = Field(default=0.02, gt=0)
@@ -68,7 +79,8 @@ class Settings(BaseModel):
     def _sizes_fit(self) -> Settings:
         check_heads(self.hidden_size, self.num_attention_heads)
         self._check_windows()
-        self.processor()  # raises ValueError for pixel limits that no image can meet
+        for media in ("image", VIDEO):
+            self.processor(media)  # raises ValueError for pixel limits that nothing can meet
         return self
 
     def _check_windows(self) -> None:
@@ -128,22 +140,31 @@ class Settings(BaseModel):
                 "full_attention_layers": tuple(full),
                 "min_pixels": 3 * row if windows else row,
                 "max_pixels": 16 * row,
+                "video_min_pixels": 3 * row if windows else row,
+                "video_max_pixels": 16 * row,
                 "init_std": 0.1,
             }
         )
 
-    def processor(self) -> ImageProcessor:
-        """How an image becomes patches, and how many rows it encodes to."""
+    def processor(self, media: str = "image") -> ImageProcessor:
+        """How an image or a video becomes patches, and how many rows it encodes to."""
         # Only layers with full attention have a cost that grows with the square of a frame: the
         # fewer they are, the more weighs what grows with its size, as in a wider tower.
         full = max(1, self.num_layers - len(self.window_layers))
-        return ImageProcessor(
+        images = ImageProcessor(
             patch_size=self.patch_size,
             merge_size=self.merge_size,
             temporal_patch_size=self.temporal_patch_size,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
+            mean=self.image_mean,
+            std=self.image_std,
             tower_width=self.hidden_size * self.num_layers // full,
+        )
+        if media != VIDEO:
+            return images
+        return VideoProcessor.like(
+            images, self.video_min_pixels, self.video_max_pixels, self.tokens_per_second
         )
 
 
@@ -184,7 +205,7 @@ class QwenVLTower(nn.Module):
         # The merger normalises single patches: that is the final norm of the stack.
         self.blocks = engine.build_stack(
             config,
-            ctx.groups,
+            ctx,
             causal=False,
             final_norm=True,
             window_layers=settings.window_layers,
@@ -279,3 +300,63 @@ def build(
     tower = QwenVLTower(settings, config, ctx, output_size)
     engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
     return tower
+
+
+def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
+    """Recipe keys under ``encoders.<name>.model`` for Qwen2.5-VL's configuration.
+
+    processor: its image processor's. Raises ValueError for what we do not compute.
+    """
+    vision = config["vision_config"]
+    expect(vision, "vision_config", hidden_act="silu", in_channels=3)
+    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    return {
+        "num_layers": vision["depth"],
+        "hidden_size": vision["hidden_size"],
+        "ffn_hidden_size": vision["intermediate_size"],
+        "num_attention_heads": vision["num_heads"],
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "window_size": vision["window_size"],
+        "full_attention_layers": list(vision["fullatt_block_indexes"]),
+        "rotary_base": float(vision["rope_parameters"]["rope_theta"]),
+        "init_std": vision["initializer_range"],
+        **pixel_limits(processor),
+        **{k: list(processor[k]) for k in ("image_mean", "image_std") if processor.get(k)},
+    }
+
+
+def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
+    """Every parameter of the whole tower, as what it consists of in Qwen2.5-VL's checkpoints."""
+    size, ffn, merged = (
+        settings.hidden_size,
+        settings.ffn_hidden_size,
+        settings.hidden_size * settings.merge_size**2,
+    )
+    heads, patch, root = settings.num_attention_heads, settings.patch_size, "model.visual"
+    found = [
+        plain(
+            "patch_embed.weight",
+            f"{root}.patch_embed.proj.weight",
+            *(size, 3, settings.temporal_patch_size, patch, patch),
+        ),
+        # The merger's norm is the final one of our stack.
+        plain("blocks.final_layernorm.weight", f"{root}.merger.ln_q.weight", size),
+        *both("merger.linear_fc1", f"{root}.merger.mlp.0", merged, merged),
+        *both("merger.linear_fc2", f"{root}.merger.mlp.2", output_size, merged),
+    ]
+    for n in range(settings.num_layers):
+        here, there = f"blocks.layers.{n}", f"{root}.blocks.{n}"
+        found += [
+            plain(f"{here}.input_layernorm.weight", f"{there}.norm1.weight", size),
+            plain(f"{here}.pre_mlp_layernorm.weight", f"{there}.norm2.weight", size),
+            *both(f"{here}.self_attention.linear_proj", f"{there}.attn.proj", size, size),
+            *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.down_proj", size, ffn),
+        ]
+        for kind, columns in (("weight", (size,)), ("bias", ())):
+            qkv, theirs = f"{here}.self_attention.linear_qkv.{kind}", f"{there}.attn.qkv.{kind}"
+            found.append(fused_qkv(qkv, theirs, heads, size // heads, *columns))
+            gate_up = [f"{there}.mlp.{which}_proj.{kind}" for which in ("gate", "up")]
+            found.append(stacked(f"{here}.mlp.linear_fc1.{kind}", gate_up, ffn, *columns))
+    return found

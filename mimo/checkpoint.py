@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from mimo.checkpoint_folder import Progress, publish, read_progress
+from mimo.assets import ASSETS, asset_folders, copy_assets
+from mimo.checkpoint_folder import Progress, latest_checkpoint, publish, read_progress
 from mimo.megatron.checkpoint import (
     State,
     load_sharded,
@@ -19,6 +20,7 @@ from mimo.megatron.checkpoint import (
     weights_state,
 )
 from mimo.model import MimoModel
+from mimo.recipe import Recipe
 from mimo.start import FromScratch, FromWeights, Resume, Start
 
 
@@ -38,7 +40,7 @@ def _model_state(
 
 
 def save_checkpoint(
-    model: MimoModel, progress: Progress, checkpoints: Path, recipe_yaml: str, keep: int
+    model: MimoModel, progress: Progress, checkpoints: Path, recipe: Recipe, keep: int
 ) -> Path:
     """Write ``checkpoints/step_<n>`` and point ``latest`` at it; every rank of the world calls it.
 
@@ -56,7 +58,11 @@ def save_checkpoint(
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     dist.barrier()
     if rank == 0:
-        publish(partial, progress, recipe_yaml, keep)
+        # Those of the one before stay, should a folder have been moved away meanwhile.
+        before = latest_checkpoint(checkpoints)
+        carried = [] if before is None else [before / ASSETS]
+        copy_assets([*carried, *asset_folders(recipe)], partial / ASSETS)
+        publish(partial, progress, recipe.to_yaml(), keep)
     dist.barrier()
     return final
 

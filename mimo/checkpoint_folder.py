@@ -28,11 +28,16 @@ class Progress:
     skipped_samples: int = 0
 
 
+def write_progress(folder: Path, progress: Progress) -> None:
+    """Say in a checkpoint's folder where the run stood."""
+    (folder / _PROGRESS).write_text(json.dumps(asdict(progress)))
+
+
 def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> Path:
     """Turn a folder with all tensors written into ``step_<n>``, the latest; one rank calls it."""
     checkpoints = partial.parent
     final = checkpoints / f"step_{progress.step}"
-    (partial / _PROGRESS).write_text(json.dumps(asdict(progress)))
+    write_progress(partial, progress)
     (partial / "recipe.yaml").write_text(recipe_yaml)
     replaced = checkpoints / f".step_{progress.step}.replaced"
     if final.exists():

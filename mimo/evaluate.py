@@ -8,12 +8,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from data.images import open_image, to_rgb
+from data.images import to_rgb
 from data.reader import SampleReader, UnreadableSample
+from mimo.assets import recipe_of
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import open_dataset
 from mimo.generate import Generator, Request
-from mimo.recipe import load_recipe
 from mimo.recipe_errors import RecipeError
 
 _BATCH = 100
@@ -63,7 +63,7 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
     """
     if split not in ("validation", "test"):
         raise RecipeError(f"--split {split}: choose validation or test")
-    recipe = load_recipe(find_checkpoint(run) / "recipe.yaml")
+    recipe = recipe_of(find_checkpoint(run))
     if not getattr(recipe.data, split):
         raise RecipeError(f"data.{split}: no shards are given, so there is nothing to evaluate")
     generator = Generator(run)
@@ -93,7 +93,7 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
         batch = waiting[first : first + _BATCH]
         given = generator.answer([request for request, _, _ in batch], max_new_tokens=16)
         answered += [
-            Answered(request.items, question, answer, expected)
+            Answered(request.images, question, answer, expected)
             for (request, question, expected), answer in zip(batch, given, strict=True)
         ]
     return answered
@@ -103,12 +103,13 @@ def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Image.Ima
     """The messages and the RGB images of a sample. Raises UnreadableSample."""
     index = reader.index
     images = []
-    for item in range(int(index.item_start[sample]), int(index.item_start[sample + 1])):
-        data = reader.item_bytes(item)
+    for file in index.files_of_sample(sample):
+        image = reader.image(file, sample)
         try:
-            images.append(to_rgb(open_image(data)))
+            images.append(to_rgb(image))
         except (OSError, ValueError) as error:
             shard, key = index.shards[index.shard[sample]], str(index.keys[sample])
+            item = file - index.files_of_sample(sample).start
             raise UnreadableSample(shard, key, item, str(error)) from error
     return reader.messages(sample), images
 

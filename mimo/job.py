@@ -9,6 +9,7 @@ from mimo.checkpoint_folder import latest_checkpoint
 from mimo.dataset import check_media, item_processors, open_dataset, open_tokenizer
 from mimo.device import choose_before_fork
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
+from mimo.hf.initial import initial_weights
 from mimo.launch import launch, rank_environment
 from mimo.layout import Layout, build_layout
 from mimo.rank_processes import end_with_failed_thread, print_and_exit
@@ -16,6 +17,7 @@ from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError
 from mimo.stage_runs import Run, runs_to_do
 from mimo.stages import StagedRecipe, load_stages
+from mimo.start import FromScratch
 
 # What the forkserver imports once, so that ranks start in a tenth of a second.
 PRELOAD = ("mimo.megatron.preload", "mimo.train", "transformers")
@@ -38,7 +40,10 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         problems += [
             recipe.problem(("language", "grid"), message)
             for message in language_family(recipe).check_grid(
-                settings, grid.tp, grid.pp * grid.vpp, settings.padded_vocab_size(1)
+                settings,
+                grid.tp,
+                grid.pp * grid.vpp,
+                settings.padded_vocab_size(1),
             )
         ]
         rules = language_family(recipe).ITEM_RULES
@@ -134,6 +139,9 @@ def main(
     staged.each(check_data)
     resumes = resume or resume_from is not None
     runs = runs_to_do(staged, layouts, resume, resume_from)
+    for run in runs:
+        if isinstance(run.start, FromScratch):
+            initial_weights(run.recipe)  # so that a wrong folder is named before any rank starts
     if environment is not None:
         return _run_in_place(staged, runs, resumes)
     if (note := choose_before_fork(max(layout.world_size for layout in layouts))) is not None:

@@ -153,7 +153,7 @@ class MimoModel:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
         bridges = {**self.senders, **self.receivers, **self.colocated}
         for link, bridge in bridges.items():
-            plans = plan.bridges(link.encoder, link.levels[0])
+            plans = plan.bridges(link)
             if check:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.begin(plans, forward_only)

@@ -30,6 +30,7 @@ from mimo.device import (
 from mimo.exchange import sum_over_world
 from mimo.families import language_settings
 from mimo.faults import told_where
+from mimo.hf.initial import InitialWeights, initial_weights
 from mimo.launch import RankEnv, rank_environment
 from mimo.layout import LANGUAGE, build_layout, num_microbatches
 from mimo.learning_rate import learning_rate
@@ -38,7 +39,7 @@ from mimo.megatron.parallel import squared_gradient_norm, step_optimizer
 from mimo.metrics import MetricsWriter, StepResult, step_metrics
 from mimo.model import MimoModel
 from mimo.recipe import Recipe
-from mimo.start import Start
+from mimo.start import FromScratch, Start
 from mimo.step_plan import StepPlan, StepPlanner
 from mimo.topology import Topology, build_topology
 
@@ -53,13 +54,19 @@ _COLLECTIVE_PATIENCE = 1.5
 class Trainer:
     """One rank's training run. Build it, then call `train`."""
 
-    def __init__(self, recipe: Recipe, topology: Topology, run_dir: Path) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        topology: Topology,
+        run_dir: Path,
+        initial: InitialWeights | None = None,
+    ) -> None:
         self.recipe = recipe
         self.topology = topology
         self.run_dir = run_dir
         self.chat = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
-        self.model: MimoModel = build_model(recipe, topology, self.chat.vocab_size)
+        self.model: MimoModel = build_model(recipe, topology, self.chat.vocab_size, initial)
         self.progress = Progress(step=0, samples=0)
 
     # ------------------------------------------------------------------ data
@@ -67,7 +74,7 @@ class Trainer:
     def _planner(self, dataset: Dataset, done: tuple[int, int] = (0, 0)) -> StepPlanner:
         return StepPlanner(
             self.topology.layout,
-            {name: encoder.media for name, encoder in self.recipe.encoders.items()},
+            {name: tuple(one.media_tokens) for name, one in self.recipe.encoders.items()},
             dataset.indexes,
             dataset.order,
             self.recipe.train.micro_batch_size,
@@ -76,6 +83,7 @@ class Trainer:
             encode_group=self.model.encode_group,
             done=done,
             packed=self.recipe.data.packing,
+            links=self.topology.bridges,
         )
 
     def _loader(
@@ -259,7 +267,7 @@ class Trainer:
             self.model,
             self.progress,
             self.run_dir / "checkpoints",
-            self.recipe.to_yaml(),
+            self.recipe,
             self.recipe.train.keep_checkpoints,
         )
 
@@ -333,7 +341,9 @@ def train_in_world(recipe: Recipe, run_dir: Path, start: Start) -> None:
 
 
 def _train(recipe: Recipe, topology: Topology, run_dir: Path, start: Start) -> None:
-    trainer = Trainer(recipe, topology, run_dir)
+    # Where weights come from a checkpoint of ours, those to start from need not be read.
+    initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
+    trainer = Trainer(recipe, topology, run_dir, initial)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"

@@ -37,7 +37,7 @@ def main(
     Raises InputError for bad input, before any rank starts.
     """
     staged = load_stages(path, overrides)
-    _check_writable(json)
+    check_writable(json)
     if sweep and (full or num_ranks is not None):
         raise InputError("--layouts sweep has its own layouts; remove --full and --num-ranks")
     if sweep:
@@ -85,7 +85,7 @@ def _of_stages(
     return cells, notes
 
 
-def _check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None) -> None:
     """Raise InputError now, not after the last layout, for a file that cannot be written."""
     if path is None:
         return

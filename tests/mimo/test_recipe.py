@@ -119,6 +119,8 @@ def test_all_errors_are_reported_at_once(path: Path) -> None:
         ("data.sources=[]", "data.sources: needs at least one entry with a path"),
         ("language.grid.tp=1", "language.grid: sp: true shards the sequence over the tp ranks"),
         ("encoders.vision.run_ahead=-1", "run_ahead: needs 'auto' or a number of microbatches"),
+        ("encoders.vision.item_text=<image>", "encoders.vision.item_text: needs {placeholder} ex"),
+        ("encoders.vision.template_token=''", "encoders.vision.template_token: "),
         ("encoders.language={family: x}", "the name 'language' is the language model's own"),
         ("name=../up", "name: "),
     ],

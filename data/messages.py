@@ -1,0 +1,117 @@
+"""Chat messages as a sample's JSON has them: their form, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+
+DEFAULT_FPS = 2.0  # at which Qwen's processors sample videos
+ANSWER_ROLES = ("assistant", "model")  # Gemma's own name for the assistant is model
+
+
+class MessagesError(ValueError):
+    """The messages of one sample are malformed, or its chat template refuses them."""
+
+
+class PlaceholderError(ValueError):
+    """A sample has more or fewer placeholders than items."""
+
+    def __init__(self, key: str, placeholders: int, items: int) -> None:
+        super().__init__(
+            f"sample {key!r} has {placeholders} placeholders but {items} items: need one content "
+            'part such as {"type": "image"} per item; fix the messages or the files of the items'
+        )
+        self.key, self.placeholders, self.items = key, placeholders, items
+
+
+class UnknownMediaError(ValueError):
+    """A sample has an item that no encoder takes."""
+
+    def __init__(self, key: str, media: str, known: Collection[str]) -> None:
+        super().__init__(
+            f"sample {key!r} has a content part of type {media!r}, but there are encoders for "
+            f"{', '.join(known) or 'nothing'} only: give an encoder this media, or correct the type"
+        )
+        self.key, self.media = key, media
+
+
+def is_answer(message: Message) -> bool:
+    """Whether the model is to learn to write this message."""
+    return message["role"] in ANSWER_ROLES
+
+
+def item_parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """The content parts that stand for items, in order of mention."""
+    contents = [m["content"] for m in messages if not isinstance(m["content"], str)]
+    return [part for content in contents for part in content if part["type"] != "text"]
+
+
+@dataclass(frozen=True)
+class Mention:
+    """A content part that stands for items.
+
+    frames: files that it takes, one after the other. fps: frames per second.
+    """
+
+    media: str
+    frames: int
+    fps: float
+
+
+def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
+    """The content parts that stand for items, in order of mention.
+
+    Raises MessagesError for `frames` or `fps` that cannot be.
+    """
+    found = []
+    for part in item_parts(messages):
+        frames, fps = part.get("frames", 1), part.get("fps", DEFAULT_FPS)
+        if type(frames) is not int or frames < 1:
+            raise MessagesError(
+                f"sample {key!r}: a part of type {part['type']!r} has frames {_short(frames)}; "
+                "need the number of image files that it takes, 1 or more"
+            )
+        if type(fps) not in (int, float) or not 0 < fps < math.inf:
+            raise MessagesError(
+                f"sample {key!r}: a part of type {part['type']!r} has fps {_short(fps)}; need "
+                "frames per second, above 0"
+            )
+        found.append(Mention(part["type"], frames, float(fps)))
+    return found
+
+
+def check_messages(messages: object, key: str) -> None:
+    """Raise MessagesError unless `messages` is a chat list of text parts and items."""
+
+    def fail(problem: str) -> MessagesError:
+        return MessagesError(
+            f"sample {key!r}: {problem}; need a list such as "
+            '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}, '
+            "...]"
+        )
+
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise fail(f"messages is {_short(messages)}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise fail(f"message {number} is {_short(message)}, without a role")
+        content = message.get("content")
+        if isinstance(content, str):
+            continue
+        if not isinstance(content, Sequence):
+            raise fail(f"the content of message {number} is {_short(content)}")
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            has_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            if not isinstance(kind, str) or (kind == "text" and not has_text):
+                shown = _short(part)
+                raise fail(f"message {number} has the content part {shown}, neither text nor item")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
