@@ -6,7 +6,7 @@ from bridge.colocated import ColocatedBridge
 from bridge.communicator import BridgeReceiver, BridgeSender
 from bridge.flat import FlatEmbeddings
 from bridge.levels import LevelReceiver, split_levels, take_chunk
-from bridge.plan import BridgePlan, Exchange, LevelGroup, lower_bound_rows, plan_levels
+from bridge.plan import BridgePlan, Exchange, lower_bound_rows
 from bridge.runs import ItemRuns
 from bridge.shard_map import (
     LaneSegments,
@@ -30,7 +30,6 @@ __all__ = [
     "FlatEmbeddings",
     "ItemRuns",
     "LaneSegments",
-    "LevelGroup",
     "LevelReceiver",
     "ReplicatedSource",
     "SampleKeys",
@@ -43,7 +42,6 @@ __all__ = [
     "check_plans",
     "imbalance",
     "lower_bound_rows",
-    "plan_levels",
     "replicated_destination",
     "sharded_destination",
     "split_levels",

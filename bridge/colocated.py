@@ -10,9 +10,7 @@ H hidden.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,43 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan, Exchange
-from bridge.runs import ints, offsets
-from bridge.transfer import BridgeEnd, share_out
-from bridge.waiting import BridgeError, Message, UnexpectedRows
+from bridge.runs import Ints, ints, offsets
+from bridge.transfer import BridgeEnd, share_gradient, share_rows, start_exchanging
+from bridge.waiting import BridgeError, UnexpectedRows
 
 
-@dataclass(frozen=True)
-class _Merged:
-    """One rank's messages of several microbatches: peer after peer, then microbatch.
+def _merged(exchanges: Sequence[Exchange], index: Sequence[Ints]) -> Exchange:
+    """The messages of several microbatches as one per peer, a microbatch's rows behind another's.
 
-    order: (n,) where each message row stands in the microbatches' exchanges laid end to end.
-    index: (n,) the exchanges' own indices, end to end, each shifted by its microbatch's start.
+    index: in place of those of ``exchanges``, so that it is unique over all microbatches.
     """
-
-    peers: tuple[int, ...]
-    counts: tuple[int, ...]
-    order: Tensor
-    index: Tensor
-
-    @classmethod
-    def of(
-        cls, exchanges: Sequence[Exchange], starts: Sequence[int], device: torch.device
-    ) -> _Merged:
-        peer = np.concatenate([np.repeat(e.peers, e.counts) for e in exchanges]).astype(np.int64)
-        index = np.concatenate(
-            [e.index + start for e, start in zip(exchanges, starts, strict=True)]
-        )
-        peers, counts = np.unique(peer, return_counts=True)
-        return cls(
-            tuple(peers.tolist()),
-            tuple(counts.tolist()),
-            torch.from_numpy(np.argsort(peer, kind="stable")).to(device),
-            torch.from_numpy(index).to(device),
-        )
+    peer = np.concatenate([np.repeat(ints(one.peers), ints(one.counts)) for one in exchanges])
+    order = np.argsort(peer, kind="stable")
+    peers, counts = np.unique(peer, return_counts=True)
+    return Exchange(tuple(peers.tolist()), tuple(counts.tolist()), np.concatenate(index)[order])
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return [0, *itertools.accumulate(sizes)][:-1]
+def _shifted(exchanges: Sequence[Exchange], starts: Ints) -> list[Ints]:
+    """Their indices where each microbatch's rows begin at its start."""
+    return [one.index + start for one, start in zip(exchanges, starts, strict=True)]
 
 
 class ColocatedBridge:
@@ -104,18 +84,30 @@ class ColocatedBridge:
                 f"the plan and the language model need {expected}",
                 microbatches.start,
             )
-        rank, device = self.end.rank, self.end.device
-        sends = _Merged.of([plan.sends(rank) for plan in plans], starts, device)
-        counts = [plan.receives(rank).num_rows for plan in plans]
-        receives = _Merged.of([plan.receives(rank) for plan in plans], [0] * len(plans), device)
-        outgoing = rows.detach()[sends.index][sends.order]
-        arrived = self._exchange(self.end.forward, sends, receives, outgoing, "rows", microbatches)
+        end = self.end
+        sends = [plan.sends(end.rank) for plan in plans]
+        receives = [plan.receives(end.rank) for plan in plans]
+        # The rows of all sharers, microbatch by microbatch; this rank's own arrive among them.
+        sizes = ints([end.bounds(plan)[-1] for plan in plans])
+        firsts = offsets(sizes)[:-1]
+        places = [
+            ints(end.own_rows(plan)) + first for plan, first in zip(plans, firsts, strict=True)
+        ]
+        arrived = self._empty(int(sizes.sum()))
+        start_exchanging(
+            end,
+            microbatches,
+            "rows",
+            _merged(sends, _shifted(sends, starts)),
+            rows.detach(),
+            _merged(receives, places),
+            arrived,
+        ).wait()
         if not self.receives:
             return
-        mine = torch.empty_like(arrived)
-        mine[receives.order] = arrived
-        for m, part in zip(microbatches, mine.split(counts), strict=True):
-            leaf = self._whole_lane(m, part).to(self.end.dtype)
+        for m, plan, part in zip(microbatches, plans, arrived.split(sizes.tolist()), strict=True):
+            share_rows(end, m, plan, part)
+            leaf = part.to(end.dtype)
             self._leaves[m] = leaf.requires_grad_(True) if self._expects_gradients else leaf
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -123,12 +115,7 @@ class ColocatedBridge:
 
         On the language model's first stage, after `deliver`.
         """
-        plan = self._plans[microbatch]
-        positions = [
-            torch.from_numpy(plan.receives(rank).index).to(self.end.device)
-            for rank in self.end.sharers()
-        ]
-        return self._leaves[microbatch], torch.cat(positions)
+        return self._leaves[microbatch], self.end.positions(self._plans[microbatch])
 
     def collect(self, microbatches: range) -> Tensor:
         """Exchange the gradients of ``microbatches`` back: (N, H) of this lane's rows.
@@ -136,61 +123,45 @@ class ColocatedBridge:
         All ranks call it, after the language model's backward. Every tensor-parallel replica of
         the encoder gets the complete gradient.
         """
-        plans = [self._plans[m] for m in microbatches]
-        rank, device = self.end.rank, self.end.device
-        starts = _starts([plan.receives(rank).num_rows for plan in plans])
-        returns = _Merged.of([plan.returns(rank) for plan in plans], starts, device)
-        firsts, held = self._held(plans)
-        collects = _Merged.of([plan.collects(rank) for plan in plans], firsts, device)
-        outgoing = torch.zeros(0, self.end.hidden_size, device=device)
+        plans, end = [self._plans[m] for m in microbatches], self.end
+        starts, num_rows = self._held(plans)
+
+        def collected(rank: int) -> Ints:
+            return np.concatenate(_shifted([plan.collects(rank) for plan in plans], starts))
+
+        collects = [plan.collects(end.rank) for plan in plans]
+        returns = [plan.returns(end.rank) for plan in plans]
+        firsts = offsets(ints([plan.receives(end.rank).num_rows for plan in plans]))[:-1]
+        own = torch.zeros(0, end.hidden_size, device=end.device)
         if self.receives:
-            outgoing = torch.cat([self._own_gradient(m) for m in microbatches])
-            outgoing = outgoing[returns.index][returns.order]
-        arrived = self._exchange(
-            self.end.backward, returns, collects, outgoing, "gradients", microbatches
-        )
-        gradient = arrived.new_empty(held, self.end.hidden_size)
-        gradient[collects.index[collects.order]] = arrived
-        if self.encoder_gather is not None:
-            shares = [
-                np.concatenate(
-                    [plan.collects(r).index + s for plan, s in zip(plans, firsts, strict=True)]
-                )
-                for r in dist.get_process_group_ranks(self.encoder_gather)
-            ]
-            share_out(
-                self.end, self.encoder_gather, microbatches.start, "gradients", gradient, shares
-            )
-        else:
-            gradient[collects.index.numel() :].zero_()  # padding stands behind all rows
-        return gradient.to(self.end.dtype)
+            own = torch.cat([self._own_gradient(m) for m in microbatches])
+        gradient = self._empty(num_rows)
+        start_exchanging(
+            end,
+            microbatches,
+            "gradients",
+            _merged(returns, _shifted(returns, firsts)),
+            own,
+            _merged(collects, _shifted(collects, starts)),
+            gradient,
+        ).wait()
+        share_gradient(end, self.encoder_gather, microbatches.start, gradient, collected)
+        return gradient.to(end.dtype)
 
     def finish(self) -> None:
         """Forget the rows of the step."""
         self._leaves.clear()
 
-    def _held(self, plans: Sequence[BridgePlan]) -> tuple[list[int], int]:
+    def _empty(self, num_rows: int) -> Tensor:
+        end = self.end
+        return torch.empty(num_rows, end.hidden_size, dtype=end.wire_dtype, device=end.device)
+
+    def _held(self, plans: Sequence[BridgePlan]) -> tuple[Ints, int]:
         """Where each microbatch's rows begin among this rank's encoded rows, and their number."""
-        held = [plan.held_rows[self.lane] for plan in plans]
+        held = ints([plan.held_rows[self.lane] for plan in plans])
         if plans[0].source_parts > 1:  # cut as one sequence: the plans count from its start
-            return [0] * len(plans), held[0]
-        return _starts(held), sum(held)
-
-    def _whole_lane(self, microbatch: int, mine: Tensor) -> Tensor:
-        """This rank's rows, or with `end.gather` those of all sharers: (n, H)."""
-        if self.end.gather is None:
-            return mine
-        bounds = offsets(ints(self._shares(microbatch)))
-        start = int(bounds[self.end.sharers().index(self.end.rank)])
-        rows = mine.new_empty(int(bounds[-1]), self.end.hidden_size)
-        rows[start : start + mine.shape[0]] = mine
-        shares = np.split(np.arange(bounds[-1]), bounds[1:-1])
-        share_out(self.end, self.end.gather, microbatch, "rows", rows, shares)
-        return rows
-
-    def _shares(self, microbatch: int) -> list[int]:
-        plan = self._plans[microbatch]
-        return [plan.receives(rank).num_rows for rank in self.end.sharers()]
+            return np.zeros_like(held), int(held[0])
+        return offsets(held)[:-1], int(held.sum())
 
     def _own_gradient(self, microbatch: int) -> Tensor:
         """The gradient of the rows that this rank itself received, never of a gathered copy."""
@@ -201,34 +172,5 @@ class ColocatedBridge:
                 f"no backward reached the rows",
                 microbatch,
             )
-        shares, mine = self._shares(microbatch), self.end.sharers().index(self.end.rank)
-        return gradient[sum(shares[:mine]) : sum(shares[: mine + 1])]
-
-    def _exchange(
-        self,
-        group: dist.ProcessGroup,
-        sends: _Merged,
-        receives: _Merged,
-        outgoing: Tensor,
-        what: str,
-        microbatches: range,
-    ) -> Tensor:
-        """Send ``outgoing`` (n, H) as ``sends`` says and return what ``receives`` expects."""
-        outgoing = outgoing.to(self.end.wire_dtype).contiguous()
-        incoming = outgoing.new_empty(sum(receives.counts), self.end.hidden_size)
-        out = dict(zip(sends.peers, outgoing.split(list(sends.counts)), strict=True))
-        into = dict(zip(receives.peers, incoming.split(list(receives.counts)), strict=True))
-        if self.end.rank in out:
-            into.pop(self.end.rank).copy_(out.pop(self.end.rank))
-        operations = [dist.P2POp(dist.irecv, part, peer, group) for peer, part in into.items()]
-        operations += [dist.P2POp(dist.isend, part, peer, group) for peer, part in out.items()]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        works = works * len(operations) if len(works) == 1 else works
-        messages = [
-            Message(work, operation.peer, operation.tensor.shape[0], operation.op is dist.irecv)
-            for work, operation in zip(works, operations, strict=True)
-        ]
-        span = f"microbatches {microbatches.start} to {microbatches.stop - 1}"
-        text = f"bridge {self.end.name} (colocated): {what} of {span}"
-        self.end.wait(messages, text, microbatches.start)
-        return incoming
+        own = self.end.own_rows(self._plans[microbatch])
+        return gradient[own.start : own.stop]

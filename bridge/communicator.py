@@ -16,21 +16,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bridge.flat import FlatEmbeddings
 from bridge.memory import RowMemory
 from bridge.plan import BridgePlan
-from bridge.runs import Ints, ints, offsets
+from bridge.runs import ints
 from bridge.transfer import (
     BridgeEnd,
     Transfer,
-    index_of,
-    share_out,
+    share_gradient,
+    share_rows,
     start_receiving,
     start_sending,
 )
@@ -133,9 +132,8 @@ class BridgeSender:
         if self._expects_gradients:
             held = plan.held_rows[self.lane]
             gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
-            returning = plan.collects(end.rank)
             self._gradients[microbatch] = start_receiving(
-                end, microbatch, "gradients", returning, gradient, returning.index
+                end, microbatch, "gradients", plan.collects(end.rank), gradient
             )
         return values.new_zeros(())
 
@@ -147,13 +145,7 @@ class BridgeSender:
         self._wait(self._sent.popleft())
         gradient = transfer.into
         assert gradient is not None
-        if end.gather is not None:
-            ranks = dist.get_process_group_ranks(end.gather)
-            # In order of rows a replica's share stands together, whoever its messages came from.
-            shares = [np.sort(plan.collects(rank).index) for rank in ranks]
-            share_out(end, end.gather, microbatch, "gradients", gradient, shares)
-        else:
-            gradient[transfer.exchange.num_rows :].zero_()  # padding stands behind all rows
+        share_gradient(end, end.gather, microbatch, gradient, lambda r: plan.collects(r).index)
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
@@ -169,7 +161,6 @@ class BridgeReceiver:
     def __init__(self, end: BridgeEnd) -> None:
         self.end = end
         self._memory = RowMemory(end.device)
-        self._share = end.sharers().index(end.rank)
         self._plans: Sequence[BridgePlan] = ()
         self._expects_gradients = False
         self._rows: dict[int, Transfer] = {}
@@ -187,16 +178,10 @@ class BridgeReceiver:
 
     def _post(self, microbatch: int) -> None:
         """Receive this rank's share straight into its place among all rows of the lane."""
-        end, bounds = self.end, self._bounds(microbatch)
-        rows = self._memory.empty(int(bounds[-1]), end.hidden_size, end.wire_dtype)
-        exchange = self._plans[microbatch].receives(end.rank)
-        mine = np.arange(*bounds[self._share : self._share + 2])
-        self._rows[microbatch] = start_receiving(end, microbatch, "rows", exchange, rows, mine)
-
-    def _bounds(self, microbatch: int) -> Ints:
-        """Where each sharer's rows begin among those of all sharers; the last is their number."""
-        plan = self._plans[microbatch]
-        return offsets(ints([plan.receives(rank).num_rows for rank in self.end.sharers()]))
+        plan, end = self._plans[microbatch], self.end
+        rows = self._memory.empty(int(end.bounds(plan)[-1]), end.hidden_size, end.wire_dtype)
+        exchange = replace(plan.receives(end.rank), index=ints(end.own_rows(plan)))
+        self._rows[microbatch] = start_receiving(end, microbatch, "rows", exchange, rows)
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """Rows (n, H) in the model's dtype and their local positions (n,) int64.
@@ -210,12 +195,7 @@ class BridgeReceiver:
         else:
             rows = self._forward(microbatch)
         _check_gradient_path(self.end, microbatch, rows, self._expects_gradients)
-        return rows, self._positions(microbatch)
-
-    def _positions(self, microbatch: int) -> Tensor:
-        plan = self._plans[microbatch]
-        exchanges = [plan.receives(rank) for rank in self.end.sharers()]
-        return torch.cat([index_of(exchange, self.end.device) for exchange in exchanges])
+        return rows, self.end.positions(self._plans[microbatch])
 
     def _forward(self, microbatch: int) -> Tensor:
         transfer, end = self._rows.pop(microbatch), self.end
@@ -224,20 +204,19 @@ class BridgeReceiver:
         assert rows is not None
         if microbatch + _POSTED_AHEAD < len(self._plans):
             self._post(microbatch + _POSTED_AHEAD)
-        if end.gather is not None:
-            bounds = self._bounds(microbatch)
-            shares = np.split(np.arange(bounds[-1]), bounds[1:-1])
-            share_out(end, end.gather, microbatch, "rows", rows, shares)
+        share_rows(end, microbatch, self._plans[microbatch], rows)
         return rows.to(end.dtype)
 
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
-        end, bounds = self.end, self._bounds(microbatch)
-        exchange = self._plans[microbatch].returns(end.rank)
-        own = gradient.detach()[int(bounds[self._share]) : int(bounds[self._share + 1])]
+        plan, end = self._plans[microbatch], self.end
+        own = end.own_rows(plan)
+        received = gradient.detach()[own.start : own.stop]
         # The encoder asks for gradients when it sends rows, so they leave without delay.
         while len(self._gradients) >= _POSTED_AHEAD:
             self._gradients.popleft().wait()
-        self._gradients.append(start_sending(end, microbatch, "gradients", exchange, own))
+        self._gradients.append(
+            start_sending(end, microbatch, "gradients", plan.returns(end.rank), received)
+        )
 
     def finish(self) -> None:
         """Wait until all gradients have left; call after the module's schedule."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -240,54 +240,3 @@ def lower_bound_rows(runs: ItemRuns, source: Source, destination: ShardMap) -> i
         rank = destination.rank[np.searchsorted(destination.start, line, side="right") - 1]
         missing += int((holders != rank[:, None]).all(axis=1).sum())
     return missing
-
-
-@dataclass(frozen=True)
-class LevelGroup:
-    """Feature levels that go to the same ranks, hence in the same messages.
-
-    levels: ascending numbers of k levels; level 0 is the embeddings, the others are features of
-        deeper encoder layers for the same rows. plan: of each of them.
-
-    A communicator sends ``cat([rows_of_level[l] for l in levels], dim=-1)`` (n, k·H) by the plan
-    as if its rows were k·H wide, and the receiver splits the last dim again; gradients alike.
-    """
-
-    levels: tuple[int, ...]
-    plan: BridgePlan
-
-
-def plan_levels(
-    runs: ItemRuns,
-    source: Source,
-    destinations: Sequence[ShardMap],
-    returning: Sequence[ShardMap | None] | None = None,
-) -> tuple[LevelGroup, ...]:
-    """One plan for all levels with the same destination, in order of their first level.
-
-    destinations: per level, the ranks of the pipeline stage that owns the layer that needs it
-        (virtual stages on the same ranks share a message). returning: per level, as in
-        `BridgePlan.build`.
-    """
-    returning = returning or [None] * len(destinations)
-    groups: list[list[int]] = []
-    for level, destination in enumerate(destinations):
-        for group in groups:
-            if _same(destinations[group[0]], destination) and _same(
-                returning[group[0]], returning[level]
-            ):
-                group.append(level)
-                break
-        else:
-            groups.append([level])
-    return tuple(
-        LevelGroup(
-            tuple(group),
-            BridgePlan.build(runs, source, destinations[group[0]], returning[group[0]]),
-        )
-        for group in groups
-    )
-
-
-def _same(one: ShardMap | None, other: ShardMap | None) -> bool:
-    return one is other or (one is not None and other is not None and one.same_as(other))

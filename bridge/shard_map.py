@@ -37,13 +37,6 @@ class ShardMap:
     local: Ints
     copies: int = 1
 
-    def same_as(self, other: ShardMap) -> bool:
-        """Whether both put every position on the same rank at the same place."""
-        return self.copies == other.copies and all(
-            np.array_equal(getattr(self, name), getattr(other, name))
-            for name in ("lane_start", "start", "rank", "local")
-        )
-
     def cut(self, line: Ints, length: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Cut runs at the borders of stretches.
 

@@ -57,7 +57,6 @@ class ReplicatedSource:
 
     A rank that needs a row which it holds copies it. All other copies of the lane's rows, one
     copy of all rows after the other, are sent in even shares by the lane's ranks.
-
     rows: (L,) rows per lane. ranks: (L, tp).
     """
 
@@ -106,7 +105,7 @@ class ReplicatedSource:
 
 @dataclass(frozen=True, eq=False)
 class SequenceShardedSource:
-    """TP rank t of a lane holds the t-th of tp equal parts of its rows, padded to a multiple.
+    """TP rank t of a lane holds the t-th of tp > 1 equal parts of its rows, padded to a multiple.
 
     Only the last ranks hold padding; no row is on two ranks, so there is no choice of a sender.
     When several microbatches are encoded in one go, it is the rows of all of them that are cut:
@@ -120,6 +119,10 @@ class SequenceShardedSource:
     ranks: Ints
     before: Ints
     total: Ints
+
+    def __post_init__(self) -> None:
+        # Plans with one part say that rows are counted from their microbatch's start.
+        assert self.parts > 1, "rows of a lane with one rank are not cut: use ReplicatedSource"
 
     @classmethod
     def alone(cls, rows: Ints, ranks: Ints) -> SequenceShardedSource:

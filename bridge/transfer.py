@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bridge.plan import Exchange
+from bridge.plan import BridgePlan, Exchange
 from bridge.runs import Ints, ints, offsets
 from bridge.waiting import Message, wait_for
 from bridge.watch import TransferWatch
@@ -66,6 +66,20 @@ class BridgeEnd:
             return [self.rank]
         return dist.get_process_group_ranks(self.gather)
 
+    def bounds(self, plan: BridgePlan) -> Ints:
+        """Where each sharer's rows begin among those of all sharers; the last is their number."""
+        return offsets(ints([plan.receives(rank).num_rows for rank in self.sharers()]))
+
+    def own_rows(self, plan: BridgePlan) -> range:
+        """Which of the rows of all sharers this rank itself receives."""
+        share = self.sharers().index(self.rank)
+        return range(*self.bounds(plan)[share : share + 2].tolist())
+
+    def positions(self, plan: BridgePlan) -> Tensor:
+        """(n,) int64 local positions of the rows of all sharers."""
+        index = [plan.receives(rank).index for rank in self.sharers()]
+        return torch.from_numpy(np.concatenate(index)).to(self.device)
+
     def edge(self, group: dist.ProcessGroup) -> str:
         """Which modules ``group`` connects, in the direction of its messages."""
         ends = (self.name, "language") if group is self.forward else ("language", self.name)
@@ -77,17 +91,16 @@ Kind = Literal["rows", "gradients"]
 
 @dataclass
 class Transfer:
-    """Messages under way with the peers of one exchange.
+    """Messages under way.
 
-    parts: the memory of each message, held here so that nobody frees what is being sent.
+    parts: the memory of the messages, held here so that nobody frees what is being sent.
     into: the buffer (N, H) that received rows belong in; None when sending. apart: messages that
     arrive outside of it, each with the places (n,) of its rows. what: names the transfer.
     """
 
     end: BridgeEnd
-    works: list[dist.Work]
+    messages: Sequence[Message]
     parts: Sequence[Tensor]
-    exchange: Exchange
     what: str
     microbatch: int
     into: Tensor | None = None
@@ -95,40 +108,90 @@ class Transfer:
 
     def wait(self) -> None:
         """Return once every message has left, or is where it belongs; raises BridgeError."""
-        incoming = self.into is not None
-        peers = zip(self.works, self.exchange.peers, self.exchange.counts, strict=True)
-        messages = [Message(work, peer, rows, incoming) for work, peer, rows in peers]
-        self.end.wait(messages, self.what, self.microbatch)
+        self.end.wait(self.messages, self.what, self.microbatch)
         if self.into is not None:
-            _put(self.into, self.apart)
+            for index, part in self.apart:
+                self.into[index] = part
 
 
 def start_sending(
     end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, values: Tensor
 ) -> Transfer:
     """Start sending rows of ``values`` (N, H), those at ``exchange.index``; no waiting."""
-    parts = messages_of(values, exchange)
-    parts = [part.to(end.wire_dtype).contiguous() for part in parts]
+    parts = _leaving(end, exchange, values)
     group, what = _route(end, microbatch, kind)
-    works = _start([(dist.isend, part, peer) for part, peer in _pairs(parts, exchange)], group)
-    return Transfer(end, works, parts, exchange, what, microbatch)
+    messages = _start(group, sent=_pairs(exchange, parts))
+    return Transfer(end, messages, parts, what, microbatch)
 
 
 def start_receiving(
-    end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, into: Tensor, places: Ints
+    end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, into: Tensor
 ) -> Transfer:
     """Start receiving into ``into`` (N, H) of the wire's dtype; no waiting.
 
-    places: (n,) where each row belongs, in message order; other rows are left alone.
+    Rows belong at ``exchange.index``; other rows are left alone.
     """
-    bounds = offsets(ints(exchange.counts))[1:-1]
-    parts, apart = _landing(into, np.split(places, bounds) if exchange.peers else [])
+    parts, apart = _landing(into, _by_peer(exchange))
     group, what = _route(end, microbatch, kind)
-    works = _start([(dist.irecv, part, peer) for part, peer in _pairs(parts, exchange)], group)
-    return Transfer(end, works, parts, exchange, what, microbatch, into, apart)
+    messages = _start(group, received=_pairs(exchange, parts))
+    return Transfer(end, messages, parts, what, microbatch, into, apart)
 
 
-def share_out(
+def start_exchanging(
+    end: BridgeEnd,
+    microbatches: range,
+    kind: Kind,
+    sends: Exchange,
+    values: Tensor,
+    receives: Exchange,
+    into: Tensor,
+) -> Transfer:
+    """`start_sending` and `start_receiving` as one batch, between ranks that are both ends.
+
+    What a rank sends to itself is copied. As separate batches, ordered transports could wait for
+    each other.
+    """
+    parts, apart = _landing(into, _by_peer(receives))
+    received = dict(_pairs(receives, parts))
+    sent = dict(_pairs(sends, _leaving(end, sends, values)))
+    if end.rank in sent:
+        received.pop(end.rank).copy_(sent.pop(end.rank))
+    group = end.forward if kind == "rows" else end.backward
+    messages = _start(group, list(sent.items()), list(received.items()))
+    span = f"microbatches {microbatches.start} to {microbatches.stop - 1}"
+    what = f"bridge {end.name} (colocated): {kind} of {span}"
+    return Transfer(end, messages, list(sent.values()), what, microbatches.start, into, apart)
+
+
+def share_rows(end: BridgeEnd, microbatch: int, plan: BridgePlan, rows: Tensor) -> None:
+    """Complete the rows (N, H) of all sharers, of which `own_rows` are there; they all call it."""
+    if end.gather is not None:
+        bounds = end.bounds(plan)
+        shares = np.split(np.arange(bounds[-1]), bounds[1:-1])
+        _share_out(end, end.gather, microbatch, "rows", rows, shares)
+
+
+def share_gradient(
+    end: BridgeEnd,
+    group: dist.ProcessGroup | None,
+    microbatch: int,
+    gradient: Tensor,
+    collected: Callable[[int], Ints],
+) -> None:
+    """Complete the gradient (N, H) of an encoder rank's rows; each rank of ``group`` calls it.
+
+    group: the ranks that hold the same rows; None where no other does, and what stands behind
+    the rows is padding. collected: the rows (n,) whose gradient has come to a rank.
+    """
+    if group is None:
+        gradient[collected(end.rank).size :].zero_()
+        return
+    # In order of rows a replica's share stands together, whoever its messages came from.
+    shares = [np.sort(collected(rank)) for rank in dist.get_process_group_ranks(group)]
+    _share_out(end, group, microbatch, "gradients", gradient, shares)
+
+
+def _share_out(
     end: BridgeEnd,
     group: dist.ProcessGroup,
     microbatch: int,
@@ -145,38 +208,34 @@ def share_out(
     Each share goes straight to where it belongs, which costs half of what an all-gather of padded
     shares and putting them together again does.
     """
-    ranks = dist.get_process_group_ranks(group)
-    me = ranks.index(end.rank)
-    others = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if rank != end.rank]
-    received = [(rank, share) for rank, share in others if share.size]
-    parts, apart = _landing(buffer, [share for _, share in received])
-    calls = [(dist.irecv, part, rank) for part, (rank, _) in zip(parts, received, strict=True)]
-    if shares[me].size:
-        mine = _rows_at(buffer, shares[me])
-        calls += [(dist.isend, mine, rank) for rank, _ in others]
-    works = _start(calls, group)
-    messages = [
-        Message(work, peer, part.shape[0], operation is dist.irecv)
-        for work, (operation, part, peer) in zip(works, calls, strict=True)
-    ]
+    held = dict(zip(dist.get_process_group_ranks(group), shares, strict=True))
+    mine = held.pop(end.rank)
+    theirs = {rank: share for rank, share in held.items() if share.size}
+    parts, apart = _landing(buffer, list(theirs.values()))
+    own = _rows_at(buffer, mine) if mine.size else buffer[:0]
+    sent = [(rank, own) for rank in held] if mine.size else []
+    messages = _start(group, sent, list(zip(theirs, parts, strict=True)))
     what = f"bridge {end.name}: {kind} of microbatch {microbatch}, shared out over a lane's ranks"
-    end.wait(messages, what, microbatch)
-    _put(buffer, apart)
+    Transfer(end, messages, [own], what, microbatch, buffer, apart).wait()
 
 
-def index_of(exchange: Exchange, device: torch.device) -> Tensor:
-    """(n,) int64 local index of every row, in message order."""
-    return torch.from_numpy(exchange.index).to(device)
+def _by_peer(exchange: Exchange) -> list[Ints]:
+    """The exchange's index, message by message."""
+    bounds = offsets(ints(exchange.counts))[1:-1]
+    return np.split(exchange.index, bounds) if exchange.peers else []
 
 
-def messages_of(values: Tensor, exchange: Exchange) -> list[Tensor]:
+def _pairs(exchange: Exchange, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    return list(zip(exchange.peers, parts, strict=True))
+
+
+def _leaving(end: BridgeEnd, exchange: Exchange, values: Tensor) -> list[Tensor]:
     """What each peer gets of ``values`` (N, H): a view where its rows stand together, else a copy.
 
     Fresh memory for a copy costs far more than the copy itself, and rows mostly stand in order.
     """
-    bounds = offsets(ints(exchange.counts))[1:-1]
-    runs = np.split(exchange.index, bounds) if exchange.peers else []
-    return [_rows_at(values, run) for run in runs]
+    parts = [_rows_at(values, index) for index in _by_peer(exchange)]
+    return [part.to(end.wire_dtype).contiguous() for part in parts]
 
 
 def _together(index: Ints) -> bool:
@@ -205,25 +264,24 @@ def _landing(
     return parts, apart
 
 
-def _put(into: Tensor, apart: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for index, part in apart:
-        into[index] = part
-
-
 def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGroup, str]:
     group = end.forward if kind == "rows" else end.backward
     return group, f"{end.edge(group)}: {kind} of microbatch {microbatch}"
 
 
-def _pairs(parts: Sequence[Tensor], exchange: Exchange) -> list[tuple[Tensor, int]]:
-    return list(zip(parts, exchange.peers, strict=True))
-
-
 def _start(
-    calls: Sequence[tuple[Callable[..., Any], Tensor, int]], group: dist.ProcessGroup
-) -> list[dist.Work]:
-    """Start (isend or irecv, message, peer) as one batch; a handle for each."""
+    group: dist.ProcessGroup,
+    sent: Sequence[tuple[int, Tensor]] = (),
+    received: Sequence[tuple[int, Tensor]] = (),
+) -> list[Message]:
+    """Start messages, each with its peer, as one batch."""
+    calls = [(dist.irecv, part, peer) for peer, part in received]
+    calls += [(dist.isend, part, peer) for peer, part in sent]
     operations = [dist.P2POp(operation, part, peer, group) for operation, part, peer in calls]
     works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     # Backends may answer a batch with one handle for all of it.
-    return works * len(operations) if len(works) == 1 else works
+    works = works * len(operations) if len(works) == 1 else works
+    return [
+        Message(work, peer, part.shape[0], operation is dist.irecv)
+        for work, (operation, part, peer) in zip(works, calls, strict=True)
+    ]

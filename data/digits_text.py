@@ -7,7 +7,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # Spaces around punctuation, so that decoding, which joins words by spaces, gives the text back.
 _ASK_ONE = (
@@ -41,6 +44,8 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 _UNKNOWN = "<|unknown|>"
+
+DIGITS = tuple(str(digit) for digit in range(10))
 
 PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 
@@ -123,26 +128,13 @@ def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLD
     Its words are those of the questions, the roles and the ten digits; each digit is a token.
     placeholders: by media, the token that stands for an item; those that are new become tokens.
     """
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Digits, Punctuation, Sequence, WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    questions = (*_ASK_ONE, *_ASK_MANY, *_ASK_COUNTED, *_ASK_NEXT, *_ASK_PREVIOUS, *_ASK_COPY)
-    words = {word for text in (*questions, "system user assistant then") for word in text.split()}
-    words = {word for word in words if not word.startswith("{")}
     # In a fixed order: specials, digits, words. A new word never renumbers the digits.
     specials = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values()))
-    vocabulary = [*specials, _UNKNOWN, *(str(digit) for digit in range(10)), *sorted(words)]
-    tokenizer = Tokenizer(
-        WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token=_UNKNOWN)
-    )
-    # Punctuation apart, so that a person may type "what digit is this?".
-    tokenizer.pre_tokenizer = Sequence(
-        [WhitespaceSplit(), Punctuation(), Digits(individual_digits=True)]
-    )
+    vocabulary = [*specials, _UNKNOWN, *DIGITS, *words()]
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=word_tokenizer(vocabulary, _UNKNOWN),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         unk_token=_UNKNOWN,
@@ -152,3 +144,29 @@ def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLD
     )
     wrapped.chat_template = chat_template(placeholders)
     wrapped.save_pretrained(str(directory))
+
+
+def words() -> list[str]:
+    """All words of the questions and of the roles, punctuation included, sorted."""
+    questions = (*_ASK_ONE, *_ASK_MANY, *_ASK_COUNTED, *_ASK_NEXT, *_ASK_PREVIOUS, *_ASK_COPY)
+    found = {word for text in (*questions, "system user assistant then") for word in text.split()}
+    return sorted(word for word in found if not word.startswith("{"))
+
+
+def word_tokenizer(vocabulary: Sequence[str], unknown: str) -> Tokenizer:
+    """A tokenizer of whole words, whose ids are their places in `vocabulary`.
+
+    White space, line breaks included, only separates words.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Digits, Punctuation, WhitespaceSplit
+    from tokenizers.pre_tokenizers import Sequence as Steps
+
+    ids = {word: number for number, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token=unknown))
+    # Punctuation apart, so that a person may type "what digit is this?".
+    tokenizer.pre_tokenizer = Steps(
+        [WhitespaceSplit(), Punctuation(), Digits(individual_digits=True)]
+    )
+    return tokenizer

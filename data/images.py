@@ -23,6 +23,9 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS_DECODED = 64 * 1024 * 1024
 MAX_ASPECT_RATIO = 200
 
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
 _PNG_SIGNATURE = 8  # bytes
 _PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _EXIF_ORIENTATION = 274
@@ -151,8 +154,8 @@ class ImageProcessor(StillImages):
     temporal_patch_size: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
+    std: tuple[float, float, float] = OPENAI_CLIP_STD
     tower_width: int = 1280
 
     KIND: ClassVar[str] = "qwen2_vl-1"

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.pan_and_scan import PanAndScan
 from data.square_images import SquareImageProcessor
+from encoders._hf import block_norms, both, normalisation
 from encoders._patches import RowParts, check_tower_grid, frame_lengths, patch_places
 from mimo import megatron as engine
+from mimo.hf.config import Config, Processors, expect
+from mimo.hf.keymap import Weight, grouped_qkv, plain
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -181,7 +184,7 @@ class Gemma3Tower(nn.Module):
             self.pos_embed = nn.Embedding(settings.patches_per_side**2, size, dtype=dtype)
             self.parts.sum_gradients(self.patch_embed)
             self.parts.sum_gradients(self.pos_embed)
-        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
         if ctx.is_last_stage:
             self.projector = Projector(settings, config, output_size, self.parts)
 
@@ -246,3 +249,71 @@ def build(
     tower = Gemma3Tower(settings, config, ctx, output_size)
     engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
     return tower
+
+
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
+    """Recipe keys under ``encoders.<name>.model`` for Gemma-3's configuration.
+
+    Raises ValueError for what we do not compute.
+    """
+    vision = config["vision_config"]
+    expect(
+        vision,
+        "vision_config",
+        model_type="siglip_vision_model",
+        hidden_act="gelu_pytorch_tanh",
+        num_channels=3,
+    )
+    size = processors.image.get("size") or {}
+    side = vision["image_size"]
+    expect(size, "the image processor's size", height=side, width=side)
+    return {
+        "num_layers": vision["num_hidden_layers"],
+        "hidden_size": vision["hidden_size"],
+        "ffn_hidden_size": vision["intermediate_size"],
+        "num_attention_heads": vision["num_attention_heads"],
+        "image_size": side,
+        "patch_size": vision["patch_size"],
+        "mm_tokens_per_image": config["mm_tokens_per_image"],
+        "norm_eps": vision["layer_norm_eps"],
+        "init_std": config["initializer_range"],
+        **normalisation(processors.image),
+    }
+
+
+def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
+    """Every parameter of the whole tower, as what it consists of in Gemma-3's checkpoints."""
+    size, ffn, patch = settings.hidden_size, settings.ffn_hidden_size, settings.patch_size
+    heads, root = settings.num_attention_heads, "model.vision_tower"
+    embeddings, projector = f"{root}.embeddings", "model.multi_modal_projector"
+    found = [
+        *both("patch_embed", f"{embeddings}.patch_embedding", size, 3, patch, patch),
+        plain(
+            "pos_embed.weight",
+            f"{embeddings}.position_embedding.weight",
+            *(settings.patches_per_side**2, size),
+        ),
+        *both("blocks.final_layernorm", f"{root}.post_layernorm", size),
+        plain("projector.norm.weight", f"{projector}.mm_soft_emb_norm.weight", size),
+        plain(
+            "projector.linear.weight",
+            f"{projector}.mm_input_projection_weight",
+            *(size, output_size),
+            transposed=True,
+        ),
+    ]
+    norms = {"layer_norm1": "input_layernorm", "layer_norm2": "pre_mlp_layernorm"}
+    for n in range(settings.num_layers):
+        here, there = f"blocks.layers.{n}", f"{root}.encoder.layers.{n}"
+        attention, theirs = f"{here}.self_attention", f"{there}.self_attn"
+        found += [
+            *block_norms(here, there, norms, size),
+            *both(f"{attention}.linear_proj", f"{theirs}.out_proj", size, size),
+            *both(f"{here}.mlp.linear_fc1", f"{there}.mlp.fc1", ffn, size),
+            *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.fc2", size, ffn),
+        ]
+        for kind, columns in (("weight", (size,)), ("bias", ())):
+            keys = [f"{theirs}.{which}_proj.{kind}" for which in "qkv"]
+            qkv = f"{attention}.linear_qkv.{kind}"
+            found.append(grouped_qkv(qkv, keys, heads, 1, size // heads, *columns))
+    return found

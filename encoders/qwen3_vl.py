@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from data.images import ImageProcessor
 from data.videos import VIDEO, TimedVideoProcessor
+from encoders._hf import block_norms, both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
     RowParts,
@@ -36,6 +37,8 @@ from encoders._patches import (
     patch_places,
 )
 from mimo import megatron as engine
+from mimo.hf.config import Config, Processors, expect
+from mimo.hf.keymap import Weight, fused_qkv, plain
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -229,7 +232,7 @@ class Qwen3VLTower(nn.Module):
             self.parts.sum_gradients(self.patch_embed)
             self.parts.sum_gradients(self.pos_embed)
         # The merger normalises single patches: that is the final norm of the stack.
-        self.blocks = engine.build_stack(config, ctx.groups, causal=False, final_norm=True)
+        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
         self.merger, self.level_mergers = None, None
         if ctx.is_last_stage:
             self.merger = engine.ParallelMLP(
@@ -323,3 +326,62 @@ def build(
     tower = Qwen3VLTower(settings, config, ctx, output_size)
     engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
     return tower
+
+
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
+    """Recipe keys under ``encoders.<name>.model`` for Qwen3-VL's configuration.
+
+    Raises ValueError for what we do not compute.
+    """
+    vision = config["vision_config"]
+    expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
+    return {
+        **qwen_tower_sizes(config, processors),
+        "deepstack_visual_indexes": list(vision["deepstack_visual_indexes"]),
+        "num_grid_per_side": math.isqrt(vision["num_position_embeddings"]),
+    }
+
+
+def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
+    """Every parameter of the whole tower, as what it consists of in Qwen3-VL's checkpoints."""
+    size, ffn, merged = (
+        settings.hidden_size,
+        settings.ffn_hidden_size,
+        settings.hidden_size * settings.merge_size**2,
+    )
+    heads, patch, root = settings.num_attention_heads, settings.patch_size, "model.visual"
+    kernel = (3, settings.temporal_patch_size, patch, patch)
+    found = [
+        *both("patch_embed", f"{root}.patch_embed.proj", size, *kernel),
+        plain("pos_embed.weight", f"{root}.pos_embed.weight", settings.num_grid_per_side**2, size),
+        # The merger's norm is the final one of our stack.
+        *both("blocks.final_layernorm", f"{root}.merger.norm", size),
+        *both("merger.linear_fc1", f"{root}.merger.linear_fc1", merged, merged),
+        *both("merger.linear_fc2", f"{root}.merger.linear_fc2", output_size, merged),
+    ]
+    for n in range(num_levels(settings)):
+        here, there = f"level_mergers.{n}", f"{root}.deepstack_merger_list.{n}"
+        found += [
+            *both(f"{here}.norm", f"{there}.norm", merged),
+            *both(f"{here}.mlp.linear_fc1", f"{there}.linear_fc1", merged, merged),
+            *both(f"{here}.mlp.linear_fc2", f"{there}.linear_fc2", output_size, merged),
+        ]
+    norms = {"norm1": "input_layernorm", "norm2": "pre_mlp_layernorm"}
+    for n in range(settings.num_layers):
+        here, there = f"blocks.layers.{n}", f"{root}.blocks.{n}"
+        attention = f"{here}.self_attention"
+        found += [
+            *block_norms(here, there, norms, size),
+            *(
+                fused_qkv(
+                    f"{attention}.linear_qkv.{kind}",
+                    f"{there}.attn.qkv.{kind}",
+                    *(heads, size // heads, *columns),
+                )
+                for kind, columns in (("weight", (size,)), ("bias", ()))
+            ),
+            *both(f"{attention}.linear_proj", f"{there}.attn.proj", size, size),
+            *both(f"{here}.mlp.linear_fc1", f"{there}.mlp.linear_fc1", ffn, size),
+            *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.linear_fc2", size, ffn),
+        ]
+    return found

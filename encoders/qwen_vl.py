@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from data.images import ImageProcessor
+from data.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
 from data.videos import VIDEO, VideoProcessor
+from encoders._hf import both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
     RowParts,
@@ -35,6 +36,8 @@ from encoders._patches import (
     patch_places,
 )
 from mimo import megatron as engine
+from mimo.hf.config import Config, Processors, expect
+from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -61,6 +64,8 @@ class Settings(BaseModel):
     """Layers, counted from 0, that attend to whole frames all the same."""
     min_pixels: int = Field(default=56 * 56, ge=1)
     max_pixels: int = Field(default=28 * 28 * 1280, ge=1)
+    image_mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
+    image_std: tuple[float, float, float] = OPENAI_CLIP_STD
     video_min_pixels: int | None = Field(default=None, ge=1)
     """Of each resized frame of a video; without one, as of an image."""
     video_max_pixels: int | None = Field(default=None, ge=1)
@@ -152,6 +157,8 @@ class Settings(BaseModel):
             temporal_patch_size=self.temporal_patch_size,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
+            mean=self.image_mean,
+            std=self.image_std,
             tower_width=self.hidden_size * self.num_layers // full,
         )
         if media != VIDEO:
@@ -201,7 +208,7 @@ class QwenVLTower(nn.Module):
         # The merger normalises single patches: that is the final norm of the stack.
         self.blocks = engine.build_stack(
             config,
-            ctx.groups,
+            ctx,
             causal=False,
             final_norm=True,
             window_layers=settings.window_layers,
@@ -296,3 +303,53 @@ def build(
     tower = QwenVLTower(settings, config, ctx, output_size)
     engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
     return tower
+
+
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
+    """Recipe keys under ``encoders.<name>.model`` for Qwen2.5-VL's configuration.
+
+    Raises ValueError for what we do not compute.
+    """
+    vision = config["vision_config"]
+    expect(vision, "vision_config", hidden_act="silu")
+    return {
+        **qwen_tower_sizes(config, processors),
+        "window_size": vision["window_size"],
+        "full_attention_layers": list(vision["fullatt_block_indexes"]),
+        "tokens_per_second": float(vision["tokens_per_second"]),
+    }
+
+
+def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
+    """Every parameter of the whole tower, as what it consists of in Qwen2.5-VL's checkpoints."""
+    size, ffn, merged = (
+        settings.hidden_size,
+        settings.ffn_hidden_size,
+        settings.hidden_size * settings.merge_size**2,
+    )
+    heads, patch, root = settings.num_attention_heads, settings.patch_size, "model.visual"
+    found = [
+        plain(
+            "patch_embed.weight",
+            f"{root}.patch_embed.proj.weight",
+            *(size, 3, settings.temporal_patch_size, patch, patch),
+        ),
+        # The merger's norm is the final one of our stack.
+        plain("blocks.final_layernorm.weight", f"{root}.merger.ln_q.weight", size),
+        *both("merger.linear_fc1", f"{root}.merger.mlp.0", merged, merged),
+        *both("merger.linear_fc2", f"{root}.merger.mlp.2", output_size, merged),
+    ]
+    for n in range(settings.num_layers):
+        here, there = f"blocks.layers.{n}", f"{root}.blocks.{n}"
+        found += [
+            plain(f"{here}.input_layernorm.weight", f"{there}.norm1.weight", size),
+            plain(f"{here}.pre_mlp_layernorm.weight", f"{there}.norm2.weight", size),
+            *both(f"{here}.self_attention.linear_proj", f"{there}.attn.proj", size, size),
+            *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.down_proj", size, ffn),
+        ]
+        for kind, columns in (("weight", (size,)), ("bias", ())):
+            qkv, theirs = f"{here}.self_attention.linear_qkv.{kind}", f"{there}.attn.qkv.{kind}"
+            found.append(fused_qkv(qkv, theirs, heads, size // heads, *columns))
+            gate_up = [f"{there}.mlp.{which}_proj.{kind}" for which in ("gate", "up")]
+            found.append(stacked(f"{here}.mlp.linear_fc1.{kind}", gate_up, ffn, *columns))
+    return found

@@ -17,8 +17,11 @@ from bridge import (
 )
 from mimo.device import has_gpu, local_device
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
+from mimo.hf.initial import InitialWeights
+from mimo.hf.load import load_weights
 from mimo.layout import LANGUAGE, run_ahead
-from mimo.megatron.config import ModuleContext
+from mimo.lora import is_adapter
+from mimo.megatron.config import LoRA, ModuleContext
 from mimo.megatron.groups import ProcessGroupCollection
 from mimo.megatron.parallel import (
     OptimizerSettings,
@@ -29,6 +32,7 @@ from mimo.megatron.parallel import (
 from mimo.model import MimoModel, Module
 from mimo.partition import PartitionAdapter
 from mimo.recipe import Encoder, Language, Recipe
+from mimo.recipe_errors import RecipeError
 from mimo.topology import Topology
 
 DTYPES = {
@@ -39,14 +43,24 @@ DTYPES = {
 }
 
 
-def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoModel:
-    """The modules that this rank owns, with freshly drawn weights and optimizers.
+def build_model(
+    recipe: Recipe,
+    topology: Topology,
+    tokenizer_size: int,
+    initial: InitialWeights | None = None,
+) -> MimoModel:
+    """The modules that this rank owns, with weights and optimizers.
 
-    num_tokens: size of the tokenizer. Every rank of the world calls it.
+    initial: weights to begin with; freshly drawn ones without. Every rank of the world calls it.
+    Raises RecipeError for a tokenizer with more tokens than the model knows.
     """
     prepare_engine(recipe.train.seed)
     dtype = DTYPES[recipe.train.precision]
     settings = language_settings(recipe)
+    try:
+        num_tokens = settings.num_tokens(tokenizer_size)
+    except ValueError as error:
+        raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
     groups_of_microbatches = {
         encoder.encode_group
         for encoder in recipe.encoders.values()
@@ -70,6 +84,9 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
     for name, groups in topology.modules.items():
         part = recipe.language if name == LANGUAGE else recipe.encoders[name]
         stages = part.grid.vpp
+        lora = None
+        if part.lora is not None:
+            lora = LoRA(part.lora.rank, part.lora.alpha, frozenset(part.lora.targets))
         chunks = []
         for stage in range(stages):
             ctx = ModuleContext(
@@ -80,6 +97,7 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
                 vp_stage=stage if stages > 1 else None,
                 recompute=part.recompute,
                 scatter_embedding=recipe.bridge.delivery == "sharded",
+                lora=lora,
             )
             if name == LANGUAGE:
                 chunk = language_family(recipe).build(
@@ -93,7 +111,12 @@ def build_model(recipe: Recipe, topology: Topology, num_tokens: int) -> MimoMode
                 chunk = encoder_family(recipe, name).build(
                     encoder_settings(recipe, name), ctx, settings.hidden_size, recipe.train.seed
                 )
-            chunks.append(chunk.to(model.device))
+            chunk = chunk.to(model.device)
+            if initial is not None:
+                # Before the optimizer makes its copies of them.
+                weights = initial.weights[name]
+                load_weights(chunk, ctx.vp_stage, groups, initial.checkpoint, weights)
+            chunks.append(chunk)
         model.modules[name] = _module(recipe, name, part, groups, chunks, dtype)
         if name != LANGUAGE and name not in topology.layout.colocated:
             model.modules[name].run_ahead = run_ahead(recipe, topology.layout, name)
@@ -139,14 +162,20 @@ def _module(
 
 
 def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
-    """Take the weights that the recipe freezes out of training, in place."""
+    """Take the weights that the recipe freezes out of training, in place.
+
+    A module with adapters learns these alone, an encoder its projector too.
+    """
     part = recipe.language if module == LANGUAGE else recipe.encoders[module]
-    if part.freeze is False:
+    if part.freeze is False and part.lora is None:
         return
-    kept = encoder_family(recipe, module).PROJECTOR if part.freeze == "tower" else ()
+    kept = ()
+    if part.trains and module != LANGUAGE:
+        kept = encoder_family(recipe, module).PROJECTOR
     for chunk in chunks:
         for name, param in chunk.named_parameters():
-            param.requires_grad_(name.startswith(kept))
+            learns = name.startswith(kept) or (part.trains and is_adapter(name))
+            param.requires_grad_(learns)
 
 
 def _add_bridges(

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from mimo.checkpoint_folder import Progress, publish, read_progress
+from mimo.assets import ASSETS, asset_folders, copy_assets
+from mimo.checkpoint_folder import Progress, latest_checkpoint, publish, read_progress
 from mimo.megatron.checkpoint import (
     State,
     load_sharded,
@@ -19,6 +20,8 @@ from mimo.megatron.checkpoint import (
     weights_state,
 )
 from mimo.model import MimoModel
+from mimo.recipe import Recipe
+from mimo.start import FromScratch, FromWeights, Resume, Start
 
 
 def _model_state(
@@ -37,7 +40,7 @@ def _model_state(
 
 
 def save_checkpoint(
-    model: MimoModel, progress: Progress, checkpoints: Path, recipe_yaml: str, keep: int
+    model: MimoModel, progress: Progress, checkpoints: Path, recipe: Recipe, keep: int
 ) -> Path:
     """Write ``checkpoints/step_<n>`` and point ``latest`` at it; every rank of the world calls it.
 
@@ -55,15 +58,35 @@ def save_checkpoint(
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     dist.barrier()
     if rank == 0:
-        publish(partial, progress, recipe_yaml, keep)
+        # Those of the one before stay, should a folder have been moved away meanwhile.
+        before = latest_checkpoint(checkpoints)
+        carried = [] if before is None else [before / ASSETS]
+        copy_assets([*carried, *asset_folders(recipe)], partial / ASSETS)
+        publish(partial, progress, recipe.to_yaml(), keep)
     dist.barrier()
     return final
+
+
+def begin(model: MimoModel, start: Start) -> Progress:
+    """Put the model of a run where it begins; every rank of the world calls it.
+
+    Raises ValueError when a checkpoint does not fit the model.
+    """
+    match start:
+        case Resume(checkpoint):
+            return load_checkpoint(model, checkpoint)
+        case FromWeights(checkpoint):
+            load_checkpoint(model, checkpoint, with_optimizer=False)
+        case FromScratch():
+            pass
+    return Progress(step=0, samples=0)
 
 
 def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = True) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
-    The random state is restored where the world has the size it had when saving.
+    Without the optimizers, those of the model start afresh from the loaded weights. The random
+    state is restored with them, where the world has the size it had when saving.
     Raises ValueError when the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
@@ -74,6 +97,8 @@ def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = T
             prefix = f"{number}."
             own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
             restore(chunk, optimizer, name, own, progress.step)
+    if not with_optimizer:
+        model.follow_weights()
     states = sorted(checkpoint.glob("rng_rank_*.pt"))
     if with_optimizer and len(states) == dist.get_world_size():
         own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from mimo.recipe_errors import InputError
 
 _LATEST = "latest"
 _PROGRESS = "progress.json"
+_STAGE_FOLDER = re.compile(r"stage_(\d+)_[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,16 @@ class Progress:
     skipped_samples: int = 0
 
 
+def write_progress(folder: Path, progress: Progress) -> None:
+    """Say in a checkpoint's folder where the run stood."""
+    (folder / _PROGRESS).write_text(json.dumps(asdict(progress)))
+
+
 def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> Path:
     """Turn a folder with all tensors written into ``step_<n>``, the latest; one rank calls it."""
     checkpoints = partial.parent
     final = checkpoints / f"step_{progress.step}"
-    (partial / _PROGRESS).write_text(json.dumps(asdict(progress)))
+    write_progress(partial, progress)
     (partial / "recipe.yaml").write_text(recipe_yaml)
     replaced = checkpoints / f".step_{progress.step}.replaced"
     if final.exists():
@@ -55,11 +62,28 @@ def drop_old(checkpoints: Path, keep: int, newest: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
+def stage_folder(number: int, name: str) -> str:
+    """The name of the folder in which stage ``number``, counted from 1, has its run."""
+    return f"stage_{number}_{name}"
 
-    Raises InputError when there is none.
-    """
+
+def stage_folders(run_dir: Path) -> dict[int, Path]:
+    """The folders of a run's stages by number, in order; those that were moved aside are none."""
+    found = {
+        int(match[1]): path
+        for path in run_dir.glob("stage_*")
+        if (match := _STAGE_FOLDER.fullmatch(path.name)) and path.is_dir()
+    }
+    return dict(sorted(found.items()))
+
+
+def final_checkpoint(run_dir: Path, steps: int) -> Path:
+    """The checkpoint that a run of ``steps`` steps ends with, whether it is there yet or not."""
+    return run_dir / "checkpoints" / f"step_{steps}"
+
+
+def latest_checkpoint(path: Path) -> Path | None:
+    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder."""
     for folder in (path, path / "checkpoints"):
         if (folder / _PROGRESS).is_file():
             return folder
@@ -67,6 +91,18 @@ def find_checkpoint(path: Path) -> Path:
             latest = folder / (folder / _LATEST).read_text().strip()
             if (latest / _PROGRESS).is_file():
                 return latest
+    return None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
+
+    Of a run with stages, the latest of the last stage that has any.
+    Raises InputError when there is none.
+    """
+    for folder in (path, *reversed(stage_folders(path).values())):
+        if (checkpoint := latest_checkpoint(folder)) is not None:
+            return checkpoint
     raise InputError(
         f"{path}: no checkpoint there; give a run folder or a checkpoint folder such as "
         f"runs/<name>/checkpoints/step_<n>"

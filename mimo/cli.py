@@ -27,6 +27,9 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure what the parts promise.")
 app.add_typer(bench, name="bench")
 
+convert = typer.Typer(no_args_is_help=True, help="Checkpoints in Hugging Face format.")
+app.add_typer(convert, name="convert")
+
 RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, for example recipes/x.yaml.")]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -43,6 +46,13 @@ class LayoutsChoice(StrEnum):
 
     RECIPE = "recipe"
     SWEEP = "sweep"
+
+
+class DtypeChoice(StrEnum):
+    """How `tiny` stores weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
 
 class PrecisionChoice(StrEnum):
@@ -82,19 +92,21 @@ def check(
     """Validate a recipe and print which rank does what."""
     from mimo.job import check_recipe
     from mimo.layout import num_microbatches
-    from mimo.recipe import load_recipe
+    from mimo.stages import load_stages
 
-    loaded = load_recipe(recipe, overrides or [])
-    layout = check_recipe(loaded, num_ranks)
-    print_layout(layout, num_microbatches(loaded, layout))
+    staged = load_stages(recipe, overrides or [])
+    layouts = staged.each(lambda recipe: check_recipe(recipe, num_ranks))
+    for stage, layout in zip(staged.stages, layouts, strict=True):
+        print_layout(layout, num_microbatches(stage.recipe, layout), stage.title)
 
 
-def print_layout(layout: "Layout", microbatches: int) -> None:
+def print_layout(layout: "Layout", microbatches: int, stage: str = "") -> None:
     """Print a table with one row per module: its ranks, its grid and its lanes."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{layout.world_size} ranks · {microbatches} microbatches per step")
+    sizes = f"{layout.world_size} ranks · {microbatches} microbatches per step"
+    table = Table(title=f"{stage}: {sizes}" if stage else sizes)
     for column in ("module", "ranks", "grid", "lanes"):
         table.add_column(column)
     for name, grid in layout.grids.items():
@@ -197,11 +209,88 @@ def evaluate(
 
 @app.command()
 @_readable_errors
+def parity(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder in Hugging Face format.")],
+    overrides: OverridesArgument = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", min=0.0, help="Largest error; default: 1e-5, for fp32."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write every error to this file.")
+    ] = None,
+) -> int | None:
+    """Compare a checkpoint in transformers with a layout of ours: inputs, every module, gradients.
+
+    Runs both on this machine's CPU. Exit code 1 and the first module that diverges when they are
+    not equal. Layouts are overrides, such as language.grid.tp=2.
+    """
+    from mimo.parity.main import main as run
+
+    return run(checkpoint, overrides or [], tolerance, json)
+
+
+@app.command()
+@_readable_errors
+def tiny(
+    family: Annotated[str, typer.Argument(help="qwen2_5_vl, qwen3_vl or gemma3.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    dtype: Annotated[DtypeChoice, typer.Option("--dtype")] = DtypeChoice.FLOAT32,
+    shard_size: Annotated[
+        str | None,
+        typer.Option("--shard-size", help="Largest file of weights, such as 1MB; default: one."),
+    ] = None,
+    tie: Annotated[
+        bool | None,
+        typer.Option("--tie/--no-tie", help="Tie the output layer; default: as the family does."),
+    ] = None,
+) -> int | None:
+    """Write a small checkpoint with random weights in Hugging Face format."""
+    from mimo.hf.tiny import TinyCheckpoint
+    from mimo.hf.tiny import main as run
+
+    return run(TinyCheckpoint(family, seed, dtype.value, shard_size, tie), out)
+
+
+@app.command()
+@_readable_errors
 def quickstart(overrides: OverridesArgument = None) -> int | None:
     """Prepare, train and evaluate the small example that runs without a GPU."""
     from mimo.quickstart import main as run
 
     return run(overrides or [])
+
+
+@convert.command("from-hf")
+@_readable_errors
+def convert_from_hf(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint in Hugging Face format.")],
+    out: Annotated[Path, typer.Argument(help="Where the checkpoint folder goes.")],
+) -> None:
+    """Turn a Hugging Face checkpoint into one of ours, tensor by tensor.
+
+    To train from it no conversion is needed: name the folder as init_from in a recipe.
+    """
+    from mimo.hf.from_hf import convert as run
+
+    run(folder, out)
+
+
+@convert.command("to-hf")
+@_readable_errors
+def convert_to_hf(
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    out: Annotated[Path, typer.Argument(help="Where the folder goes.")],
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", help="Largest file, such as 500MB or 5GB.")
+    ] = "5GB",
+) -> None:
+    """Write a trained model in Hugging Face format, from whatever layout it was trained in."""
+    from mimo.hf.to_hf import convert as write
+    from mimo.hf.to_hf import parse_size
+
+    write(run, out, parse_size(shard_size))
 
 
 @bench.command("bridge")

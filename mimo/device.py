@@ -6,6 +6,7 @@ The only file (beside the CPU adapter of the engine) that names a device or a ba
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 
 import torch
@@ -63,6 +64,13 @@ def initialize_distributed(
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
+
+
+def release_memory() -> None:
+    """Give back what a model that is not used any more held on the device."""
+    gc.collect()  # modules and their hooks refer to each other
+    if has_gpu():
+        torch.cuda.empty_cache()
 
 
 def synchronize() -> None:

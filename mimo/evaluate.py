@@ -10,10 +10,10 @@ from PIL import Image
 
 from data.images import to_rgb
 from data.reader import SampleReader, UnreadableSample
+from mimo.assets import recipe_of
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import open_dataset
 from mimo.generate import Generator, Request
-from mimo.recipe import load_recipe
 from mimo.recipe_errors import RecipeError
 
 _BATCH = 100
@@ -63,7 +63,7 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
     """
     if split not in ("validation", "test"):
         raise RecipeError(f"--split {split}: choose validation or test")
-    recipe = load_recipe(find_checkpoint(run) / "recipe.yaml")
+    recipe = recipe_of(find_checkpoint(run))
     if not getattr(recipe.data, split):
         raise RecipeError(f"data.{split}: no shards are given, so there is nothing to evaluate")
     generator = Generator(run)

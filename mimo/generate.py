@@ -15,10 +15,10 @@ from data.chat import ChatTokenizer, EncodedSample
 from data.images import open_image, to_rgb
 from data.messages import PlaceholderError
 from data.processor import Grid, Part, PartPlan
+from mimo.assets import recipe_of
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import item_processors, open_tokenizer
 from mimo.local import LocalModel, join_world_of_one
-from mimo.recipe import load_recipe
 from mimo.recipe_errors import InputError
 
 
@@ -79,7 +79,7 @@ class Generator:
     def __init__(self, path: Path) -> None:
         """path: a run or checkpoint folder. Raises InputError when it holds no checkpoint."""
         join_world_of_one()
-        recipe = load_recipe(find_checkpoint(path) / "recipe.yaml")
+        recipe = recipe_of(find_checkpoint(path))
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
         self.encoders = {

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mimo.checkpoint_folder import find_checkpoint
+from mimo.checkpoint_folder import latest_checkpoint
 from mimo.dataset import check_media, item_processors, open_dataset, open_tokenizer
 from mimo.device import choose_before_fork
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
+from mimo.hf.initial import initial_weights
 from mimo.launch import launch, rank_environment
 from mimo.layout import Layout, build_layout
 from mimo.rank_processes import end_with_failed_thread, print_and_exit
-from mimo.recipe import Recipe, load_recipe
+from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError
+from mimo.stage_runs import Run, runs_to_do
+from mimo.stages import StagedRecipe, load_stages
+from mimo.start import FromScratch
 
 # What the forkserver imports once, so that ranks start in a tenth of a second.
 PRELOAD = ("mimo.megatron.preload", "mimo.train", "transformers")
@@ -37,7 +40,10 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         problems += [
             recipe.problem(("language", "grid"), message)
             for message in language_family(recipe).check_grid(
-                settings, grid.tp, grid.pp * grid.vpp, settings.padded_vocab_size(1)
+                settings,
+                grid.tp,
+                grid.pp * grid.vpp,
+                settings.padded_vocab_size(1),
             )
         ]
         rules = language_family(recipe).ITEM_RULES
@@ -80,23 +86,41 @@ def check_data(recipe: Recipe) -> None:
         raise RecipeError(*problems)
 
 
-def run_dir_of(recipe: Recipe) -> Path:
-    """Where the run of this recipe lives."""
-    return Path(recipe.train.run_dir) / recipe.name
-
-
 def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
     """The run folder with the resolved recipe in it; an older run of that name steps aside."""
-    run_dir = run_dir_of(recipe)
-    if run_dir.exists() and not resumes:
-        number = 1
-        while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-            number += 1
-        run_dir.rename(aside)
-        print(f"the previous run moved to {aside}")
+    run_dir = recipe.run_dir
+    if not resumes:
+        _step_aside(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.yaml").write_text(recipe.to_yaml())
     return run_dir
+
+
+def make_run_dirs(staged: StagedRecipe, runs: Sequence[Run], resumes: bool) -> None:
+    """The folders of all runs that a job has to do.
+
+    resumes: whether the job was begun before. Then only what it does anew steps aside; a stage that
+    was ended before its first checkpoint begins again in its folder.
+    """
+    if staged.has_stages:
+        if not resumes:
+            _step_aside(staged.run_dir)
+        staged.run_dir.mkdir(parents=True, exist_ok=True)
+        (staged.run_dir / "recipe.yaml").write_text(staged.to_yaml())
+    for run in runs:
+        has_nothing = resumes and latest_checkpoint(run.recipe.run_dir) is None
+        make_run_dir(run.recipe, resumes=run.resumes or has_nothing)
+    print(f"run folder: {staged.run_dir}", flush=True)
+
+
+def _step_aside(run_dir: Path) -> None:
+    if not run_dir.exists():
+        return
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        number += 1
+    run_dir.rename(aside)
+    print(f"the previous run moved to {aside}")
 
 
 def main(
@@ -109,39 +133,48 @@ def main(
 ) -> int:
     """`mimo train`: run the recipe on this machine, or be one rank of a torchrun or srun job."""
     environment = rank_environment()
-    recipe = load_recipe(path, overrides)
-    layout = check_recipe(recipe, environment.world_size if environment else num_ranks)
-    check_data(recipe)
-    checkpoint = _checkpoint_to_resume(recipe, resume, resume_from)
+    staged = load_stages(path, overrides)
+    ranks = environment.world_size if environment else num_ranks
+    layouts = staged.each(lambda recipe: check_recipe(recipe, ranks))
+    staged.each(check_data)
+    resumes = resume or resume_from is not None
+    runs = runs_to_do(staged, layouts, resume, resume_from)
+    for run in runs:
+        if isinstance(run.start, FromScratch):
+            initial_weights(run.recipe)  # so that a wrong folder is named before any rank starts
     if environment is not None:
-        return _run_in_place(recipe, checkpoint)
-    if (note := choose_before_fork(layout.world_size)) is not None:
+        return _run_in_place(staged, runs, resumes)
+    if (note := choose_before_fork(max(layout.world_size for layout in layouts))) is not None:
         print(note)
-    run_dir = make_run_dir(recipe, resumes=checkpoint is not None)
-    print(f"run folder: {run_dir}")
-    sys.stdout.flush()
-    return launch(
-        "mimo.train:run_rank", (recipe, run_dir, checkpoint), layout.world_size, PRELOAD, run_dir
-    )
+    make_run_dirs(staged, runs, resumes)
+    for run in runs:
+        if staged.has_stages:
+            print(run, flush=True)
+        run_dir = run.recipe.run_dir
+        args = (run.recipe, run_dir, run.start)
+        code = launch("mimo.train:run_rank", args, run.layout.world_size, PRELOAD, run_dir)
+        if code != 0:
+            return code
+    return 0
 
 
-def _checkpoint_to_resume(recipe: Recipe, resume: bool, resume_from: Path | None) -> Path | None:
-    if not resume and resume_from is None:
-        return None
-    run_dir = run_dir_of(recipe)
-    return find_checkpoint(resume_from or run_dir)
+def _run_in_place(staged: StagedRecipe, runs: Sequence[Run], resumes: bool) -> int:
+    """This process is a rank already; once all have joined, rank 0 makes the run folders.
 
-
-def _run_in_place(recipe: Recipe, checkpoint: Path | None) -> int:
-    """This process is a rank already; once all have joined, rank 0 makes the run folder."""
+    The same ranks do all runs, one after another.
+    """
     import torch.distributed as dist
 
-    from mimo.train import join_world, train_in_world
+    from mimo.train import join_world, leave_world, train_in_world
 
     end_with_failed_thread(print_and_exit)
-    run_dir = run_dir_of(recipe)
-    if join_world(recipe).rank == 0:
-        make_run_dir(recipe, resumes=checkpoint is not None)
+    rank = join_world(*(run.recipe for run in runs)).rank
+    if rank == 0:
+        make_run_dirs(staged, runs, resumes)
     dist.barrier()
-    train_in_world(recipe, run_dir, checkpoint)
+    for run in runs:
+        if staged.has_stages and rank == 0:
+            print(run, flush=True)
+        train_in_world(run.recipe, run.recipe.run_dir, run.start)
+    leave_world()
     return 0

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from mimo.families import num_language_layers, num_levels
 from mimo.levels import Link, level_places, links_of, minimum_run_ahead
 from mimo.not_yet import refusals
+from mimo.padding import sequence_multiple
 from mimo.recipe import Encoder, Grid, Language, Recipe
 from mimo.recipe_errors import RecipeError
 
@@ -157,9 +158,8 @@ def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
     value = recipe.encoders[encoder].run_ahead
     if value != "auto":
         return value
-    language, links = layout.language, layout.links_of(encoder)
-    microbatches = num_microbatches(recipe, layout)
-    return minimum_run_ahead(language.pp, language.vpp, microbatches, links) + 1
+    language, microbatches = layout.language, num_microbatches(recipe, layout)
+    return minimum_run_ahead(language.pp, language.vpp, microbatches) + 1
 
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
@@ -347,7 +347,7 @@ def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"got {train.global_batch_size}, needs a multiple of {step} (train.micro_batch_size "
             f"{train.micro_batch_size} · language.grid.dp {language.dp}), such as {nearby}",
         )
-    divisor = (2 * language.cp if language.cp > 1 else 1) * (language.tp if language.sp else 1)
+    divisor = sequence_multiple(language.cp, language.tp, language.sp)
     if recipe.data.sequence_length % divisor:
         nearby = (recipe.data.sequence_length // divisor + 1) * divisor
         yield recipe.problem(
@@ -359,11 +359,10 @@ def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     microbatches = max(1, train.global_batch_size // step)
     if language.vpp > 1:
         yield from _interleaving_problems(recipe, language, microbatches)
+    needed = minimum_run_ahead(language.pp, language.vpp, microbatches)
     for name, encoder in recipe.encoders.items():
         if name in layout.colocated or encoder.run_ahead == "auto":
             continue
-        links = layout.links_of(name)
-        needed = minimum_run_ahead(language.pp, language.vpp, microbatches, links)
         if encoder.run_ahead < needed:
             yield recipe.problem(
                 ("encoders", name, "run_ahead"),

@@ -62,37 +62,29 @@ def links_of(encoder: str, places: list[LevelPlace]) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def minimum_run_ahead(
-    pp: int, vpp: int, microbatches: int, links: tuple[Link, ...] | None = None
-) -> int:
+def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
     """Microbatches a disjoint encoder must have sent ahead before it waits for a gradient.
 
-    With fewer both sides wait for each other: the encoder for the gradients of a microbatch, a
-    stage of the language model for the rows of a later one. Found by walking the order in which
-    Megatron's schedule (1F1B, or interleaved with `vpp` chunks) runs each stage that receives
-    levels. A stage takes a microbatch's rows when its lowest chunk with levels runs forward, and
-    answers when that chunk, as the last of them, has run backward.
+    With fewer both sides wait for each other: the encoder for the gradients of a microbatch, the
+    language model for the rows of a later one. Found by walking the order in which Megatron's
+    schedule (1F1B, or interleaved with `vpp` chunks) runs the first stage: its first chunk takes a
+    microbatch's embeddings when it runs forward, and answers when it has run backward. It takes
+    rows before, and answers after, every stage and chunk that needs levels, so no other decides.
     """
-    received_at = [(link.stage, min(link.chunks)) for link in links or (Link(""),)]
-    return max(_walk(pp, vpp, microbatches, stage, chunk) for stage, chunk in received_at)
-
-
-def _walk(pp: int, vpp: int, microbatches: int, stage: int, chunk: int) -> int:
-    """The run-ahead that one stage needs whose lowest chunk with levels is ``chunk``."""
     table = [
-        (microbatch, forward_chunk)
+        chunk
         for first in range(0, microbatches, pp)
-        for forward_chunk in range(vpp)
-        for microbatch in range(first, min(first + pp, microbatches))
+        for chunk in range(vpp)
+        for _ in range(first, min(first + pp, microbatches))
     ]
-    behind = pp - 1 - stage
+    behind = pp - 1
     warmup = min(behind if vpp == 1 else behind * 2 + (vpp - 1) * pp, len(table))
-    received = sum(forward_chunk == chunk for _, forward_chunk in table[:warmup])
+    received = table[:warmup].count(0)
     returned = needed = 0
-    for step, (_, number) in enumerate(table):
+    for step, chunk in enumerate(table):
         if warmup + step < len(table):
-            received += table[warmup + step][1] == chunk
-        if vpp - 1 - number == chunk:  # backward runs the chunks in reverse
+            received += table[warmup + step] == 0
+        if chunk == vpp - 1:  # backward runs the chunks in reverse
             needed = max(needed, received - 1 - returned)
             returned += 1
     return needed

@@ -219,7 +219,7 @@ def gather_items(
             EncoderItems(
                 patches=patches,
                 grids=np.array(grids, np.int64).reshape(-1, 3),
-                split_sizes=own.split_sizes(coords.dp),
+                split_sizes=planned.runs_of(encoder).split_sizes(coords.dp),
             )
         )
     return gathered

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,15 +19,17 @@ from torch import Tensor, nn
 
 from data.batch import PackedLane
 from mimo.arrivals import Arrived, join_levels, place_embeddings
+from mimo.assets import recipe_of
 from mimo.build import build_model
 from mimo.checkpoint import load_checkpoint
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.device import initialize_distributed
+from mimo.hf.initial import InitialWeights
 from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.megatron.deepstack import level_inputs
 from mimo.megatron.segments import PackedSegments
 from mimo.model import MimoModel
-from mimo.recipe import Grid, Recipe, load_recipe
+from mimo.recipe import Grid, Recipe
 from mimo.topology import build_topology
 
 
@@ -65,23 +68,32 @@ def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
 
 
 class LocalModel:
-    """All modules on this one rank; build it in a world of one rank."""
+    """All modules on this one rank; build it in a world of one rank.
 
-    def __init__(self, recipe: Recipe, num_tokens: int, freeze: bool) -> None:
+    num_tokens: that the model knows. Rows behind them only pad the vocabulary.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer_size: int,
+        freeze: bool,
+        initial: InitialWeights | None = None,
+    ) -> None:
         recipe = one_rank_recipe(recipe, freeze)
         topology = build_topology(one_rank_layout(recipe))
-        self.model: MimoModel = build_model(recipe, topology, num_tokens)
-        self.num_tokens = num_tokens
+        self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial)
+        self.num_tokens: int = cast("Any", self.language).num_tokens
         self.device = self.model.device
 
     @classmethod
-    def from_checkpoint(cls, path: Path, num_tokens: int) -> LocalModel:
+    def from_checkpoint(cls, path: Path, tokenizer_size: int) -> LocalModel:
         """Load a run's or a checkpoint's weights, whatever layout wrote them.
 
         Raises InputError when there is no checkpoint, ValueError when it does not fit its recipe.
         """
         checkpoint = find_checkpoint(path)
-        local = cls(load_recipe(checkpoint / "recipe.yaml"), num_tokens, freeze=True)
+        local = cls(recipe_of(checkpoint), tokenizer_size, freeze=True)
         load_checkpoint(local.model, checkpoint, with_optimizer=False)
         for module in local.model.modules.values():
             module.raw[0].eval()

@@ -1,16 +1,73 @@
-"""What a run reports: metrics.jsonl, TensorBoard, one stable line per logged step, a bar."""
+"""What a run reports: figures of each step, in metrics.jsonl and TensorBoard, a line and a bar."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mimo.device import has_gpu, peak_flops
+from mimo.layout import Layout
+from mimo.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step came to, over the whole world.
+
+    loss: summed over the global batch. grad_norm: before clipping. rates: learning rate by module
+    that trains. idle_seconds: summed over the ranks of disjoint encoders, which wait for gradients.
+    """
+
+    plan: StepPlan
+    loss: float
+    grad_norm: float
+    rates: Mapping[str, float]
+    idle_seconds: float
+    step_seconds: float
+    skipped_samples: int
+
+
+def step_metrics(
+    done: StepResult, layout: Layout, flops_per_token: float
+) -> dict[str, float | None]:
+    """The line of a step in metrics.jsonl, without its number.
+
+    flops_per_token: of the language model. mfu is None where the device's peak is unknown.
+    """
+    plan, seconds = done.plan, done.step_seconds
+    waiting = _ranks_that_wait(layout)
+    peak = peak_flops()
+    flops = flops_per_token * plan.num_tokens
+    return {
+        "loss": done.loss / max(plan.num_loss_tokens, 1),
+        "grad_norm": done.grad_norm,
+        "lr": max(done.rates.values()),
+        **{f"lr_{name}": rate for name, rate in done.rates.items()},
+        "tokens": plan.num_tokens,
+        "loss_tokens": plan.num_loss_tokens,
+        "tokens_per_second": plan.num_tokens / seconds,
+        "mfu": flops / (seconds * peak * layout.language.size) if peak else None,
+        "encoder_idle_fraction": done.idle_seconds / (waiting * seconds) if waiting else None,
+        "encoder_imbalance": plan.encoder_imbalance,
+        "skipped_samples": done.skipped_samples,
+        "step_seconds": seconds,
+    }
+
+
+def _ranks_that_wait(layout: Layout) -> int:
+    """How many ranks send rows and wait; on a GPU waiting does not block the host."""
+    if has_gpu():
+        return 0
+    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
+    return sum(grid.dp * grid.tp for grid in disjoint)
 
 
 class MetricsWriter:

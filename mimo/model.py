@@ -42,7 +42,12 @@ from mimo.loader import EncoderItems
 from mimo.loss import masked_sum, pass_token
 from mimo.megatron.deepstack import level_inputs
 from mimo.megatron.groups import ProcessGroupCollection
-from mimo.megatron.parallel import MegatronOptimizer, finish_gradients, zero_gradients
+from mimo.megatron.parallel import (
+    MegatronOptimizer,
+    finish_gradients,
+    follow_weights,
+    zero_gradients,
+)
 from mimo.megatron.schedule import accumulate_only, run_schedule
 from mimo.megatron.segments import PackedSegments
 from mimo.partition import PartitionAdapter
@@ -148,7 +153,7 @@ class MimoModel:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
         bridges = {**self.senders, **self.receivers, **self.colocated}
         for link, bridge in bridges.items():
-            plans = plan.bridges(link.encoder, link.levels[0])
+            plans = plan.bridges(link)
             if check:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.begin(plans, forward_only)
@@ -167,6 +172,12 @@ class MimoModel:
         for module in self.modules.values():
             if module.optimizer is not None:
                 finish_gradients(cast("Any", module.chunks), module.groups, num_loss_tokens)
+
+    def follow_weights(self) -> None:
+        """Tell the optimizers that weights were written from outside, as loading them does."""
+        for module in self.modules.values():
+            if module.optimizer is not None:
+                follow_weights(module.optimizer)
 
     # ------------------------------------------------------------ disjoint encoders
 

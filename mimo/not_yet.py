@@ -21,7 +21,6 @@ class NotYet:
 
 
 NOT_YET = (
-    NotYet("init_from", None, "starting from a checkpoint in Hugging Face format"),
     NotYet("encoders.*.grid.cp", 1, "context parallelism in an encoder"),
     NotYet("encoders.*.grid.vpp", 1, "interleaved pipeline stages in an encoder"),
 )

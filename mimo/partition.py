@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mimo.megatron.segments import PackedSegments, zigzag_indices
 from mimo.megatron.sequence import scatter_sequence
+from mimo.padding import sequence_multiple
 
 
 class PartitionAdapter:
@@ -88,7 +89,7 @@ class PartitionAdapter:
         if not self.sequence_parallel:
             return embeddings
         cp, tp = self.cp.size(), self.tp.size()
-        tokens, multiple = embeddings.shape[0] * cp, (2 * cp if cp > 1 else 1) * tp
+        tokens, multiple = embeddings.shape[0] * cp, sequence_multiple(cp, tp, sp=True)
         if tokens % multiple:
             raise ValueError(
                 f"language.grid.sp: a sequence of {tokens} tokens is not a multiple of {multiple} "

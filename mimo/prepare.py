@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
 
 from data.digits import prepare_digits
 from mimo.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.recipe import Recipe, load_recipe
+from mimo.progress_bar import progress_of
+from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError, suggestion
+from mimo.stages import load_stages
 
 GENERATORS: dict[str, Callable[..., object]] = {"digits": prepare_digits}
-
-
-@contextmanager
-def _bar(title: str):
-    """A progress callback (done, total) shown as a bar, on terminals only."""
-    console = Console()
-    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def prepare(recipe: Recipe) -> None:
@@ -37,7 +25,7 @@ def prepare(recipe: Recipe) -> None:
         _generate(recipe, recipe.data.prepare)
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     for split in ("sources", "validation", "test"):
-        with _bar(f"indexing {split}") as progress:
+        with progress_of(f"indexing {split}") as progress:
             open_dataset(recipe, split, chat, processors, progress)
 
 
@@ -63,13 +51,14 @@ def _generate(recipe: Recipe, name: str) -> None:
     ]
     if problems:
         raise RecipeError(*problems)
-    with _bar(f"writing {name}") as progress:
+    with progress_of(f"writing {name}") as progress:
         generator(Path(recipe.data.directory), progress=progress, **recipe.data.prepare_settings)
 
 
 def main(path: Path, overrides: Sequence[str]) -> int:
     """`mimo prepare RECIPE`."""
-    recipe = load_recipe(path, overrides)
-    prepare(recipe)
-    print(f"data is ready: {', '.join(source.path for source in recipe.data.sources)}")
+    staged = load_stages(path, overrides)
+    staged.each(prepare)
+    sources = [source.path for stage in staged.stages for source in stage.recipe.data.sources]
+    print(f"data is ready: {', '.join(dict.fromkeys(sources))}")
     return 0

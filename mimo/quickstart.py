@@ -10,7 +10,7 @@ from mimo import job
 from mimo.device import choose_before_fork
 from mimo.launch import warm_up
 from mimo.prepare import prepare
-from mimo.recipe import load_recipe
+from mimo.stages import load_stages
 
 
 def recipe_path() -> Path:
@@ -22,17 +22,18 @@ def recipe_path() -> Path:
 def main(overrides: Sequence[str]) -> int:
     """Run the quickstart; its last line is ``exact_match=0.944 per_digit=0.978``."""
     path = recipe_path()
-    recipe = load_recipe(path, overrides)
-    choose_before_fork(job.check_recipe(recipe, None).world_size)
+    staged = load_stages(path, overrides)
+    layouts = staged.each(lambda recipe: job.check_recipe(recipe, None))
+    choose_before_fork(max(layout.world_size for layout in layouts))
     # The engine loads in the background while the data is prepared.
     warm_up(job.PRELOAD)
-    prepare(recipe)
+    staged.each(prepare)
     code = job.main(path, overrides)
     if code != 0:
         return code
     from mimo.evaluate import answer_split, draw, score
 
-    run_dir = job.run_dir_of(recipe)
+    run_dir = staged.run_dir
     print("answering held-out samples ...", flush=True)
     answered = answer_split(run_dir)
     picture = run_dir / "held_out.png"

@@ -20,12 +20,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
 from data import item_text_problem
 from mimo.not_yet import refusals
-from mimo.recipe_errors import RecipeError, nearest, suggestion
+from mimo.recipe_errors import RecipeError, nearest
+from mimo.recipe_findings import STAGES, describe
 from mimo.yaml_source import Location, YamlSource, dotted, read_yaml
 
 __all__ = ["Recipe", "RecipeError", "load_recipe", "nearest"]
@@ -65,19 +65,60 @@ class Grid(Section):
         return self
 
 
+Target = Literal["qkv", "proj", "fc1", "fc2"]
+
+
+def _targets(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    if not targets or len(set(targets)) < len(targets):
+        raise ValueError(f"needs one or more of {', '.join(get_args(Target))}, each once")
+    return targets
+
+
+class LoRA(Section):
+    """Low-rank adapters on linears of every transformer layer; what they adapt is frozen.
+
+    `targets`: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP. Their output is
+    multiplied by `alpha` / `rank`.
+    """
+
+    rank: Positive = 16
+    alpha: PositiveFloat = 32.0
+    # A list in YAML: only the container is converted, not its entries.
+    targets: Annotated[tuple[Target, ...], Field(strict=False), AfterValidator(_targets)] = (
+        get_args(Target)
+    )
+
+
+def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None) -> None:
+    if freeze is True and lora is not None:
+        raise ValueError(
+            "freeze: true lets nothing learn, but lora adds adapters that learn; remove freeze "
+            "(lora freezes the weights that it adapts) or remove lora"
+        )
+
+
 class Language(Section):
-    """The language model; `model` holds the family's own settings, which the family checks."""
+    """The language model; `model` holds the family's own settings, which the family checks.
+
+    `lora`: only its adapters learn; embeddings, norms, head and the layers' own weights do not.
+    """
 
     family: str = "qwen3"
     grid: Grid = Grid()
     freeze: bool = False
+    lora: LoRA | None = None
     learning_rate: PositiveFloat | None = None
     recompute: Recompute = "none"
     model: dict[str, Any] = {}
 
+    @model_validator(mode="after")
+    def _adapters_can_learn(self) -> "Language":
+        _check_adapters_can_learn(self.freeze, self.lora)
+        return self
+
     @property
     def trains(self) -> bool:
-        """Whether its weights are updated."""
+        """Whether any of its weights are updated."""
         return not self.freeze
 
 
@@ -123,6 +164,7 @@ class Encoder(Section):
     """An encoder with its projector.
 
     `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
+    `lora`: only the adapters in the tower and the projector learn.
     `media`: the type of content part that it encodes, such as `image`, `video` or `audio`, whose
     `placeholder`, `template_token` and `item_text` are as of `MediaTokens`.
     `other_media`: the types that it encodes with the same weights, and how each stands in the text.
@@ -138,12 +180,18 @@ class Encoder(Section):
     placement: Literal["disjoint", "colocated"] = "disjoint"
     grid: Grid = Grid()
     freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze)] = False
+    lora: LoRA | None = None
     learning_rate: PositiveFloat | None = None
     recompute: Recompute = "none"
     other_media: dict[str, MediaTokens] = {}
     run_ahead: Annotated[int | Literal["auto"], PlainValidator(_run_ahead)] = "auto"
     encode_group: Annotated[int | Literal["all"], PlainValidator(_encode_group)] = "all"
     model: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _adapters_can_learn(self) -> "Encoder":
+        _check_adapters_can_learn(self.freeze, self.lora)
+        return self
 
     @property
     def trains(self) -> bool:
@@ -261,7 +309,7 @@ class Train(Section):
 
 
 class Recipe(Section):
-    """A whole training job. `init_from` is a folder of weights to start from."""
+    """One training run. `init_from` is a folder of weights to start from."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     init_from: str | None = None
@@ -278,6 +326,11 @@ class Recipe(Section):
         if "language" in self.encoders:
             raise ValueError("encoders.language: the name 'language' is the language model's own")
         return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run of this recipe lives."""
+        return Path(self.train.run_dir) / self.name
 
     def problem(self, location: Location, message: str) -> str:
         """A line for a RecipeError about the value at `location`, with file and line if known."""
@@ -299,57 +352,29 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises RecipeError with one line per error: a file that is missing or not YAML, an override
     that cannot be applied, an unknown key, a wrong type, a value out of range, and what this
-    version does not support yet.
+    version does not support yet. A recipe with stages has several: see `mimo.stages`.
     """
     source = read_yaml(Path(path), overrides)
+    if STAGES in source.data:
+        message = "a recipe without stages is needed here; give that of one stage"
+        raise RecipeError(*source.problems, source.problem((STAGES,), message))
+    return parse_recipe(source)
+
+
+def parse_recipe(source: YamlSource) -> Recipe:
+    """The recipe that `source` holds. Raises RecipeError like `load_recipe`."""
     problems = list(source.problems)
+    if source.data.get("init_from") is not None:
+        from mimo.hf.recipe_keys import fill_recipe  # here, because reading configs is slow
+
+        problems += [source.problem(*found) for found in fill_recipe(source.data)]
     recipe = None
     try:
         recipe = Recipe.model_validate(source.data)
     except ValidationError as error:
-        problems += [_describe(source, details) for details in error.errors()]
+        problems += [describe(source, details, Recipe) for details in error.errors()]
     problems += [source.problem(location, message) for location, message in refusals(source.data)]
     if recipe is None or problems:
         raise RecipeError(*problems)
     recipe._source = source
     return recipe
-
-
-def _describe(source: YamlSource, details: ErrorDetails) -> str:
-    """One line for one finding of pydantic, in the words of a recipe."""
-    location: Location = tuple(details["loc"])
-    if details["type"] == "extra_forbidden":
-        section = _section_at(location[:-1])
-        choices = section.model_fields if section is not None else ()
-        return source.problem(location, f"unknown key; {suggestion(str(location[-1]), choices)}")
-    if details["type"] == "missing":
-        return source.problem(location, "this key is required")
-    if location and location[-1] == "[key]":
-        return source.problem(location[:-1], f"a key is a string; got {details['input']!r}")
-    message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if isinstance(details["input"], dict) and details["type"] == "value_error":
-        return source.problem(location, message)
-    return source.problem(location, f"{message}; got {details['input']!r}")
-
-
-def _section_at(location: Location) -> type[Section] | None:
-    """The model that describes the mapping at `location`, found by walking the annotations."""
-    section: type[Section] | None = Recipe
-    in_container = False
-    for part in location:
-        if in_container:
-            in_container = False
-            continue
-        if section is None or part not in section.model_fields:
-            return None
-        annotation = section.model_fields[str(part)].annotation
-        in_container = not isinstance(annotation, type) or not issubclass(annotation, Section)
-        section = _first_section(annotation)
-    return section
-
-
-def _first_section(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    found = (_first_section(argument) for argument in get_args(annotation))
-    return next((section for section in found if section is not None), None)

@@ -5,8 +5,8 @@ Every rank computes it from the data index alone and gets the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,14 +14,12 @@ from bridge import (
     BridgePlan,
     ItemRuns,
     LaneSegments,
-    LevelGroup,
     ReplicatedSource,
     SequenceShardedSource,
     ShardMap,
     Source,
     assign_items,
     imbalance,
-    plan_levels,
     replicated_destination,
     sharded_destination,
 )
@@ -29,6 +27,8 @@ from data.batch import GlobalMicrobatch, Padding, plan_microbatch
 from data.index import Index
 from data.order import SampleOrder
 from mimo.layout import GridSpec, Layout
+from mimo.levels import Link
+from mimo.padding import segment_multiple, sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,13 @@ class PlannedItems:
     """The items of one encoder in a global microbatch, and how their rows are delivered.
 
     item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
-    bridges: the embeddings' first, one per stage of the language model that needs rows; planned
-        once it is known which samples are unusable.
+    bridges: by link, which all carry the same rows; those that the planner is to plan, once it is
+        known which samples are unusable.
     """
 
     item: np.ndarray
     lane: np.ndarray
-    bridges: tuple[LevelGroup, ...] = ()
-
-    def split_sizes(self, lane: int) -> tuple[int, ...]:
-        """Rows per sample of the microbatch that one encoder lane produces."""
-        return self.bridges[0].plan.runs.split_sizes(lane)
+    bridges: dict[Link, BridgePlan] = field(default_factory=dict)
 
     def of_lane(self, lane: int) -> np.ndarray:
         """Numbers in the microbatch of the items that one encoder lane owns, in order."""
@@ -59,6 +55,19 @@ class PlannedMicrobatch:
 
     samples: GlobalMicrobatch
     encoders: dict[str, PlannedItems]
+
+    def runs_of(self, encoder: str) -> ItemRuns:
+        """The encoder's items as runs of rows."""
+        samples, own = self.samples, self.encoders[encoder]
+        sample = samples.item_sample[own.item]
+        return ItemRuns(
+            sample=sample,
+            source_lane=own.lane,
+            destination_lane=samples.lane[sample],
+            position=samples.item_position[own.item],
+            rows=samples.item_rows[own.item],
+            num_samples=samples.num_samples,
+        )
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,9 @@ class StepPlan:
     num_tokens: int
     encoder_imbalance: float
 
-    def bridges(self, encoder: str, level: int = 0) -> list[BridgePlan]:
-        """For each microbatch, the plan of the encoder's bridge that carries a level."""
-        groups = [m.encoders[encoder].bridges for m in self.microbatches]
-        return [group.plan for own in groups for group in own if level in group.levels]
+    def bridges(self, link: Link) -> list[BridgePlan]:
+        """For each microbatch, the plan of the bridge over ``link``."""
+        return [m.encoders[link.encoder].bridges[link] for m in self.microbatches]
 
 
 class StepPlanner:
@@ -91,6 +99,7 @@ class StepPlanner:
     done: (steps, samples) before this run: with another batch size than before, the samples go on
         where they stopped.
     packed: whether a lane's samples share one sequence.
+    links: the bridges to plan; None for all. A rank needs those only that it is at one end of.
     """
 
     def __init__(
@@ -105,6 +114,7 @@ class StepPlanner:
         encode_group: int | None = None,
         done: tuple[int, int] = (0, 0),
         packed: bool = True,
+        links: Collection[Link] | None = None,
     ) -> None:
         self.delivery = delivery
         self.encode_group = encode_group
@@ -116,7 +126,15 @@ class StepPlanner:
         self.micro_batch_size = micro_batch_size
         self.num_microbatches = num_microbatches
         language = layout.language
-        self.padding = padding_of(language, packed)
+        self.links = {
+            name: [link for link in layout.links_of(name) if links is None or link in links]
+            for name in layout.encoders
+        }
+        self.padding = Padding(
+            packed,
+            segment=segment_multiple(language.cp),
+            sequence=sequence_multiple(language.cp, language.tp, language.sp),
+        )
         self.samples_per_microbatch = micro_batch_size * language.dp
         self.samples_per_step = self.samples_per_microbatch * num_microbatches
 
@@ -183,11 +201,12 @@ class StepPlanner:
                 item, lane = renumbered[items.item[usable]], items.lane[usable]
                 encoders[name] = PlannedItems(item, lane)
             finished.append(PlannedMicrobatch(samples, encoders))
-        for name in self.layout.encoders:
+        for name, links in self.links.items():
+            if not links:
+                continue
             for planned, source in zip(finished, self._sources(name, finished), strict=True):
-                items = planned.encoders[name]
-                bridges = self._bridges(name, planned.samples, items, source)
-                planned.encoders[name] = replace(items, bridges=bridges)
+                bridges = self._bridges(name, planned, source)
+                planned.encoders[name] = replace(planned.encoders[name], bridges=bridges)
         return StepPlan(
             microbatches=tuple(finished),
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
@@ -223,27 +242,13 @@ class StepPlanner:
         return [s for g in groups for s in SequenceShardedSource.encoded_together(g, ranks)]
 
     def _bridges(
-        self, name: str, samples: GlobalMicrobatch, items: PlannedItems, source: Source
-    ) -> tuple[LevelGroup, ...]:
-        item = items.item
-        runs = ItemRuns(
-            sample=samples.item_sample[item],
-            source_lane=items.lane,
-            destination_lane=samples.lane[samples.item_sample[item]],
-            position=samples.item_position[item],
-            rows=samples.item_rows[item],
-            num_samples=samples.num_samples,
-        )
-        segments = _segments(samples)
-        destinations, returning = {}, {}
-        for link in self.layout.links_of(name):
-            maps = self._destination(link.stage, segments, runs)
-            for level in link.levels:
-                destinations[level], returning[level] = maps
-        levels = sorted(destinations)
-        return plan_levels(
-            runs, source, [destinations[n] for n in levels], [returning[n] for n in levels]
-        )
+        self, name: str, planned: PlannedMicrobatch, source: Source
+    ) -> dict[Link, BridgePlan]:
+        runs, segments = planned.runs_of(name), _segments(planned.samples)
+        return {
+            link: BridgePlan.build(runs, source, *self._destination(link.stage, segments, runs))
+            for link in self.links[name]
+        }
 
     def _destination(
         self, stage: int, segments: LaneSegments, runs: ItemRuns
@@ -262,17 +267,6 @@ def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
     """(lanes, cp, tp) global ranks of one pipeline stage."""
     first = grid.rank(pp=stage)
     return np.arange(first, first + grid.dp * grid.cp * grid.tp).reshape(grid.dp, grid.cp, grid.tp)
-
-
-def padding_of(language: GridSpec, packed: bool) -> Padding:
-    """The multiples that context and sequence parallelism ask of the language model's sequences.
-
-    Context parallelism cuts each segment of a packed sequence into 2·cp chunks; sequence
-    parallelism cuts what a context-parallel rank has of the whole sequence into tp parts.
-    """
-    chunks = 2 * language.cp if language.cp > 1 else 1
-    parts = language.tp if language.sp else 1
-    return Padding(packed, segment=chunks, sequence=chunks * parts)
 
 
 def _segments(samples: GlobalMicrobatch) -> LaneSegments:

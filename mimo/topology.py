@@ -57,12 +57,14 @@ class Topology:
 
     modules: groups of the modules that this rank owns a part of, by module name.
     bridges: those with this rank at one end, of an encoder in the order of their stages.
+    groups: all that this rank is in, in the order of their making.
     """
 
     layout: Layout
     rank: int
     modules: dict[str, ProcessGroupCollection] = field(default_factory=dict)
     bridges: dict[Link, BridgeGroups] = field(default_factory=dict)
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     def owns(self, module: str) -> bool:
         """Whether this rank holds a part of the module."""
@@ -74,12 +76,23 @@ class Topology:
         language = self.layout.language
         return self.rank == language.rank(pp=language.pp - 1)
 
+    def close(self) -> None:
+        """Destroy all groups but the world; the model on them is not used any more.
+
+        Every rank of the world calls it. The world may build another topology then.
+        """
+        dist.barrier()
+        for group in self.groups:
+            dist.destroy_process_group(group)
+        self.groups.clear()
+
 
 class _GroupFactory:
     """Creates groups by their ranks, each set once. Every rank makes the same calls."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, groups: list[dist.ProcessGroup]) -> None:
         self.rank = rank
+        self.groups = groups
         self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def mine(self, enumeration: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
@@ -96,7 +109,10 @@ class _GroupFactory:
     def fresh(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
         """A group of its own even when another with the same ranks exists."""
         group = dist.new_group(list(ranks), group_desc=name)
-        return group if isinstance(group, dist.ProcessGroup) else None
+        if not isinstance(group, dist.ProcessGroup):
+            return None
+        self.groups.append(group)
+        return group
 
 
 def comm_grid(spec: GridSpec) -> HyperCommGrid:
@@ -132,8 +148,8 @@ def build_topology(layout: Layout) -> Topology:
     """Create every group. Every rank of the world calls it, once, after joining the world."""
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world_size, "the layout was made for another world"
-    factory = _GroupFactory(rank)
     topology = Topology(layout, rank)
+    factory = _GroupFactory(rank, topology.groups)
     for name, spec in layout.grids.items():
         groups = _module_groups(spec, factory)
         if groups is not None:

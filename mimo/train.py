@@ -10,35 +10,36 @@ import logging
 import math
 import os
 import time
-from collections.abc import Generator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
 from mimo.build import build_model
-from mimo.checkpoint import load_checkpoint, save_checkpoint
+from mimo.checkpoint import begin, save_checkpoint
 from mimo.checkpoint_folder import Progress
 from mimo.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.device import (
-    has_gpu,
     initialize_distributed,
     local_device,
-    peak_flops,
+    release_memory,
     set_threads,
     synchronize,
 )
 from mimo.exchange import sum_over_world
 from mimo.families import language_settings
 from mimo.faults import told_where
+from mimo.hf.initial import InitialWeights, initial_weights
 from mimo.launch import RankEnv, rank_environment
 from mimo.layout import LANGUAGE, build_layout, num_microbatches
 from mimo.learning_rate import learning_rate
 from mimo.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.megatron.parallel import squared_gradient_norm, step_optimizer
-from mimo.metrics import MetricsWriter
+from mimo.metrics import MetricsWriter, StepResult, step_metrics
 from mimo.model import MimoModel
 from mimo.recipe import Recipe
+from mimo.start import FromScratch, Start
 from mimo.step_plan import StepPlan, StepPlanner
 from mimo.topology import Topology, build_topology
 
@@ -53,13 +54,19 @@ _COLLECTIVE_PATIENCE = 1.5
 class Trainer:
     """One rank's training run. Build it, then call `train`."""
 
-    def __init__(self, recipe: Recipe, topology: Topology, run_dir: Path) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        topology: Topology,
+        run_dir: Path,
+        initial: InitialWeights | None = None,
+    ) -> None:
         self.recipe = recipe
         self.topology = topology
         self.run_dir = run_dir
         self.chat = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
-        self.model: MimoModel = build_model(recipe, topology, self.chat.vocab_size)
+        self.model: MimoModel = build_model(recipe, topology, self.chat.vocab_size, initial)
         self.progress = Progress(step=0, samples=0)
 
     # ------------------------------------------------------------------ data
@@ -76,6 +83,7 @@ class Trainer:
             encode_group=self.model.encode_group,
             done=done,
             packed=self.recipe.data.packing,
+            links=self.topology.bridges,
         )
 
     def _loader(
@@ -170,6 +178,7 @@ class Trainer:
         planner = self._planner(dataset, (first, self.progress.samples))
         ahead = self.recipe.data.prefetch_steps
         loader = self._loader(dataset, planner, first, train.steps, ahead)
+        flops = self._flops_per_token()
         # A sample that stays unreadable counts once, however often its turn comes.
         skipped_before, skipped_here = self.progress.skipped_samples, set[tuple[int, int]]()
         try:
@@ -195,10 +204,11 @@ class Trainer:
                 self.progress = Progress(step + 1, planner.samples_before(step + 1), skipped)
                 synchronize()
                 seconds = time.perf_counter() - started
-                yield self._metrics(step, plan, loss, norm, idle, seconds, skipped)
-                if validation and train.validate_every and (step + 1) % train.validate_every == 0:
-                    yield {"step": step + 1, "validation_loss": self.validate(validation)}
+                result = StepResult(plan, loss, norm, self._rates(step), idle, seconds, skipped)
+                yield {"step": step, **step_metrics(result, self.topology.layout, flops)}
                 done = step + 1
+                if validation and train.validate_every and done % train.validate_every == 0:
+                    yield {"step": done, "validation_loss": self.validate(validation)}
                 if done == train.steps or (train.save_every and done % train.save_every == 0):
                     self.save()
         finally:
@@ -216,58 +226,20 @@ class Trainer:
                 f"{limit}; the log_rank_<r>.txt files name each by shard and key"
             )
 
-    def _metrics(
-        self,
-        step: int,
-        plan: StepPlan,
-        loss: float,
-        norm: float,
-        idle: float,
-        seconds: float,
-        skipped: int,
-    ) -> dict:
-        rates = {
-            f"lr_{name}": self._learning_rate(step, part.learning_rate or peak)
-            for peak in [self.recipe.train.learning_rate]
-            for name, part in {LANGUAGE: self.recipe.language, **self.recipe.encoders}.items()
+    def _rates(self, step: int) -> dict[str, float]:
+        """The learning rate of every module that trains, whichever rank owns it."""
+        parts = {LANGUAGE: self.recipe.language, **self.recipe.encoders}
+        peak = self.recipe.train.learning_rate
+        return {
+            name: self._learning_rate(step, part.learning_rate or peak)
+            for name, part in parts.items()
             if part.trains
         }
-        layout = self.topology.layout
-        # The ranks that send rows and wait; on a GPU waiting does not block the host.
-        waiting = (
-            0
-            if has_gpu()
-            else sum(
-                grid.dp * grid.tp
-                for name, grid in layout.encoders.items()
-                if name not in layout.colocated
-            )
-        )
-        return {
-            "step": step,
-            "loss": loss / max(plan.num_loss_tokens, 1),
-            "grad_norm": norm,
-            "lr": max(rates.values()),
-            **rates,
-            "tokens": plan.num_tokens,
-            "loss_tokens": plan.num_loss_tokens,
-            "tokens_per_second": plan.num_tokens / seconds,
-            "mfu": self._utilisation(plan, seconds),
-            "encoder_idle_fraction": idle / (waiting * seconds) if waiting else None,
-            "encoder_imbalance": plan.encoder_imbalance,
-            "skipped_samples": skipped,
-            "step_seconds": seconds,
-        }
 
-    def _utilisation(self, plan: StepPlan, seconds: float) -> float | None:
-        """Model FLOP utilisation of the language model's ranks; None where peak is unknown."""
-        peak = peak_flops()
-        if peak is None:
-            return None
+    def _flops_per_token(self) -> float:
+        """Of the language model, forward and backward."""
         settings = language_settings(self.recipe)
-        flops = settings.flops_per_token(settings.padded_vocab_size(self.chat.vocab_size))
-        ranks = self.topology.layout.language.size
-        return flops * plan.num_tokens / (seconds * peak * ranks)
+        return settings.flops_per_token(settings.padded_vocab_size(self.chat.vocab_size))
 
     def validate(self, dataset: Dataset) -> float:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
@@ -295,7 +267,7 @@ class Trainer:
             self.model,
             self.progress,
             self.run_dir / "checkpoints",
-            self.recipe.to_yaml(),
+            self.recipe,
             self.recipe.train.keep_checkpoints,
         )
 
@@ -323,42 +295,59 @@ def _samples_at(
 # ---------------------------------------------------------------------- one rank
 
 
-def run_rank(recipe: Recipe, run_dir: Path, resume_from: Path | None) -> None:
-    """One rank of a job that was launched on this machine.
-
-    resume_from: a checkpoint folder.
-    """
+def run_rank(recipe: Recipe, run_dir: Path, start: Start) -> None:
+    """One rank of a job that was launched on this machine."""
     join_world(recipe)
-    train_in_world(recipe, run_dir, resume_from)
+    train_in_world(recipe, run_dir, start)
+    leave_world()
 
 
-def join_world(recipe: Recipe) -> RankEnv:
-    """Set threads and join torch.distributed with the rank that the environment names."""
+def join_world(recipe: Recipe, *later: Recipe) -> RankEnv:
+    """Join torch.distributed with the rank that the environment names.
+
+    later: what the same world trains afterwards; the longest of all timeouts holds.
+    """
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
-    set_threads(recipe.train.threads_per_rank, here)
+    timeout_seconds = max(one.bridge.timeout_seconds for one in (recipe, *later))
     initialize_distributed(
         environment.rank,
         environment.world_size,
         environment.rendezvous,
-        recipe.bridge.timeout_seconds * _COLLECTIVE_PATIENCE,
+        timeout_seconds * _COLLECTIVE_PATIENCE,
         environment.local_rank,
     )
     return environment
 
 
-def train_in_world(recipe: Recipe, run_dir: Path, resume_from: Path | None) -> None:
-    """From building the model to the last checkpoint; every rank of the world calls it."""
-    layout = build_layout(recipe, dist.get_world_size())
-    _log_to(run_dir / f"log_rank_{dist.get_rank()}.txt")
-    topology = build_topology(layout)
-    trainer = Trainer(recipe, topology, run_dir)
+def leave_world() -> None:
+    """The end of a rank; every rank of the world calls it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_in_world(recipe: Recipe, run_dir: Path, start: Start) -> None:
+    """From building the model to the last checkpoint; every rank of the world calls it.
+
+    Afterwards only the world's own group is left, so that another run can follow.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    set_threads(recipe.train.threads_per_rank, here)
+    topology = build_topology(build_layout(recipe, dist.get_world_size()))
+    with _logging_to(run_dir / f"log_rank_{topology.rank}.txt"):
+        _train(recipe, topology, run_dir, start)
+    topology.close()
+    release_memory()
+
+
+def _train(recipe: Recipe, topology: Topology, run_dir: Path, start: Start) -> None:
+    # Where weights come from a checkpoint of ours, those to start from need not be read.
+    initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
+    trainer = Trainer(recipe, topology, run_dir, initial)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"
-    if resume_from is not None:
-        trainer.progress = load_checkpoint(trainer.model, resume_from)
+    trainer.progress = begin(trainer.model, start)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
     with ExitStack() as stack:
         writer = None
@@ -375,8 +364,6 @@ def train_in_world(recipe: Recipe, run_dir: Path, resume_from: Path | None) -> N
                 writer.validation(metrics["step"], metrics["validation_loss"])
             else:
                 writer.step(metrics)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
@@ -387,10 +374,17 @@ def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
             writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")
 
 
-def _log_to(path: Path) -> None:
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Write this process's log and warnings to a file as well."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.addHandler(handler)
     logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

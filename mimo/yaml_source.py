@@ -29,13 +29,15 @@ def dotted(location: Location) -> str:
 class YamlSource:
     """Plain data (`dict`, `list`, `str`, `int`, `float`, `bool`, `None`) with an origin per value.
 
-    `origins` maps the location of a value to `recipes/x.yaml:12` or `override 'a.b=1'`; `problems`
-    collects what went wrong while reading, so that it is reported together with later findings.
+    `origins` maps the location of a value to `recipes/x.yaml:12` or `override 'a.b=1'`;
+    `overridden` lists the locations that overrides have set; `problems` collects what went wrong
+    while reading, so that it is reported together with later findings.
     """
 
     path: Path
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Location, str] = field(default_factory=dict)
+    overridden: list[Location] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def problem(self, location: Location, message: str) -> str:
@@ -44,10 +46,13 @@ class YamlSource:
 
     def origin(self, location: Location) -> str:
         """Where the value was written; for one that is missing, where its parent was."""
-        for length in range(len(location), 0, -1):
-            if location[:length] in self.origins:
-                return self.origins[location[:length]]
-        return str(self.path)
+        known = self.nearest(location)
+        return str(self.path) if known is None else self.origins[known]
+
+    def nearest(self, location: Location) -> Location | None:
+        """`location`, or its closest parent, of which it is known where it was written."""
+        prefixes = (location[:length] for length in range(len(location), 0, -1))
+        return next((prefix for prefix in prefixes if prefix in self.origins), None)
 
     def override(self, text: str) -> None:
         """Apply `dotted.key=value`; the value is YAML. What cannot be applied becomes a problem."""
@@ -80,6 +85,7 @@ class YamlSource:
         for known in [known for known in self.origins if known[: len(location)] == location]:
             del self.origins[known]
         self.origins[location] = origin
+        self.overridden.append(location)
 
 
 def read_yaml(path: Path, overrides: Sequence[str] = ()) -> YamlSource:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import model_validator
 from torch import nn
 
 from mimo import megatron as engine
+from mimo.hf.config import Config, expect
+from mimo.languages._hf import decoder_sizes
 from mimo.languages._sizes import DecoderSettings
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class MRopeDecoderSettings(DecoderSettings):
                 "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
                 "num_query_groups": groups,
                 "head_size": head_size,
+                "vocab_size": None,
                 "vocab_multiple": math.lcm(16, tp),
                 "mrope_section": proportional(self.mrope_section, head_size // 2),
                 "init_std": 0.1,
@@ -77,6 +80,21 @@ class MRopeDecoderSettings(DecoderSettings):
             head_size=self.head_size,
             norm_eps=self.norm_eps,
         )
+
+
+def mrope_settings_from_hf(config: Config) -> dict[str, Any]:
+    """Recipe keys under ``language.model`` for a whole model's configuration.
+
+    Raises ValueError for what we do not compute.
+    """
+    text, rope = config["text_config"], config["text_config"]["rope_parameters"]
+    expect(text, "text_config", hidden_act="silu")
+    expect(rope, "text_config.rope_parameters", rope_type="default")
+    return {
+        **decoder_sizes(config),
+        "rotary_base": float(rope["rope_theta"]),
+        "mrope_section": list(rope["mrope_section"]),
+    }
 
 
 def proportional(parts: tuple[int, int, int], total: int) -> tuple[int, int, int]:

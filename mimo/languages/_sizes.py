@@ -16,6 +16,8 @@ class DecoderSettings(BaseModel):
     num_attention_heads: int = Field(ge=1)
     num_query_groups: int = Field(ge=1)
     head_size: int = Field(ge=2)
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Tokens that the model knows; as many as the tokenizer has when left out."""
     vocab_multiple: int = Field(default=64, ge=1)
     """The vocabulary is padded to a multiple of this, in every layout alike."""
     norm_eps: float = 1e-6
@@ -30,9 +32,24 @@ class DecoderSettings(BaseModel):
             )
         return self
 
+    def num_tokens(self, tokenizer_size: int) -> int:
+        """Tokens that the model knows, with a tokenizer of this many.
+
+        Raises ValueError for a tokenizer with more than ``vocab_size``.
+        """
+        if self.vocab_size is None:
+            return tokenizer_size
+        if tokenizer_size > self.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer_size} tokens, but language.model.vocab_size is "
+                f"{self.vocab_size}; use the tokenizer that belongs to the model"
+            )
+        return self.vocab_size
+
     def padded_vocab_size(self, num_tokens: int) -> int:
         """Rows of the embedding for a tokenizer of ``num_tokens`` tokens."""
-        return -(-num_tokens // self.vocab_multiple) * self.vocab_multiple
+        known = max(num_tokens, self.vocab_size or 0)
+        return -(-known // self.vocab_multiple) * self.vocab_multiple
 
     def flops_per_token(self, vocab_size: int) -> float:
         """Forward and backward FLOPs of one token, attention scores left out (6 per weight)."""

@@ -10,19 +10,29 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 from torch.nn import functional
 
 from mimo import megatron as engine
+from mimo.hf.config import Config, expect
+from mimo.hf.keymap import Weight
 from mimo.item_rules import ItemRules
+from mimo.languages._hf import QK_NORMS, decoder_sizes, decoder_weights
 from mimo.languages._sizes import DecoderSettings, check_grid
 
 if TYPE_CHECKING:
     from mimo.megatron import LanguageModel
 
-__all__ = ["ITEM_RULES", "Settings", "build", "check_grid"]
+__all__ = [
+    "ITEM_RULES",
+    "Settings",
+    "build",
+    "check_grid",
+    "settings_from_hf",
+    "weights_in_hf",
+]
 
 # Shorter than the tiny samples of `mimo verify`, so that sliding layers differ from global ones.
 _SMALL_WINDOW = 8
@@ -76,6 +86,7 @@ class Settings(DecoderSettings):
                 "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
                 "num_query_groups": groups,
                 "head_size": head_size,
+                "vocab_size": None,
                 "vocab_multiple": math.lcm(16, tp),
                 "query_pre_attn_scalar": scalar and scalar * head_size / self.head_size,
                 "sliding_window": min(self.sliding_window, _SMALL_WINDOW),
@@ -135,9 +146,62 @@ def build(
             settings.rotary_base,
             settings.rotary_factor,
         ),
-        local_global_layer_spec(config),
+        local_global_layer_spec(config, ctx.lora),
     )
     engine.initialize_parameters(
         model, config, ctx.groups, seed, settings.init_std, vp_stage=ctx.vp_stage
     )
     return model
+
+
+_SANDWICH_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "self_attn_bda.norm",
+    "pre_feedforward_layernorm": "pre_mlp_layernorm",
+    "post_feedforward_layernorm": "mlp_bda.norm",
+}
+
+
+def settings_from_hf(config: Config) -> dict[str, Any]:
+    """Recipe keys under ``language.model`` for Gemma-3's configuration. Raises ValueError."""
+    text = config["text_config"]
+    expect(
+        text,
+        "text_config",
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=False,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        use_bidirectional_attention=False,
+    )
+    local, whole = (
+        text["rope_parameters"][kind] for kind in ("sliding_attention", "full_attention")
+    )
+    expect(local, "text_config.rope_parameters.sliding_attention", rope_type="default")
+    if whole["rope_type"] not in ("default", "linear"):
+        raise ValueError(
+            f"text_config.rope_parameters.full_attention.rope_type is {whole['rope_type']!r}; "
+            f"only 'default' and 'linear' are supported"
+        )
+    kinds = ["global" if kind == "full_attention" else "sliding" for kind in text["layer_types"]]
+    found = {
+        **decoder_sizes(config),
+        "query_pre_attn_scalar": float(text["query_pre_attn_scalar"]),
+        "sliding_window": text["sliding_window"],
+        # Without any global layer, all that counts is that the first would come later.
+        "sliding_window_pattern": (kinds.index("global") if "global" in kinds else len(kinds)) + 1,
+        "local_rotary_base": float(local["rope_theta"]),
+        "rotary_base": float(whole["rope_theta"]),
+        "rotary_factor": float(whole.get("factor", 1.0)),
+    }
+    if list(Settings(**found).layer_kinds()) != kinds:
+        raise ValueError(
+            f"text_config.layer_types is {text['layer_types']}; only one global layer behind each "
+            f"{found['sliding_window_pattern'] - 1} sliding ones is supported"
+        )
+    return found
+
+
+def weights_in_hf(settings: Settings) -> list[Weight]:
+    """Every parameter of the whole model, as what it consists of in Gemma-3's checkpoints."""
+    return decoder_weights(settings, settings.tie_word_embeddings, _SANDWICH_NORMS | QK_NORMS)

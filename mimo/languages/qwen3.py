@@ -6,17 +6,27 @@ The rotary embedding is Qwen3-VL's interleaved one, so text-only positions give 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mimo import megatron as engine
+from mimo.hf.config import Config, expect
+from mimo.hf.keymap import Weight
 from mimo.item_rules import ItemRules
-from mimo.languages._decoder import MRopeDecoderSettings, build_decoder
+from mimo.languages._decoder import MRopeDecoderSettings, build_decoder, mrope_settings_from_hf
+from mimo.languages._hf import PRE_NORMS, QK_NORMS, decoder_weights
 from mimo.languages._sizes import check_grid
 
 if TYPE_CHECKING:
     from mimo.megatron import LanguageModel
 
-__all__ = ["ITEM_RULES", "Settings", "build", "check_grid"]
+__all__ = [
+    "ITEM_RULES",
+    "Settings",
+    "build",
+    "check_grid",
+    "settings_from_hf",
+    "weights_in_hf",
+]
 
 ITEM_RULES = ItemRules(positions="mrope", bidirectional=False)
 
@@ -47,3 +57,16 @@ def build(
         max_sequence_length,
         seed,
     )
+
+
+def settings_from_hf(config: Config) -> dict[str, Any]:
+    """Recipe keys under ``language.model`` for Qwen3-VL's configuration. Raises ValueError."""
+    expect(config["text_config"], "text_config", attention_bias=False)
+    rope = config["text_config"]["rope_parameters"]
+    expect(rope, "text_config.rope_parameters", mrope_interleaved=True)
+    return mrope_settings_from_hf(config)
+
+
+def weights_in_hf(settings: Settings) -> list[Weight]:
+    """Every parameter of the whole model, as what it consists of in Qwen3-VL's checkpoints."""
+    return decoder_weights(settings, settings.tie_word_embeddings, PRE_NORMS | QK_NORMS)

@@ -15,6 +15,23 @@ from mimo.megatron.cpu import adapt_to_machine
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters of a module's layers: ``rank`` wide, times alpha / rank.
+
+    targets: the linears that have one, of "qkv", "proj", "fc1" and "fc2".
+    """
+
+    rank: int
+    alpha: float
+    targets: frozenset[str]
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' outputs are multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class ModuleContext:
     """What a family needs to build its part of a module on this rank.
 
@@ -24,6 +41,7 @@ class ModuleContext:
     scatter_embedding: whether the embedding itself scatters its output over a sequence-parallel
         group. If not, the caller may write rows into the whole sequence and scatter then; a
         forward from token ids alone still scatters inside.
+    lora: None for layers without adapters.
     """
 
     groups: ProcessGroupCollection
@@ -33,6 +51,7 @@ class ModuleContext:
     vp_stage: int | None = None
     recompute: str = "none"
     scatter_embedding: bool = True
+    lora: LoRA | None = None
 
     @property
     def is_first_stage(self) -> bool:

@@ -47,14 +47,15 @@ def initialize_parameters(
 ) -> None:
     """Draw weights N(0, std²), set biases to 0 and norms to a factor of 1, in place.
 
-    The output projections of residual branches use std/sqrt(2·layers), as GPT-2 does.
+    The output projections of residual branches use std/sqrt(2·layers), as GPT-2 does. Adapters
+    begin without effect: `lora_b` is 0, `lora_a` uniform within ±1/sqrt(inputs), as in peft.
     """
     tp = groups.tp
     zero_centered = {
         id(module.weight) for module in model.modules() if isinstance(module, ZeroCenteredRMSNorm)
     }
     for name, param in model.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith((".bias", ".lora_b")):
             param.zero_()
             continue
         if param.dim() == 1:
@@ -70,9 +71,14 @@ def initialize_parameters(
         shape = list(param.shape)
         if split:
             shape[dim] *= tp.size()
-        full = torch.empty(shape).normal_(generator=generator)
-        residual = name.endswith(("linear_proj.weight", "mlp.linear_fc2.weight"))
-        full.mul_(std / (2 * config.num_layers) ** 0.5 if residual else std)
+        full = torch.empty(shape)
+        if name.endswith(".lora_a"):
+            bound = shape[1] ** -0.5
+            full.uniform_(-bound, bound, generator=generator)
+        else:
+            residual = name.endswith(("linear_proj.weight", "mlp.linear_fc2.weight"))
+            full.normal_(generator=generator)
+            full.mul_(std / (2 * config.num_layers) ** 0.5 if residual else std)
         if split:
             stride = int(getattr(param, "partition_stride", 1))
             full = tensor_parallel_slice(full, tp.rank(), tp.size(), dim, stride)

@@ -18,6 +18,7 @@ from mimo.megatron.config import ModuleContext
 from mimo.megatron.context_parallel import zigzag_share
 from mimo.megatron.cross_entropy import vocab_parallel_cross_entropy
 from mimo.megatron.layers import layer_spec, layers_here, stack_spec
+from mimo.megatron.lora import let_backward_into_layers
 
 
 class LanguageModel(GPTModel):
@@ -118,7 +119,7 @@ def build_gpt(
     vocabulary-parallel lookup) unless ``ctx.scatter_embedding`` is off; then `GPTModel` scatters
     behind it. Either way a forward from `input_ids` alone keeps its length.
     """
-    layer = layer or layer_spec(config, causal=True)
+    layer = layer or layer_spec(config, ctx.lora, causal=True)
     # Megatron's mrope branch hands 3-D positions through; the class itself is replaced below.
     if config.mrope_section is None:
         config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[operator]
@@ -138,6 +139,8 @@ def build_gpt(
     )
     cast("Any", model).rotary_pos_emb = rotary()
     model.num_tokens = shape.num_tokens
+    if ctx.lora is not None:
+        let_backward_into_layers(model.decoder)
     if shape.embedding_scale is not None and ctx.is_first_stage:
         # As transformers does: rounded to fp32, then to the dtype of what it multiplies.
         scale = torch.tensor(shape.embedding_scale, dtype=torch.float32).to(ctx.dtype).item()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,28 +27,48 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from mimo.megatron.attention import core_attention
+from mimo.megatron.config import LoRA, ModuleContext
 from mimo.megatron.deepstack import DeepStackLayer
+from mimo.megatron.lora import (
+    LoRAColumnParallelLinear,
+    LoRARowParallelLinear,
+    let_backward_into_layers,
+)
 from mimo.megatron.norms import norm_class
 from mimo.megatron.windows import WindowAttention
 
 
-def layer_spec(config: TransformerConfig, causal: bool, windowed: bool = False) -> ModuleSpec:
+def _linear_classes(lora: LoRA | None) -> dict[str, Any]:
+    """The class of each linear of a layer, by the words of `LoRA.targets`."""
+    column, row = ColumnParallelLinear, RowParallelLinear
+    classes: dict[str, Any] = {"qkv": column, "proj": row, "fc1": column, "fc2": row}
+    if lora is not None:
+        adapted = {column: LoRAColumnParallelLinear, row: LoRARowParallelLinear}
+        for target in lora.targets:
+            classes[target] = partial(adapted[classes[target]], lora=lora)
+    return classes
+
+
+def layer_spec(
+    config: TransformerConfig, lora: LoRA | None, causal: bool, windowed: bool = False
+) -> ModuleSpec:
     """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels.
 
-    windowed: it attends inside the windows of `WindowedSegments`.
+    lora: its adapters. windowed: it attends inside the windows of `WindowedSegments`.
     """
+    linears = _linear_classes(lora)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     norm = norm_class(config)
     qk_norm = norm if config.qk_layernorm else None
     core = core_attention(config)
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
+        linear_qkv=linears["qkv"],
         core_attention=partial(WindowAttention, core) if windowed else core,  # type: ignore[arg-type]
-        linear_proj=RowParallelLinear,  # type: ignore[arg-type]
+        linear_proj=linears["proj"],
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)  # type: ignore[arg-type]
+    mlp = MLPSubmodules(linear_fc1=linears["fc1"], linear_fc2=linears["fc2"])
     return ModuleSpec(
         module=DeepStackLayer if causal else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -84,10 +105,9 @@ def stack_spec(
 
 def build_stack(
     config: TransformerConfig,
-    groups: ProcessGroupCollection,
+    ctx: ModuleContext,
     causal: bool,
     final_norm: bool = True,
-    vp_stage: int | None = None,
     window_layers: Collection[int] = (),
 ) -> TransformerBlock:
     """A stack of layers of one module's stage: (S, B, H) -> (S, B, H).
@@ -97,18 +117,21 @@ def build_stack(
     """
     assert not (causal and window_layers), "windows of segments have no order to be causal in"
     layers = [
-        layer_spec(config, causal, windowed=number in window_layers)
-        for number in layers_here(config, groups, vp_stage)
+        layer_spec(config, ctx.lora, causal, windowed=number in window_layers)
+        for number in layers_here(config, ctx.groups, ctx.vp_stage)
     ]
-    return TransformerBlock(
+    block = TransformerBlock(
         config,
         stack_spec(config, layers),
         post_layer_norm=final_norm,
-        pre_process=groups.pp.rank() == 0,
-        post_process=groups.pp.rank() == groups.pp.size() - 1,
-        pg_collection=groups,
-        vp_stage=vp_stage,
+        pre_process=ctx.is_first_stage,
+        post_process=ctx.is_last_stage,
+        pg_collection=ctx.groups,
+        vp_stage=ctx.vp_stage,
     )
+    if ctx.lora is not None:
+        let_backward_into_layers(block)
+    return block
 
 
 class ParallelMLP(nn.Module):

@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from mimo.megatron.attention import CoreAttention
+from mimo.megatron.config import LoRA
 from mimo.megatron.deepstack import DeepStackLayer
 from mimo.megatron.layers import layer_spec
 from mimo.megatron.norms import norm_class
@@ -91,13 +92,13 @@ class LocalGlobalLayer(DeepStackLayer):
         return super().forward(*args, rotary_pos_emb=own, **kwargs)
 
 
-def local_global_layer_spec(config: TransformerConfig) -> ModuleSpec:
+def local_global_layer_spec(config: TransformerConfig, lora: LoRA | None) -> ModuleSpec:
     """A causal layer of this kind, with norms in front of and behind attention and MLP.
 
     Its core attention is always ours: Transformer Engine's cannot let the tokens of an item see
     each other.
     """
-    plain = layer_spec(config, causal=True)
+    plain = layer_spec(config, lora, causal=True)
     add = ModuleSpec(module=NormedAdd, params={"config": config})
     attention = plain.submodules.self_attention  # type: ignore[union-attr]
     attention = replace(

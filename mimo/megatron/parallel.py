@@ -51,7 +51,7 @@ class OptimizerSettings:
 
 
 def prepare_engine(seed: int) -> None:
-    """Set up what Megatron keeps per process. Call once in every rank, before building models.
+    """Set up what Megatron keeps per process. Call in every rank, before building a model.
 
     `parallel_state` itself stays uninitialised: every group is passed explicitly.
     """
@@ -60,8 +60,9 @@ def prepare_engine(seed: int) -> None:
         parallel_state._set_global_memory_buffer()
     tracker = get_cuda_rng_tracker()
     assert tracker is not None
-    if "model-parallel-rng" not in tracker.get_states():
-        tracker.add("model-parallel-rng", seed)
+    # A process may train several models in turn; each begins with its own random state.
+    tracker.reset()
+    tracker.add("model-parallel-rng", seed)
 
 
 def wrap_data_parallel(
@@ -172,6 +173,14 @@ def build_optimizer(
     # Read by Megatron when it decides which parameters are tensor-parallel duplicates.
     optimizer.tp_group = groups.tp  # type: ignore[attr-defined]
     return optimizer
+
+
+def follow_weights(optimizer: MegatronOptimizer) -> None:
+    """Renew the fp32 master copies that an optimizer keeps of 16-bit weights. No collective.
+
+    Without it the first step would put back the weights that the optimizer was built with.
+    """
+    optimizer.reload_model_params()
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:

@@ -13,9 +13,9 @@ from mimo.families import encoder_settings, language_settings
 from mimo.job import check_recipe
 from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.levels import minimum_run_ahead
+from mimo.padding import sequence_multiple
 from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError
-from mimo.step_plan import padding_of
 from mimo.verify.workload import SHARD, Media, Workload
 from mimo.yaml_source import dotted
 
@@ -34,6 +34,8 @@ _GROUP = 3  # microbatches that a colocated encoder encodes in one go, where the
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
 _LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
 _ADAM_EPS = 1e-3
+# Adapters begin at 0: all of their weight is steps, and so is all of its rounding noise.
+_ADAM_EPS_OF_ADAPTERS = 1e-2
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "micro_batch_size": samples // lanes,
         "run_dir": str(folder / "runs"),
     }
-    divisor = padding_of(layout.language, packed=False).sequence
+    language = layout.language
+    divisor = sequence_multiple(language.cp, language.tp, language.sp)
     data["data"] |= {
         "prepare": None,
         "sources": [{"path": str(directory / SHARD)}],
@@ -124,7 +127,11 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
 
 
 def _eps(recipe: Recipe, precision: str) -> float:
-    return recipe.train.adam_eps if precision == "fp64" else max(recipe.train.adam_eps, _ADAM_EPS)
+    if precision == "fp64":
+        return recipe.train.adam_eps
+    modules = [recipe.language, *recipe.encoders.values()]
+    adapts = any(module.lora is not None for module in modules)
+    return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if adapts else _ADAM_EPS)
 
 
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:

@@ -22,6 +22,8 @@ _SECOND = "second"  # the name of an encoder that a cell needs and the recipe ha
 _OPTIONS = {
     "frozen encoder": ("encoders.{first}.freeze=true",),
     "frozen language": ("language.freeze=true",),
+    "adapters": ("language.lora={{}}", "encoders.{first}.lora={{}}"),
+    "language adapters": ("language.lora={{}}", "encoders.{first}.freeze=true"),
     "only the projector learns": ("language.freeze=true", "encoders.{first}.freeze=tower"),
     "recompute": ("language.recompute=full", "encoders.{first}.recompute=full"),
     "selective recompute": ("language.recompute=selective",),
@@ -35,6 +37,7 @@ _OPTIONS = {
 # The matrix alone decides these.
 _RESET = (
     "language.freeze=false",
+    "language.lora=null",
     "language.recompute=none",
     "bridge.delivery=sharded",
     "train.overlap_grad_reduce=false",
@@ -42,7 +45,13 @@ _RESET = (
     "train.distributed_optimizer=false",
     "train.precision=fp32",
 )
-_RESET_ENCODER = ("freeze=false", "recompute=none", "run_ahead=auto", "encode_group=all")
+_RESET_ENCODER = (
+    "freeze=false",
+    "lora=null",
+    "recompute=none",
+    "run_ahead=auto",
+    "encode_group=all",
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,11 @@ SWEEP = (
     SweepCell("tp2 sp pp2", "dp2", ("frozen language",)),
     SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),
     SweepCell("pp3", "", ("frozen language",)),
+    # Adapters alone learn, of both modules or of the language model.
+    SweepCell("tp2 sp pp2", "dp2", ("adapters",)),
+    SweepCell("tp2 cp2", "colocated", ("adapters", "recompute")),
+    SweepCell("pp2 vpp2", "tp2", ("adapters", "overlap")),
+    SweepCell("tp2 sp", "dp2", ("language adapters", "recompute")),
     # Two encoders: disjoint, colocated, and one of each.
     SweepCell("tp2 sp dp2", "dp3", second=""),
     SweepCell("tp2 pp2", "colocated tp2", second="colocated"),

@@ -267,7 +267,7 @@ def cases(draw, deliveries: Sequence[Delivery] = ("sequence_parallel", "shared_o
         world[: sizes[0]].reshape(encoder_lanes, encoder_tp),
         world[sizes[0] - shared :].reshape(lanes, cp, tp),
         draw(st.sampled_from(deliveries)),
-        draw(st.booleans()),
+        encoder_tp > 1 and draw(st.booleans()),
         draw(st.booleans()),
     )
 

@@ -25,7 +25,6 @@ from bridge import (
     SequenceShardedSource,
     Source,
     UnexpectedRows,
-    plan_levels,
     replicated_destination,
     sharded_destination,
 )
@@ -250,13 +249,12 @@ def levels_to_their_stages(rank: int) -> list[int]:
     runs = runs_of(0, 1, 1)
     source = ReplicatedSource(np.array([sum(runs.split_sizes(0))]), encoder)
     segments = LaneSegments.whole([TOKENS])
-    maps = [sharded_destination(segments, stage, True, runs) for stage in stages]
-    plans = plan_levels(runs, source, [maps[0], maps[1], maps[1]])
-    assert [group.levels for group in plans] == [(0,), (1, 2)]
     received = []
-    for number, level_group in enumerate(plans):
+    for number, levels in enumerate([(0,), (1, 2)]):
+        destination = sharded_destination(segments, stages[number], True, runs)
+        plan = BridgePlan.build(runs, source, destination)
         forward, backward = groups[number]
-        width = HIDDEN * len(level_group.levels)
+        width = HIDDEN * len(levels)
         end = BridgeEnd(
             name="vision",
             rank=rank,
@@ -268,23 +266,21 @@ def levels_to_their_stages(rank: int) -> list[int]:
             device=torch.device("cpu"),
             trainable=True,
         )
-        rows = [level * 10_000 + places(runs, 0, 0) for level in level_group.levels]
+        rows = [level * 10_000 + places(runs, 0, 0) for level in levels]
         if rank == 0:
             values = torch.cat(rows, dim=-1).requires_grad_()
             sender = BridgeSender(end, lane=0, run_ahead=1)
-            sender.begin([level_group.plan])
+            sender.begin([plan])
             token = sender.send(0, FlatEmbeddings(values, runs.split_sizes(0)))
             (gradient,) = torch.autograd.grad(token, values)
             assert torch.equal(gradient, 2 * values)
             sender.finish()
         elif rank in stages[number]:
             receiver = BridgeReceiver(end)
-            receiver.begin([level_group.plan])
+            receiver.begin([plan])
             arrived, positions = receiver.receive(0)
             shift = (rank - int(stages[number][0, 0, 0])) * TOKENS // 2
-            expected = [
-                lvl * 10_000 + content(0, 0, positions + shift) for lvl in level_group.levels
-            ]
+            expected = [level * 10_000 + content(0, 0, positions + shift) for level in levels]
             assert torch.equal(arrived.detach(), torch.cat(expected, dim=-1))
             arrived.backward(2 * arrived.detach())
             receiver.finish()

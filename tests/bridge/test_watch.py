@@ -136,7 +136,7 @@ def stuck_in_nccl() -> None:
     )
     exchange = case.plan(0).receives(1)
     into = torch.zeros(case.tokens, HIDDEN, device=end.device)
-    start_receiving(end, 0, "rows", exchange, into, exchange.index).wait()
+    start_receiving(end, 0, "rows", exchange, into).wait()
     synchronize()
 
 

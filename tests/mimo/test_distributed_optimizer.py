@@ -18,8 +18,8 @@ from tests import language_steps
 from tests.conftest import RunRanks
 from tests.language_steps import Job, assert_same, outcome
 from tests.mimo import tiny
-from tests.mimo.test_train import metrics
-from tests.mimo.test_train import run as train_recipe
+from tests.mimo.runs import metrics
+from tests.mimo.runs import run as train_recipe
 
 TOLERANCE = 1e-5
 ADAM = Job(optimizer="adam", learning_rate=0.01, steps=2)

@@ -19,6 +19,7 @@ import pytest
 from mimo.job import check_recipe, make_run_dir
 from mimo.launch import launch, rank_environment
 from mimo.recipe import Recipe, load_recipe
+from mimo.start import FromScratch
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.ranks import running
@@ -83,7 +84,7 @@ def run_faulty_rank(fault: str, recipe: Recipe, run_dir: Path) -> None:
     (run_dir / f"pid_{env.rank}").write_text(str(os.getpid()))
     if env.rank == 0:
         FAULTS[fault](run_dir / STRUCK)
-    run_rank(recipe, run_dir, None)
+    run_rank(recipe, run_dir, FromScratch())
 
 
 def _when_sending(strike: Callable[[], None], struck: Path) -> None:

@@ -11,8 +11,8 @@ from PIL import Image
 from mimo.rank_processes import RanksFailed
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.mimo.runs import ADAM, metrics, run
 from tests.mimo.test_levels_parity import COLOCATED, DISJOINT, INTERLEAVED, LAYERS
-from tests.mimo.test_train import ADAM, metrics, run
 
 
 @pytest.fixture

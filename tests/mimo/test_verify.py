@@ -30,6 +30,7 @@ REPRESENTATIVE = [
     SweepCell("cp2 pp2 vpp2", "dp2"),
     SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
     SweepCell("pp3", "dp2", ("only the projector learns",)),
+    SweepCell("tp2 cp2", "colocated", ("adapters", "recompute")),
     SweepCell("tp2 cp2 pp2", "colocated tp2"),
     SweepCell("tp2 dp2", "colocated tp2", ("groups of 3",)),
     SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),

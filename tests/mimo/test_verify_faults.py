@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mimo.lora import is_adapter
 from mimo.recipe import load_recipe
 from mimo.verify.cells import Cell
 from mimo.verify.results import Fault
@@ -168,6 +169,21 @@ def swap_zigzag_order() -> None:
     owner.zigzag_indices = swapped
 
 
+def forget_slices_of_adapters() -> None:
+    """Under sequence parallelism the matrix that all ranks have learns from one slice each."""
+    from mimo.megatron import lora
+
+    whole = lora._whole
+    lora._whole = lambda weight, rows, columns, sums_slices: whole(weight, rows, columns, False)
+
+
+def take_adapter_inputs_of_own_rank() -> None:
+    """A row-parallel linear's adapter leaves out the inputs of the other ranks."""
+    from mimo.megatron import lora
+
+    lora.reduce_from_tensor_model_parallel_region = lambda down, group: down
+
+
 # ---------------------------------------------------------------------------- tests
 
 
@@ -231,6 +247,18 @@ CASES = {
     "zigzag order swapped": Case(
         swap_zigzag_order, SweepCell("cp2", ""), "vision.patch_embed.weight"
     ),
+    "slices of adapters under sp not summed": Case(
+        forget_slices_of_adapters,
+        SweepCell("tp2 sp", "dp2", ("adapters",)),
+        "language.decoder.layers.0.self_attention.linear_proj.lora_b",
+        "vision",
+    ),
+    "adapters of one rank's inputs": Case(
+        take_adapter_inputs_of_own_rank,
+        SweepCell("tp2", "dp2", ("adapters",)),
+        "language.decoder.layers.0.self_attention.linear_proj.lora_b",
+        "vision",
+    ),
 }
 
 
@@ -272,7 +300,11 @@ def test_without_a_fault_the_same_layouts_are_equal(verifier: Verifier, cell: Sw
     result = run(verifier, cell, None)
     assert result.passed, result.failure or str(result.comparison and result.comparison.first)
     assert result.comparison is not None
-    assert result.comparison.gradients.keys() == result.comparison.weights.keys()
+    compared, weights = result.comparison.gradients.keys(), result.comparison.weights.keys()
+    if "adapters" in cell.options:
+        assert compared == {n for n in weights if is_adapter(n) or n.startswith("vision.merger.")}
+    else:
+        assert compared == weights
 
 
 def fail_on_last_rank() -> None:

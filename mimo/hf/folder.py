@@ -1,0 +1,114 @@
+"""A folder of safetensors: which tensors it holds, and any part of one without reading the rest."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mimo.hf.config import read_json
+from mimo.recipe_errors import InputError, RecipeError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class WeightsFolder:
+    """The tensors of a checkpoint in Hugging Face format; one file is open at a time.
+
+    shapes, dtypes: by key. Building it reads the headers only.
+    bytes_read: of tensors, so far.
+
+    Raises InputError for a folder without safetensors, an incomplete one, or a damaged file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.bytes_read = 0
+        self._file_of: dict[str, Path] = {}
+        self._open_path: Path | None = None
+        self._open: Any = None
+        problems: list[str] = []
+        for file in _files(path):
+            problems += self._read_header(file)
+        problems += self._index_problems()
+        if problems:
+            raise RecipeError(*problems)
+
+    def _read_header(self, file: Path) -> list[str]:
+        try:
+            reader = self._reader(file)
+        except (OSError, SafetensorError) as error:
+            return [f"{file}: cannot be read ({error}); copy the checkpoint again"]
+        problems = []
+        for key in reader.keys():  # noqa: SIM118 - not a mapping
+            view = reader.get_slice(key)
+            dtype = _DTYPES.get(view.get_dtype())
+            if dtype is None:
+                kinds = ", ".join(_DTYPES)
+                problems.append(f"{file}: {key} is {view.get_dtype()}; only {kinds} can be read")
+                continue
+            if key in self._file_of:
+                problems.append(f"{file}: {key} is in {self._file_of[key].name} already")
+            self.shapes[key] = tuple(view.get_shape())
+            self.dtypes[key] = dtype
+            self._file_of[key] = file
+        return problems
+
+    def _index_problems(self) -> list[str]:
+        if not (self.path / INDEX).is_file():
+            return []
+        listed = read_json(self.path / INDEX).get("weight_map", {})
+        wrong = [key for key, file in listed.items() if self._place(key) != file]
+        return [f"{self.path / INDEX}: {key} is not in {listed[key]}" for key in wrong]
+
+    def _place(self, key: str) -> str | None:
+        return self._file_of[key].name if key in self._file_of else None
+
+    def order(self, key: str) -> tuple[str, str]:
+        """Sorts keys by file, so that files are gone through one after the other."""
+        return self._file_of[key].name, key
+
+    def read(self, key: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
+        """Part of a tensor in its stored dtype: rows of its first dimension, and of those columns.
+
+        columns: of a matrix only. Nothing else is read from the file.
+        """
+        view = self._reader(self._file_of[key]).get_slice(key)
+        part = view[rows] if columns is None else view[rows, columns]
+        self.bytes_read += math.prod(part.shape) * part.element_size()
+        return part
+
+    def _reader(self, file: Path) -> Any:
+        if self._open_path != file:
+            self._open_path, self._open = None, None  # closes the other one first
+            self._open, self._open_path = safe_open(file, framework="pt"), file
+        return self._open
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder; give one in Hugging Face format")
+    index = path / INDEX
+    if index.is_file():
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise InputError(f"{index}: lists no tensors; copy the checkpoint again")
+        files = [path / name for name in sorted(set(listed.values()))]
+        missing = [file for file in files if not file.is_file()]
+        if missing:
+            raise RecipeError(*(f"{file}: is listed in {INDEX} but missing" for file in missing))
+        return files
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    pickled = sorted(path.glob("*.bin"))
+    hint = f"; {pickled[0].name} is a pickle, save it as safetensors first" if pickled else ""
+    raise InputError(f"{path}: holds neither {SINGLE} nor {INDEX}{hint}")

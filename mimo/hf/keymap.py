@@ -1,0 +1,177 @@
+"""What our parameters consist of: runs of rows of the tensors of a Hugging Face checkpoint.
+
+Seen as a matrix of its first dimension by all others, every parameter of ours is made of whole
+rows of theirs: fused projections stack or interleave them, and a convolution whose stride is its
+kernel is a matrix already. So one description serves reading a tensor-parallel slice, writing a
+checkpoint back, and comparing gradients. It is pure integers; nothing here knows of files.
+
+Letters: R rows, C columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint.
+
+    shape: as it is stored. transposed: a matrix stored as (C, R).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.shape[1] if self.transposed else self.shape[0]
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        """A stored tensor, or whole rows of it, as (R, C); a vector stays (R,)."""
+        if self.transposed:
+            return stored.T
+        return stored if stored.dim() == 1 else stored.flatten(1)
+
+    def stored(self, matrix: Tensor) -> Tensor:
+        """The inverse of `matrix` for the whole tensor."""
+        return matrix.T.contiguous() if self.transposed else matrix.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Run:
+    """``count`` rows of ``source`` from ``start`` on."""
+
+    source: Source
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of ours, by its name in the whole module, as runs of rows in order.
+
+    Our tensor may have more rows, which only pad it and are zero.
+    """
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Each once, in order."""
+        return tuple(dict.fromkeys(run.source for run in self.runs))
+
+    @property
+    def num_rows(self) -> int:
+        """R, without padding."""
+        return sum(run.count for run in self.runs)
+
+    def rows(self, first: int, last: int) -> Iterator[Run]:
+        """The runs that make up the rows first .. last - 1; rows of padding are left out."""
+        position = 0
+        for run in self.runs:
+            start, stop = max(first - position, 0), min(last - position, run.count)
+            if start < stop:
+                yield Run(run.source, run.start + start, stop - start)
+            position += run.count
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Our parameter, without padding, from whole tensors of the checkpoint by key."""
+        parts = [
+            run.source.matrix(tensors[run.source.key])[run.start : run.start + run.count]
+            for run in self.runs
+        ]
+        return torch.cat(parts)
+
+    def unpack(self, ours: Tensor) -> dict[str, Tensor]:
+        """The tensors of the checkpoint by key, from our whole parameter, (R, ...) with padding."""
+        pieces: dict[Source, dict[int, Tensor]] = {source: {} for source in self.sources}
+        position = 0
+        for run in self.runs:
+            pieces[run.source][run.start] = ours[position : position + run.count]
+            position += run.count
+        # Runs cover a source completely, in whatever order they lie in our parameter.
+        return {
+            source.key: source.stored(torch.cat([own[start] for start in sorted(own)]))
+            for source, own in pieces.items()
+        }
+
+
+def plain(name: str, key: str, *shape: int, transposed: bool = False) -> Weight:
+    """A parameter that is one tensor of theirs of this shape."""
+    source = Source(key, shape, transposed)
+    return Weight(name, (Run(source, 0, source.num_rows),))
+
+
+def stacked(name: str, keys: Sequence[str], *shape: int) -> Weight:
+    """Tensors of one shape on top of each other, such as gate and up projection."""
+    return Weight(name, tuple(Run(Source(key, shape), 0, shape[0]) for key in keys))
+
+
+def grouped_qkv(
+    name: str,
+    keys: Sequence[str],
+    num_groups: int,
+    queries_per_group: int,
+    head_size: int,
+    *columns: int,
+) -> Weight:
+    """Megatron's order: by group its queries, its key, its value.
+
+    keys: of the query, key and value projection. columns: none for biases.
+    """
+    rows = (queries_per_group * head_size, head_size, head_size)
+    sources = [
+        Source(key, (num_groups * count, *columns)) for key, count in zip(keys, rows, strict=True)
+    ]
+    return Weight(
+        name,
+        tuple(
+            Run(source, group * count, count)
+            for group in range(num_groups)
+            for source, count in zip(sources, rows, strict=True)
+        ),
+    )
+
+
+def fused_qkv(name: str, key: str, num_heads: int, head_size: int, *columns: int) -> Weight:
+    """The same from one tensor that holds all queries, then all keys, then all values."""
+    size = num_heads * head_size
+    source = Source(key, (3 * size, *columns))
+    return Weight(
+        name,
+        tuple(
+            Run(source, part * size + head * head_size, head_size)
+            for head in range(num_heads)
+            for part in range(3)
+        ),
+    )
+
+
+def check_complete(weights: Sequence[Weight]) -> None:
+    """Assert that every source is used by one weight, and each of its rows once."""
+    owners: dict[str, str] = {}
+    for weight in weights:
+        for source in weight.sources:
+            owner = owners.setdefault(source.key, weight.name)
+            assert owner == weight.name, f"{source.key} is part of {owner} and of {weight.name}"
+            runs = sorted(r.start for r in weight.runs if r.source == source)
+            counts = {r.start: r.count for r in weight.runs if r.source == source}
+            position = 0
+            for start in runs:
+                assert start == position, f"rows of {source.key} are missing or used twice"
+                position += counts[start]
+            assert position == source.num_rows, f"{source.key}: {position} of {source.num_rows}"
+
+
+def num_elements(weights: Sequence[Weight]) -> int:
+    """Elements of all tensors of theirs together."""
+    return sum(math.prod(source.shape) for weight in weights for source in weight.sources)

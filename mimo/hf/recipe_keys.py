@@ -1,0 +1,86 @@
+"""What a recipe leaves out and its ``init_from`` folder says: families, sizes, tokenizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mimo.hf.architectures import Architecture, architecture_of
+from mimo.hf.config import read_config, read_processors
+from mimo.recipe_errors import InputError
+from mimo.yaml_source import Location
+
+DEFAULT_ENCODER = "vision"
+
+
+def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
+    """Complete a recipe's plain data in place from the folder that ``init_from`` names.
+
+    What the recipe says stands; what it leaves out is taken from the folder. A recipe without
+    ``encoders`` gets one for images, one with ``encoders: {}`` is the language model alone. A
+    resolved recipe (from a run) has everything, and needs the folder no longer.
+    Yields the location and the message of every problem.
+    """
+    given = data.get("init_from")
+    if not isinstance(given, str):
+        return  # absent, or of a wrong type, which the schema reports
+    folder = Path(given)
+    if not folder.is_dir():
+        if not _is_resolved(data):
+            message = f"{folder}: no such folder; give a checkpoint in Hugging Face format"
+            yield ("init_from",), message
+        return
+    try:
+        config = read_config(folder)
+        architecture = architecture_of(config.get("model_type"))
+        language = architecture.language_family().settings_from_hf(config)
+        tower = architecture.encoder_family().settings_from_hf(config, read_processors(folder))
+    except (InputError, ValueError, KeyError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        yield ("init_from",), f"{folder / 'config.json'}: {reason}"
+        return
+    section = _section(data, "language")
+    yield from _fill_module(("language",), section, architecture.language, language)
+    _section(data, "data").setdefault("tokenizer", str(folder))
+    data.setdefault("encoders", {DEFAULT_ENCODER: {}})
+    encoders = _section(data, "encoders")
+    for name in encoders:
+        section = _section(encoders, name)
+        yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
+        for key, value in architecture.encoder_keys.items():
+            section.setdefault(key, copy.deepcopy(value))
+
+
+def _is_resolved(data: dict[str, Any]) -> bool:
+    return bool(_section(data, "language").get("model"))
+
+
+def architecture_of_folder(folder: Path) -> Architecture:
+    """Raises InputError for a folder without a configuration of a model that we know."""
+    try:
+        return architecture_of(read_config(folder).get("model_type"))
+    except ValueError as error:
+        raise InputError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
+    """A mapping inside a recipe, made if it is absent; what has a wrong type is left alone."""
+    if data.get(key) is None:
+        data[key] = {}
+    return data[key] if isinstance(data[key], dict) else {}
+
+
+def _fill_module(
+    location: Location, section: dict[str, Any], family: str, settings: dict[str, Any]
+) -> Iterator[tuple[Location, str]]:
+    if section.setdefault("family", family) != family:
+        yield (
+            (*location, "family"),
+            f"got {section['family']!r}, but init_from holds {family!r}; leave the key out",
+        )
+        return
+    own = _section(section, "model")
+    for key, value in settings.items():
+        own.setdefault(key, copy.deepcopy(value))

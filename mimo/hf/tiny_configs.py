@@ -1,0 +1,229 @@
+"""Sizes of tiny checkpoints: about a million weights, and a layer of every kind that a family has.
+
+What differs inside a published model differs here too: heads from groups, the scale of Gemma's
+attention from its head size, its two rotary bases, windows from images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_HIDDEN = 128
+_TEXT: dict[str, Any] = {
+    "hidden_size": _HIDDEN,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": _HIDDEN,
+}
+_HEAD_SIZE = 32
+_GEMMA_SIDE, _GEMMA_ROWS = 56, 4  # pixels of an image, and its rows
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's tiny checkpoint is made.
+
+    config(vocab_size, ids of tokens by word, tied) makes the config of transformers.
+    tied: whether its small published models tie the output layer to the embedding.
+    files: the JSON files of its processors, by name.
+    """
+
+    config: Callable[[int, Mapping[str, int], bool], PreTrainedConfig]
+    tied: bool
+    files: Mapping[str, Mapping[str, Any]]
+
+
+def _qwen_ids(ids: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+
+
+def _qwen2_5_vl(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen2_5_VLConfig
+
+    return Qwen2_5_VLConfig(
+        text_config={
+            **_TEXT,
+            "vocab_size": vocab_size,
+            "bos_token_id": None,
+            "eos_token_id": ids["<|im_end|>"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [4, 6, 6],
+            },
+        },
+        # Windows of 2 x 2 rows, every second layer sees the whole image.
+        vision_config={
+            **_QWEN_VISION,
+            "patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": [1, 3],
+            "tokens_per_second": 2,
+        },
+        tie_word_embeddings=tied,
+        **_qwen_ids(ids),
+    )
+
+
+def _qwen3_vl(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3VLConfig
+
+    return Qwen3VLConfig(
+        text_config={
+            **_TEXT,
+            "vocab_size": vocab_size,
+            "head_dim": _HEAD_SIZE,
+            "eos_token_id": ids["<|im_end|>"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [8, 4, 4],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            **_QWEN_VISION,
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        tie_word_embeddings=tied,
+        **_qwen_ids(ids),
+    )
+
+
+def _gemma3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Gemma3Config
+
+    return Gemma3Config(
+        text_config={
+            **_TEXT,
+            "vocab_size": vocab_size,
+            "head_dim": _HEAD_SIZE,
+            "query_pre_attn_scalar": 40,
+            # Shorter than an image, whose rows see each other all the same.
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "rope_theta": 100_000.0,
+                },
+            },
+            "pad_token_id": ids["<pad>"],
+            "bos_token_id": ids["<bos>"],
+            "eos_token_id": ids["<eos>"],
+            "tie_word_embeddings": tied,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "image_size": _GEMMA_SIDE,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=_GEMMA_ROWS,
+        boi_token_index=ids["<start_of_image>"],
+        eoi_token_index=ids["<end_of_image>"],
+        image_token_index=ids["<image_soft_token>"],
+        tie_word_embeddings=tied,
+    )
+
+
+_MEAN_QWEN2, _STD_QWEN2 = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+_HALF = [0.5, 0.5, 0.5]
+_PATCHES = {"merge_size": 2, "temporal_patch_size": 2}
+# From one row to four by four.
+_ROW_2_5, _ROW_3 = 28**2, 32**2  # pixels
+_SIZE_3 = {"shortest_edge": _ROW_3, "longest_edge": 16 * _ROW_3}
+
+# Files beside the weights, with the keys that the published folders have.
+_QWEN2_5_FILES: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "patch_size": 14,
+        **_PATCHES,
+        "min_pixels": _ROW_2_5,
+        "max_pixels": 16 * _ROW_2_5,
+        "image_mean": _MEAN_QWEN2,
+        "image_std": _STD_QWEN2,
+    }
+}
+_QWEN3_FILES: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": 16,
+        **_PATCHES,
+        "size": _SIZE_3,
+        "image_mean": _HALF,
+        "image_std": _HALF,
+    },
+    "video_preprocessor_config.json": {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": 16,
+        **_PATCHES,
+        "size": {"shortest_edge": _ROW_3, "longest_edge": 64 * _ROW_3},
+        "image_mean": _HALF,
+        "image_std": _HALF,
+    },
+}
+_GEMMA3_FILES: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "processor_class": "Gemma3Processor",
+        "do_convert_rgb": None,
+        "do_normalize": True,
+        "do_pan_and_scan": None,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": _HALF,
+        "image_std": _HALF,
+        "image_seq_length": _GEMMA_ROWS,
+        "pan_and_scan_max_num_crops": None,
+        "pan_and_scan_min_crop_size": None,
+        "pan_and_scan_min_ratio_to_activate": None,
+        "resample": 2,
+        "rescale_factor": 1 / 255,
+        "size": {"height": _GEMMA_SIDE, "width": _GEMMA_SIDE},
+    },
+    "processor_config.json": {
+        "image_seq_length": _GEMMA_ROWS,
+        "processor_class": "Gemma3Processor",
+    },
+}
+
+FAMILIES = {
+    "qwen2_5_vl": Family(_qwen2_5_vl, tied=False, files=_QWEN2_5_FILES),
+    "qwen3_vl": Family(_qwen3_vl, tied=True, files=_QWEN3_FILES),
+    "gemma3": Family(_gemma3, tied=True, files=_GEMMA3_FILES),
+}

@@ -1,0 +1,138 @@
+"""Tokenizers and chat templates of tiny checkpoints: the digits' words in the form of a family.
+
+The templates are our own, in the form of those that the families publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from data.digits_text import DIGITS, SPECIAL_TOKENS, chat_template, word_tokenizer, words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_GEMMA_TEMPLATE = """\
+{{- bos_token -}}
+{%- set state = namespace(preface='') -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}
+{%- if not loop.first -%}{{ raise_exception('a system message comes first') }}{%- endif -%}
+{%- if message['content'] is string -%}
+{%- set state.preface = message['content'] + '\n\n' -%}
+{%- else -%}
+{%- set state.preface = message['content'][0]['text'] + '\n\n' -%}
+{%- endif -%}
+{%- else -%}
+<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}
+{{ state.preface }}
+{%- set state.preface = '' -%}
+{%- if message['content'] is string -%}
+{{ message['content'] | trim }}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}
+{{ '<start_of_image>' }}
+{%- elif part['type'] == 'text' -%}
+{{ part['text'] | trim }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+<end_of_turn>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<start_of_turn>model
+{% endif -%}
+"""
+
+# What Gemma's processor writes around the crops of a wide image.
+_GEMMA_WORDS = "model Here is the original image and here are some crops to help you see better"
+_QWEN_WORDS = "< seconds >"  # what Qwen3-VL's processor writes before each frame of a video
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a family's tokenizer has beside the digits' words.
+
+    specials: in the order of their ids. named: by the attribute of the tokenizer under which the
+    family's processor finds a token. end_of_turn: the token behind an answer.
+    """
+
+    specials: tuple[str, ...]
+    named: Mapping[str, str]
+    extra_words: str
+    template: str
+    end_of_turn: str
+
+
+_QWEN = _Form(
+    specials=(*SPECIAL_TOKENS, "<|unknown|>"),
+    named={
+        "pad_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "unk_token": "<|unknown|>",
+    },
+    extra_words=_QWEN_WORDS,
+    template=chat_template(),
+    end_of_turn="<|im_end|>",
+)
+_GEMMA = _Form(
+    specials=(
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<start_of_image>",
+        "<end_of_image>",
+        "<image_soft_token>",
+    ),
+    named={
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "bos_token": "<bos>",
+        "unk_token": "<unk>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+    extra_words=_GEMMA_WORDS,
+    template=_GEMMA_TEMPLATE,
+    end_of_turn="<end_of_turn>",
+)
+_FORMS = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "gemma3": _GEMMA}
+
+
+def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer with the digits' words, and the family's tokens and chat template."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    form = _FORMS[family]
+    ordered = dict.fromkeys((*form.specials, *DIGITS, *words(), *form.extra_words.split()))
+    tokenizer = word_tokenizer(list(ordered), form.named["unk_token"])
+    if bos := form.named.get("bos_token"):
+        # As the published tokenizer does; the chat template writes its own.
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, form.specials.index(bos))]
+        )
+    others = [token for token in form.specials if token not in form.named.values()]
+    settings: dict[str, Any] = {**form.named, "extra_special_tokens": others}
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1 << 20,
+        **settings,
+    )
+    wrapped.chat_template = form.template
+    return wrapped
+
+
+def end_token_ids(family: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The ids at which an answer ends."""
+    form, ids = _FORMS[family], tokenizer.get_vocab()
+    return [ids[token] for token in dict.fromkeys((form.named["eos_token"], form.end_of_turn))]

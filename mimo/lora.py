@@ -1,0 +1,27 @@
+"""What is known of low-rank adapters (LoRA) without the engine: their names, and merging them.
+
+Letters: I inputs, O outputs, R rank of the adapter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ENDINGS = (".lora_a", ".lora_b")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is part of an adapter, not of the model that it adapts."""
+    return name.endswith(_ENDINGS)
+
+
+def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """weight (O, I), lora_a (R, I), lora_b (O, R) -> weight + scale · lora_b lora_a, (O, I).
+
+    All of one dtype, which the result has too; the sum is taken in fp32 at least. scale: alpha / R.
+    A rank's parts of the three give its part of the whole: nothing needs to be exchanged.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    update = lora_b.to(wide) @ lora_a.to(wide)
+    return (weight.to(wide) + scale * update).to(weight.dtype)

@@ -1,0 +1,33 @@
+"""Progress bars of commands, on terminals only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress, TimeRemainingColumn
+
+
+@contextmanager
+def progress_of(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback (done, total) shown as a bar."""
+    console = Console()
+    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def counter_of(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A callback that counts one more of ``total``."""
+    done = 0
+    with progress_of(title) as show:
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            show(done, total)
+
+        yield advance

@@ -1,0 +1,67 @@
+"""Whole runs of a recipe in tests: in the shared pool of ranks, or through the command line.
+
+Runs that should succeed use the pool; what a person sees on failure goes through the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from mimo.job import check_recipe, make_run_dir
+from mimo.recipe import Recipe, load_recipe
+from mimo.start import FromScratch, Resume, Start
+from tests.conftest import RunRanks
+from tests.ranks import MarkedJob
+
+LAYOUT = ["language.grid.dp=2", "train.micro_batch_size=2"]
+ADAM = ["train.optimizer=adam", "train.learning_rate=0.003", "train.clip_grad_norm=1.0"]
+
+
+def mimo(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """The command line, from start to end; no process of it may be left over."""
+    job = MarkedJob()
+    done = subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=timeout, env=job.environment
+    )
+    assert not job.leftovers(), done.stderr
+    return done
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "mimo.cli", *map(str, arguments)]
+
+
+def run(run_ranks: RunRanks, path: Path, *overrides: str, resume_from: Path | None = None) -> None:
+    """Train to the end in this process's pool of ranks; the run folder is made as a job does."""
+    start = FromScratch() if resume_from is None else Resume(resume_from)
+    run_from(run_ranks, load_recipe(path, overrides), start)
+
+
+def run_from(run_ranks: RunRanks, recipe: Recipe, start: Start) -> None:
+    """Like `run`, from anywhere."""
+    layout = check_recipe(recipe, None)
+    run_dir = make_run_dir(recipe, resumes=isinstance(start, Resume))
+    run_ranks(_train, layout.world_size, recipe, run_dir, start)
+
+
+def _train(rank: int, recipe: Recipe, run_dir: Path, start: Start) -> None:
+    from mimo.train import train_in_world
+
+    train_in_world(recipe, run_dir, start)
+
+
+def metrics(recipe: Path, run: str = "tiny") -> list[dict]:
+    path = recipe.parent / "runs" / run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def corrupt(recipe: Path, name: str = "train") -> None:
+    """Break pixels inside the first item: its header, which the index reads, stays good."""
+    shard = recipe.parent / f"{name}-00000.tar"
+    data = bytearray(shard.read_bytes())
+    first = data.index(b"IDAT")
+    data[first + 8 : first + 40] = bytes(32)
+    shard.write_bytes(data)

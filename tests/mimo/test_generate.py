@@ -1,0 +1,143 @@
+"""`mimo generate` and `mimo evaluate` with the checkpoint of a whole run."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mimo.recipe_errors import InputError
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import corrupt, mimo, run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def test_generate_answers_from_a_run_of_any_layout(run_ranks: RunRanks, recipe: Path) -> None:
+    image = recipe.parent / "image.png"
+    Image.new("L", (56, 28), 128).save(image)
+    run(run_ranks, recipe, "train.steps=1", "language.grid.pp=2", "language.grid.tp=2")
+    folder = recipe.parent / "runs" / "tiny"
+    done = mimo("generate", folder, "--image", image, "--prompt", "what is this ?")
+    assert done.returncode == 0, done.stderr
+    (expected,) = run_ranks(_answer, 1, folder, image)
+    assert done.stdout.strip() == expected.strip()
+
+
+def _answer(rank: int, folder: Path, image: Path) -> str:
+    """The definition of greedy decoding: one whole forward per token, one sample at a time."""
+    from mimo.generate import Generator, Request
+
+    generator = Generator(folder)
+    content = [{"type": "image"}, {"type": "text", "text": "what is this ?"}]
+    request = Request([{"role": "user", "content": content}], [Image.open(image).convert("RGB")])
+    other = Request([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], [])
+    alone = generator.answer([request], 64)
+    # What else is in the pack changes nothing.
+    assert generator.answer([other, request, other], 64)[1] == alone[0]
+    return alone[0]
+
+
+def test_two_encoders_answer_about_items_of_both(run_ranks: RunRanks, tmp_path: Path) -> None:
+    tiny.write_samples(tmp_path, videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
+    recipe = tiny.write_recipe(tmp_path)
+    test = f"data.test=[{{path: '{tmp_path}/train-*.tar'}}]"
+    run(run_ranks, recipe, tiny.SECOND_ENCODER, "train.steps=1", test)
+    run_ranks(_answer_both, 1, tmp_path / "runs" / "tiny")
+
+
+def _answer_both(rank: int, folder: Path) -> None:
+    from mimo.evaluate import answer_split
+    from mimo.generate import Generator, Request
+
+    generator = Generator(folder)
+    items = [Image.linear_gradient("L").resize(size) for size in ((56, 28), (28, 56), (28, 28))]
+    media = ["video", "image", "video"]
+
+    def request(*numbers: int) -> Request:
+        content = [{"type": media[n]} for n in numbers] + [{"type": "text", "text": "read"}]
+        return Request([{"role": "user", "content": content}], [items[n] for n in numbers])
+
+    requests = [request(0, 1, 2), request(2), request(1), request(), request(1, 0)]
+    # What else is in the pack changes nothing.
+    assert generator.answer(requests, 8) == [generator.answer([one], 8)[0] for one in requests]
+    answered = answer_split(folder)
+    numbers = zip(tiny.IMAGES_PER_SAMPLE, tiny.VIDEOS_PER_SAMPLE, strict=True)
+    assert [len(one.images) for one in answered] == [sum(both) for both in numbers]
+
+
+def test_corrupt_held_out_image_is_skipped_counted_and_named(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    tiny.write_samples(recipe.parent, (1, 0, 2), name="test")
+    corrupt(recipe, "test")
+    test = f"data.test=[{{path: '{recipe.parent}/test-*.tar'}}]"
+    run(run_ranks, recipe, "train.steps=1", test)
+    (printed,) = run_ranks(_evaluate, 1, recipe.parent / "runs" / "tiny")
+    skipped, count, _, last = printed.splitlines()
+    assert skipped.startswith("skipped sample 'sample0000' of ")
+    assert "test-00000.tar, item 0: the image cannot be decoded" in skipped
+    assert count == "skipped_samples=1"
+    assert last.startswith("exact_match=")
+
+
+def _evaluate(rank: int, folder: Path) -> str:
+    from mimo.evaluate import answer_split, main
+
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(folder, "test") == 0
+    with redirect_stdout(io.StringIO()):
+        assert len(answer_split(folder)) == 2
+    return printed.getvalue()
+
+
+# The template of the tiny tokenizer, for at most two images.
+AT_MOST_TWO = """\
+{%- if messages[0]['content'] | selectattr('type', 'equalto', 'image') | list | length > 2 -%}
+{{ raise_exception('at most two images, please') }}
+{%- endif -%}
+"""
+
+
+def test_generate_refuses_what_tokenizer_template_or_processor_cannot_take(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    template = recipe.parent / "tokenizer" / "chat_template.jinja"
+    template.write_text(AT_MOST_TWO + template.read_text())
+    run(run_ranks, recipe, "train.steps=1")
+    run_ranks(_generate_from_bad_input, 1, recipe.parent / "runs" / "tiny")
+
+
+def _generate_from_bad_input(rank: int, folder: Path) -> None:
+    from mimo.generate import Generator, Request, main
+
+    good, long = folder / "good.png", folder / "long.png"
+    Image.new("L", (28, 28)).save(good)
+    Image.new("L", (2010, 10)).save(long)
+    for images, prompt, message in (
+        ([good], "what is <|image_pad|> ?", "^--prompt: '<|image_pad|>' stands for an item"),
+        ([good, long], "what is this ?", r"^--image .*long\.png: .* aspect ratio of 201"),
+        ([good] * 3, "what is this ?", "^the prompt cannot be answered: .*at most two images"),
+    ):
+        with pytest.raises(InputError, match=message.replace("|", r"\|")) as caught:
+            main(folder, images, prompt, 1)
+        assert caught.value.exit_code == 2
+    assert main(folder, [good] * 2, "what is this ?", 1) == 0
+    request = Request([{"role": "user", "content": [{"type": "image"}]}], [])
+    with pytest.raises(InputError, match="1 placeholders but 0 items"):
+        Generator(folder).answer([request], 1)
+
+
+def test_generate_without_a_checkpoint_says_what_to_give(tmp_path: Path) -> None:
+    done = mimo("generate", tmp_path, "--prompt", "what is this ?")
+    assert done.returncode == 2
+    assert "no checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
