@@ -143,7 +143,7 @@ class Encoder(Section):
     """An encoder with its projector.
 
     `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
-    `lora`: only the adapters in the tower and the projector learn.
+    `lora`: only the adapters in the tower and the projector learn, as also with `freeze: tower`.
     `media`: the type of content part that it encodes, such as `image`, `video` or `audio`.
     `placeholder`: the token that the chat template writes once for each such item.
     `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.
