@@ -10,9 +10,10 @@ from data.item_text import MediaText, item_text_problem
 from data.messages import MessagesError, PlaceholderError, UnknownMediaError
 from data.order import SampleOrder
 from data.positions import mrope_position_ids
-from data.processor import ItemProcessor
+from data.processor import ItemProcessor, Part, PartPlan
 from data.reader import SampleReader, UnreadableSample
 from data.square_images import SquareImageProcessor
+from data.videos import TimedVideoProcessor, VideoProcessor
 
 __all__ = [
     "ChatTokenizer",
@@ -22,14 +23,18 @@ __all__ = [
     "ItemProcessor",
     "MediaText",
     "MessagesError",
+    "Part",
+    "PartPlan",
     "PlaceholderError",
     "Processors",
     "SampleOrder",
     "SampleReader",
     "SkippedSample",
     "SquareImageProcessor",
+    "TimedVideoProcessor",
     "UnknownMediaError",
     "UnreadableSample",
+    "VideoProcessor",
     "build_index",
     "check_lengths",
     "image_size",

@@ -102,11 +102,10 @@ class GlobalMicrobatch:
         """Numbers in this microbatch of the samples of one lane, in packed order."""
         return np.flatnonzero(self.lane == lane)
 
-    def items_of_media(self, media: str) -> np.ndarray:
-        """Numbers in this microbatch of the items of one media, in order."""
-        if media not in self.media:
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(self.item_media == self.media.index(media))
+    def items_of_media(self, *media: str) -> np.ndarray:
+        """Numbers in this microbatch of the items of these media, in order."""
+        numbers = [self.media.index(one) for one in media if one in self.media]
+        return np.flatnonzero(np.isin(self.item_media, numbers))
 
     def without(self, unusable: Collection[int]) -> GlobalMicrobatch:
         """The same microbatch with some samples blanked: no items and no loss, tokens kept.
@@ -230,10 +229,12 @@ def pack_lane(
     pad_token_id: int,
     segment_lengths: Sequence[int] | None = None,
     packed: bool = True,
+    time_steps: Sequence[Sequence[float]] | None = None,
 ) -> PackedLane:
     """Lay a lane's samples one after the other into ``num_tokens`` tokens.
 
-    grids: per sample, the (t, h, w) of its items in rows. loss_tokens: per sample; a sample
+    grids: per sample, the (t, h, w) of its items in rows. time_steps: per sample, positions between
+    frames of its items, as of `mrope_position_ids`. loss_tokens: per sample; a sample
     planned with none (blanked) has its whole loss mask cleared. segment_lengths: per sample, its
     tokens with padding; without them there is padding at the end only.
     Positions restart in every segment; padding never counts in the loss.
@@ -246,7 +247,9 @@ def pack_lane(
     ids, labels, masks, positions = [], [], [], []
     items: list[tuple[int, int]] = []
     start = 0
-    for sample, own, length, count in zip(samples, grids, padded, loss_tokens, strict=True):
+    steps = [None] * len(samples) if time_steps is None else time_steps
+    planned = zip(samples, grids, steps, padded, loss_tokens, strict=True)
+    for sample, own, times, length, count in planned:
         padding = length - len(sample.input_ids)
         assert padding >= 0, f"{len(sample.input_ids)} tokens in a segment of {length}"
         pad = np.full(padding, pad_token_id, np.int64)
@@ -254,7 +257,8 @@ def pack_lane(
         ids += [sample.input_ids, pad]
         labels += [sample.labels, pad]
         masks += [mask, np.zeros(padding, np.float32)]
-        positions.append(mrope_position_ids(len(sample.input_ids), sample.item_offsets, own))
+        length_of_own = len(sample.input_ids)
+        positions.append(mrope_position_ids(length_of_own, sample.item_offsets, own, times))
         positions.append(np.tile(np.arange(padding, dtype=np.int64), (3, 1)))
         offsets = sample.item_offsets.tolist()
         items += [(start + o, math.prod(grid)) for o, grid in zip(offsets, own, strict=True)]

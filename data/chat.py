@@ -15,6 +15,7 @@ import numpy as np
 from data.chat_template import find_chat_template
 from data.item_text import ITEM_SLOT, MediaText, write_items
 from data.messages import (
+    Mention,
     Message,
     MessagesError,
     PlaceholderError,
@@ -22,6 +23,7 @@ from data.messages import (
     check_messages,
     is_answer,
     item_parts,
+    mentions,
 )
 
 IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}
@@ -96,17 +98,17 @@ class ChatTokenizer:
         pad = tokenizer.pad_token
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
-    def media_of_items(self, messages: Sequence[Message], key: str) -> list[str]:
-        """The media of each item, in order of mention.
+    def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
+        """The content parts that stand for items, in order of mention.
 
         Raises MessagesError for malformed messages, UnknownMediaError for a media that has no
         placeholder.
         """
         check_messages(messages, key)
-        found = [part["type"] for part in item_parts(messages)]
-        for media in found:
-            if media not in self.placeholders:
-                raise UnknownMediaError(key, media, self.placeholders)
+        found = mentions(messages, key)
+        for one in found:
+            if one.media not in self.placeholders:
+                raise UnknownMediaError(key, one.media, self.placeholders)
         return found
 
     def encode(
@@ -125,7 +127,7 @@ class ChatTokenizer:
         part_texts: for each content part that is no text, what stands for it, with `{item}` once
         per item that it becomes; None where each is one item.
 
-        Raises as `media_of_items`, PlaceholderError when placeholders and items differ in number,
+        Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
         ValueError when the template cannot be cut at the answers or writes another placeholder.
         """
         parts = self._parts(messages, rows_per_item, key, part_texts)
@@ -197,7 +199,7 @@ class ChatTokenizer:
         part_texts: Sequence[str] | None,
     ) -> list[tuple[str, str]]:
         """(media, text with `{item}` in it) of each content part that is no text."""
-        media = self.media_of_items(messages, key)
+        media = [one.media for one in self.mentions(messages, key)]
         texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
         items = sum(text.count(ITEM_SLOT) for text in texts)
         for count, needed in ((len(media), len(texts)), (items, len(rows_per_item))):

@@ -11,10 +11,12 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 from PIL import Image
+
+from data.processor import Grid, StillImages
 
 # Only formats that people train on: fewer decoders, fewer ways for a hostile file to hurt.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -135,7 +137,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 @dataclass(frozen=True)
-class ImageProcessor:
+class ImageProcessor(StillImages):
     """Qwen2-VL preprocessing: resize to whole merge blocks, normalise, cut into patches.
 
     patch_size: P, pixels. merge_size: M, patches per side that become one row.
@@ -155,6 +157,8 @@ class ImageProcessor:
     mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
     std: tuple[float, float, float] = OPENAI_CLIP_STD
     tower_width: int = 1280
+
+    KIND: ClassVar[str] = "qwen2_vl-1"
 
     def __post_init__(self) -> None:
         # Lists from YAML become tuples, so that equal settings have equal fingerprints.
@@ -222,12 +226,12 @@ class ImageProcessor:
             new_height = math.ceil(height * grow / block) * block
         return new_width, new_height
 
-    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+    def grid(self, width: int, height: int) -> Grid:
         """(t, h, w) in patches of an image of `width` x `height` pixels; t is 1."""
         new_width, new_height = self.resized(width, height)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
-    def row_grid(self, width: int, height: int) -> tuple[int, int, int]:
+    def row_grid(self, width: int, height: int) -> Grid:
         """(t, h, w) in rows of an image of `width` x `height` pixels: its grid after merging."""
         t, h, w = self.grid(width, height)
         return t, h // self.merge_size, w // self.merge_size
@@ -245,33 +249,38 @@ class ImageProcessor:
         rgb = to_rgb(image)
         resized = rgb.resize(self.resized(*rgb.size), Image.Resampling.BICUBIC)
         table = normalisation_table(self.mean, self.std)
+        pixels = np.asarray(resized)[None]
         return cut_patches(
-            resized, table, self.patch_size, self.merge_size, self.temporal_patch_size
+            pixels, table, self.patch_size, self.merge_size, self.temporal_patch_size
         )
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever sizes, row counts or pixel values may change."""
-        return hashlib.sha256(repr(("qwen2_vl-1", astuple(self))).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.KIND, astuple(self))).encode()).hexdigest()[:16]
 
 
 def cut_patches(
-    image: Image.Image, table: np.ndarray, size: int, merge: int, frames: int
+    frames: np.ndarray, table: np.ndarray, size: int, merge: int, frames_per_patch: int
 ) -> np.ndarray:
-    """float32 (h·w, 3·T·P·P): patches of an RGB image whose sides are multiples of P·M pixels.
+    """float32 (t·h·w, 3·T·P·P): patches of frames whose sides are multiples of P·M pixels.
 
-    table: `normalisation_table`. size, merge, frames: P, M, T. The M x M patches of one merge block
-    are adjacent, so M² consecutive patches make one row. Inside a patch the order is channel,
-    frame, y, x.
+    frames: uint8 (t·T or fewer, height, width, 3), RGB; the last one is repeated to fill a patch.
+    table: `normalisation_table`. size, merge, frames_per_patch: P, M, T. The M x M patches of one
+    merge block are adjacent, so M² consecutive patches make one row. Inside a patch the order is
+    channel, frame, y, x.
     """
-    pixels = np.asarray(image)  # (height, width, 3) uint8
-    height, width = pixels.shape[:2]
-    h, w = height // size, width // size
-    # (h/M, M, P, w/M, M, P, 3) -> (h/M, w/M, M, M, 3, P, P)
-    blocks = pixels.reshape(h // merge, merge, size, w // merge, merge, size, 3)
-    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3, 1, size * size)
+    count, height, width, _ = frames.shape
+    # A still image is cut once and then repeated.
+    depth = 1 if count == 1 else frames_per_patch
+    frames = np.concatenate([frames, np.repeat(frames[-1:], -count % depth, axis=0)])
+    t, h, w = len(frames) // depth, height // size, width // size
+    # (t, T, h/M, M, P, w/M, M, P, 3) -> (t, h/M, w/M, M, M, 3, T, P, P)
+    blocks = frames.reshape(t, depth, h // merge, merge, size, w // merge, merge, size, 3)
+    blocks = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3, depth, size * size)
     # One look-up per pixel instead of arithmetic: exact, and the table has only 3 x 256 entries.
     values = np.stack([table[channel][blocks[:, channel]] for channel in range(3)], axis=1)
-    return np.repeat(values, frames, axis=2).reshape(h * w, 3 * frames * size**2)
+    repeats = frames_per_patch // depth
+    return np.repeat(values, repeats, axis=2).reshape(t * h * w, 3 * frames_per_patch * size**2)
 
 
 def normalisation_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarray:

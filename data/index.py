@@ -2,8 +2,10 @@
 
 Built once per set of shards (index_build.py; index_store.py keeps it beside them).
 
+A content part takes files and becomes items: see processor.py. The index knows both.
+
 Letters: `n` samples, `m` items (images, videos, ...) of all samples, in order of mention; the
-items of sample i are item_start[i] .. item_start[i + 1] - 1.
+items of sample i are item_start[i] .. item_start[i + 1] - 1. `f` files of all samples, in order.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from data.chat import ChatTokenizer
-from data.processor import ItemProcessor
+from data.processor import ItemProcessor, Part
 from data.tar_shards import pattern_root
 
 Processors = Mapping[str, ItemProcessor]  # by media
 
-INDEX_VERSION = 2  # raise it whenever the arrays or their meaning change
+INDEX_VERSION = 3  # raise it whenever the arrays or their meaning change
 _SHOWN = 10  # bad samples named in one message
 
 
@@ -48,13 +50,17 @@ class Index:
     loss_tokens: np.ndarray  # (n,) int32
     item_start: np.ndarray  # (n + 1,) int64, into the item arrays
     item_media: np.ndarray  # (m,) int32, into media
-    item_offset: np.ndarray  # (m,) int64, byte in the shard
-    item_size: np.ndarray  # (m,) int64, bytes
-    item_width: np.ndarray  # (m,) int32, pixels, before resizing
-    item_height: np.ndarray  # (m,) int32, pixels, before resizing
+    item_number: np.ndarray  # (m,) int32, among the items of its part
+    item_file: np.ndarray  # (m,) int64, first file of its part
+    item_frames: np.ndarray  # (m,) int32, files of its part
+    item_fps: np.ndarray  # (m,) float64, frames per second
+    item_width: np.ndarray  # (m,) int32, pixels of each file, before resizing
+    item_height: np.ndarray  # (m,) int32, pixels of each file, before resizing
     item_rows: np.ndarray  # (m,) int32, placeholder tokens
     item_placeholder: np.ndarray  # (m,) int32, first placeholder inside its sample's tokens
-    item_cost: np.ndarray  # (m,) int64, see ItemProcessor.cost
+    item_cost: np.ndarray  # (m,) int64, see PartPlan.cost
+    file_offset: np.ndarray  # (f,) int64, byte in the shard
+    file_size: np.ndarray  # (f,) int64, bytes
     skipped: tuple[SkippedSample, ...]
     fingerprint: str
 
@@ -64,11 +70,36 @@ class Index:
     @property
     def num_items(self) -> int:
         """Items of all samples together."""
-        return len(self.item_offset)
+        return len(self.item_media)
 
     def sample_of_item(self, item: int) -> int:
         """The sample that an item belongs to."""
         return int(np.searchsorted(self.item_start, item, side="right")) - 1
+
+    def part(self, item: int) -> Part:
+        """The content part that an item belongs to."""
+        return Part(
+            width=int(self.item_width[item]),
+            height=int(self.item_height[item]),
+            frames=int(self.item_frames[item]),
+            fps=float(self.item_fps[item]),
+        )
+
+    def items_of_sample(self, sample: int) -> range:
+        """Its items, in order."""
+        return range(int(self.item_start[sample]), int(self.item_start[sample + 1]))
+
+    def files_of_sample(self, sample: int) -> range:
+        """Its files, in order."""
+        items = self.items_of_sample(sample)
+        if not items:
+            return range(0)
+        return range(self.files_of_part(items[0])[0], self.files_of_part(items[-1])[-1] + 1)
+
+    def files_of_part(self, item: int) -> range:
+        """The files of the part that an item belongs to."""
+        first = int(self.item_file[item])
+        return range(first, first + int(self.item_frames[item]))
 
 
 # dtypes of the arrays, for building and for loading: one entry per array field of Index.
@@ -81,14 +112,18 @@ SAMPLE_DTYPES = {
 }
 ITEM_DTYPES = {
     "item_media": np.int32,
-    "item_offset": np.int64,
-    "item_size": np.int64,
+    "item_number": np.int32,
+    "item_file": np.int64,
+    "item_frames": np.int32,
+    "item_fps": np.float64,
     "item_width": np.int32,
     "item_height": np.int32,
     "item_rows": np.int32,
     "item_placeholder": np.int32,
     "item_cost": np.int64,
 }
+FILE_DTYPES = {"file_offset": np.int64, "file_size": np.int64}
+DTYPES = SAMPLE_DTYPES | ITEM_DTYPES | FILE_DTYPES
 
 
 def make_index(
@@ -96,15 +131,14 @@ def make_index(
     media: Sequence[str],
     keys: Sequence[str],
     item_counts: Sequence[int] | np.ndarray,
-    columns: dict[str, list[int]] | dict[str, np.ndarray],
+    columns: dict[str, list[float]] | dict[str, np.ndarray],
     skipped: Sequence[SkippedSample],
     fingerprint: str,
 ) -> Index:
-    """An Index from columns of any integer type; item_counts (n,) are the items per sample."""
+    """An Index from columns of any type of number; item_counts (n,) are the items per sample."""
     item_start = np.zeros(len(keys) + 1, dtype=np.int64)
     np.cumsum(np.asarray(item_counts, dtype=np.int64), out=item_start[1:])
-    arrays = {name: np.asarray(columns[name], dtype=dtype) for name, dtype in SAMPLE_DTYPES.items()}
-    arrays |= {name: np.asarray(columns[name], dtype=dtype) for name, dtype in ITEM_DTYPES.items()}
+    arrays = {name: np.asarray(columns[name], dtype=dtype) for name, dtype in DTYPES.items()}
     return Index(
         shards=tuple(shards),
         media=tuple(media),
@@ -160,4 +194,4 @@ def listed(lines: list[str], total: int | None = None) -> str:
 
 _OTHER_FIELDS = {"shards", "media", "skipped", "fingerprint"}
 _ARRAY_FIELDS = {field.name for field in fields(Index)} - _OTHER_FIELDS
-assert {"keys", "item_start", *SAMPLE_DTYPES, *ITEM_DTYPES} == _ARRAY_FIELDS
+assert {"keys", "item_start", *DTYPES} == _ARRAY_FIELDS

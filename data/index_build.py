@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
 
@@ -13,8 +13,7 @@ import numpy as np
 from data.chat import ChatTokenizer, EncodedSample
 from data.images import image_size
 from data.index import (
-    ITEM_DTYPES,
-    SAMPLE_DTYPES,
+    DTYPES,
     Index,
     Processors,
     SkippedSample,
@@ -22,8 +21,8 @@ from data.index import (
     listed,
     make_index,
 )
-from data.messages import MessagesError, PlaceholderError, UnknownMediaError
-from data.processor import ItemProcessor
+from data.messages import Mention, MessagesError, PlaceholderError, UnknownMediaError
+from data.processor import Part, PartPlan
 from data.tar_shards import Member, MemberFile, RawSample, match_shards, scan_shard
 
 Progress = Callable[[int, int], None]
@@ -51,7 +50,7 @@ def build_index(
     total_bytes = sum(os.path.getsize(path) for path in shards)
     keys: list[str] = []
     item_counts: list[int] = []
-    columns: dict[str, list[int]] = {name: [] for name in (*SAMPLE_DTYPES, *ITEM_DTYPES)}
+    columns: dict[str, list[float]] = {name: [] for name in DTYPES}
     skipped: list[SkippedSample] = []
     mismatched: list[str] = []
     unknown: list[str] = []
@@ -73,8 +72,11 @@ def build_index(
                 keys.append(raw.key)
                 item_counts.append(len(read.items))
                 _append(columns, {"shard": number, **read.sample})
+                first_file = len(columns["file_offset"])
                 for item in read.items:
-                    _append(columns, item)
+                    _append(columns, item | {"item_file": first_file + item["item_file"]})
+                for file_of_sample in read.files:
+                    _append(columns, file_of_sample)
                 if progress is not None and count % _PROGRESS_EVERY == 0:
                     progress(bytes_before + read.sample["json_offset"], total_bytes)
         bytes_before += os.path.getsize(path)
@@ -91,9 +93,9 @@ def build_index(
         problems.append(
             f"{len(mismatched)} samples have more or fewer placeholders than items (shard: key: "
             f"placeholders / items):\n  {listed(mismatched)}\n"
-            'need one content part such as {"type": "image"} per item, and items named '
-            "<key>.0.png, <key>.1.png, ... in order of mention; correct these samples or leave "
-            "them out of the shards"
+            'need one content part such as {"type": "image"} per item, or one such as {"type": '
+            '"video", "frames": 8} for so many, and items named <key>.0.png, <key>.1.png, ... in '
+            "order of mention; correct these samples or leave them out of the shards"
         )
     if problems:
         raise ValueError("\n".join(problems))
@@ -106,8 +108,11 @@ class _Unusable(Exception):
 
 @dataclass(frozen=True)
 class _ReadSample:
+    """Columns of one sample; `item_file` counts from its own first file."""
+
     sample: dict[str, int]
-    items: list[dict[str, int]]
+    items: list[dict[str, float]]
+    files: list[dict[str, float]]
 
 
 def _read_sample(
@@ -129,42 +134,74 @@ def _read_sample(
     except ValueError as error:
         raise _Unusable(str(error)) from error
     try:
-        mentioned = chat.media_of_items(messages, raw.key)
-        if len(mentioned) != len(raw.items):
-            raise PlaceholderError(raw.key, len(mentioned), len(raw.items))
-        items = [
-            _read_item(number, raw.items[number], file, processors[one])
-            for number, one in enumerate(mentioned)
-        ]
-        encoded = chat.encode(messages, [item["item_rows"] for item in items], raw.key)
+        mentioned = chat.mentions(messages, raw.key)
+        num_files = sum(one.frames for one in mentioned)
+        if num_files != len(raw.items):
+            raise PlaceholderError(raw.key, num_files, len(raw.items))
+        items: list[dict[str, float]] = []
+        texts: list[str] = []
+        first = 0
+        for one in mentioned:
+            files = range(first, first + one.frames)
+            part = _read_part(one, files, raw.items, file)
+            try:
+                plan = processors[one.media].plan(part)
+            except ValueError as error:
+                raise _Unusable(f"item {first}: {error}") from error
+            number = media.index(one.media)
+            items += [_item(part, plan, first, number, k) for k in range(plan.num_items)]
+            texts.append(plan.text)
+            first += one.frames
+        rows = [int(item["item_rows"]) for item in items]
+        encoded = chat.encode(messages, rows, raw.key, texts)
     except MessagesError as error:
         raise _Unusable(str(error)) from error
-    for item, one, offset in zip(items, mentioned, encoded.item_offsets, strict=True):
-        item |= {"item_media": media.index(one), "item_placeholder": int(offset)}
+    for item, offset in zip(items, encoded.item_offsets, strict=True):
+        item["item_placeholder"] = int(offset)
     sample = {
         "json_offset": raw.json.offset,
         "json_size": raw.json.size,
         "token_length": len(encoded.input_ids),
         "loss_tokens": count_loss_tokens(encoded),
     }
-    return _ReadSample(sample, items)
+    members = [raw.items[number] for number in range(num_files)]
+    return _ReadSample(
+        sample, items, [{"file_offset": one.offset, "file_size": one.size} for one in members]
+    )
 
 
-def _read_item(
-    number: int, member: Member, file: IO[bytes], processor: ItemProcessor
-) -> dict[str, int]:
-    try:
-        width, height = image_size(cast(BinaryIO, MemberFile(file, member)))
-        rows, cost = processor.num_tokens(width, height), processor.cost(width, height)
-    except ValueError as error:
-        raise _Unusable(f"item {number}: {error}") from error
+def _read_part(
+    mention: Mention, files: range, members: Mapping[int, Member], file: IO[bytes]
+) -> Part:
+    """The sizes of a part's files, which all need to be the same."""
+    sizes = []
+    for number in files:
+        try:
+            sizes.append(image_size(cast(BinaryIO, MemberFile(file, members[number]))))
+        except ValueError as error:
+            raise _Unusable(f"item {number}: {error}") from error
+        if sizes[-1] != sizes[0]:
+            (width, height), (first_width, first_height) = sizes[-1], sizes[0]
+            raise _Unusable(
+                f"item {number}: a frame of {width} x {height} pixels in a {mention.media} that "
+                f"begins with one of {first_width} x {first_height}: need frames of one size"
+            )
+    width, height = sizes[0]
+    return Part(width, height, mention.frames, mention.fps)
+
+
+def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) -> dict[str, float]:
+    """Columns of the number-th item of a part, but for its placeholder."""
     return {
-        "item_offset": member.offset,
-        "item_size": member.size,
-        "item_width": width,
-        "item_height": height,
-        "item_rows": rows,
-        "item_cost": cost,
+        "item_media": media,
+        "item_number": number,
+        "item_file": first_file,
+        "item_frames": part.frames,
+        "item_fps": part.fps,
+        "item_width": part.width,
+        "item_height": part.height,
+        "item_rows": plan.num_rows,
+        "item_cost": plan.cost,
     }
 
 
@@ -187,6 +224,6 @@ def count_loss_tokens(sample: EncodedSample) -> int:
     return int(np.count_nonzero(sample.loss_mask))
 
 
-def _append(columns: dict[str, list[int]], values: dict[str, int]) -> None:
+def _append(columns: dict[str, list[float]], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         columns[name].append(value)

@@ -1,6 +1,6 @@
 """Keeping an index on disk, beside the shards it describes, and rebuilding it when it is stale.
 
-A folder holds two parquet files and meta.json. meta.json names the other two and is replaced last,
+A folder holds three parquet files and meta.json. meta.json names the others and is replaced last,
 in one step, so a reader sees the old index or the new one, never half of one.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from data.chat import ChatTokenizer
 from data.index import (
+    FILE_DTYPES,
     INDEX_VERSION,
     ITEM_DTYPES,
     SAMPLE_DTYPES,
@@ -50,6 +51,7 @@ def save_index(index: Index, directory: str | Path) -> None:
     tables = {
         "samples": pa.table(samples, schema=_sample_schema(pa)),
         "items": pa.table({name: getattr(index, name) for name in ITEM_DTYPES}),
+        "files": pa.table({name: getattr(index, name) for name in FILE_DTYPES}),
     }
     files: dict[str, str] = {}
     for name, table in tables.items():
@@ -81,10 +83,15 @@ def load_index(directory: str | Path) -> Index:
     directory = Path(directory).absolute()
     meta = _read_meta(directory)
     try:
-        samples = pq.read_table(str(directory / meta["files"]["samples"]))
-        items = pq.read_table(str(directory / meta["files"]["items"]))
-        columns = {name: samples[name].to_numpy() for name in SAMPLE_DTYPES}
-        columns |= {name: items[name].to_numpy() for name in ITEM_DTYPES}
+        columns: dict[str, np.ndarray] = {}
+        tables = {
+            name: pq.read_table(str(directory / meta["files"][name]))
+            for name in ("samples", "items", "files")
+        }
+        dtypes = {"samples": SAMPLE_DTYPES, "items": ITEM_DTYPES, "files": FILE_DTYPES}
+        for name, table in tables.items():
+            columns |= {column: table[column].to_numpy() for column in dtypes[name]}
+        samples = tables["samples"]
         return make_index(
             shards=[_resolve(directory, shard) for shard in meta["shards"]],
             media=meta["media"],

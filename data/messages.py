@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Message = Mapping[str, Any]
 
+DEFAULT_FPS = 2.0  # at which Qwen's processors sample videos
 ANSWER_ROLES = ("assistant", "model")  # Gemma's own name for the assistant is model
 
 
@@ -45,6 +48,40 @@ def item_parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
     """The content parts that stand for items, in order of mention."""
     contents = [m["content"] for m in messages if not isinstance(m["content"], str)]
     return [part for content in contents for part in content if part["type"] != "text"]
+
+
+@dataclass(frozen=True)
+class Mention:
+    """A content part that stands for items.
+
+    frames: files that it takes, one after the other. fps: frames per second.
+    """
+
+    media: str
+    frames: int
+    fps: float
+
+
+def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
+    """The content parts that stand for items, in order of mention.
+
+    Raises MessagesError for `frames` or `fps` that cannot be.
+    """
+    found = []
+    for part in item_parts(messages):
+        frames, fps = part.get("frames", 1), part.get("fps", DEFAULT_FPS)
+        if type(frames) is not int or frames < 1:
+            raise MessagesError(
+                f"sample {key!r}: a part of type {part['type']!r} has frames {_short(frames)}; "
+                "need the number of image files that it takes, 1 or more"
+            )
+        if type(fps) not in (int, float) or not 0 < fps < math.inf:
+            raise MessagesError(
+                f"sample {key!r}: a part of type {part['type']!r} has fps {_short(fps)}; need "
+                "frames per second, above 0"
+            )
+        found.append(Mention(part["type"], frames, float(fps)))
+    return found
 
 
 def check_messages(messages: object, key: str) -> None:

@@ -7,20 +7,22 @@ import threading
 from collections import OrderedDict
 
 import numpy as np
+from PIL import Image
 
 from data.chat import ChatTokenizer, EncodedSample
 from data.images import open_image
 from data.index import Index, Processors
 from data.index_build import count_loss_tokens, parse_messages
-from data.processor import ItemProcessor
+from data.processor import Grid, ItemProcessor, Part, PartPlan
 
 _MAX_OPEN_SHARDS = 256
+_MAX_PLANS = 4096
 
 
 class UnreadableSample(Exception):
     """A sample that cannot be used: corrupt, or no longer what the index says.
 
-    item: its number in the index, or None when the text is at fault.
+    item: the number in the name of the file at fault, or None when it is the text.
     """
 
     def __init__(self, shard: str, key: str, item: int | None, reason: str) -> None:
@@ -39,6 +41,7 @@ class SampleReader:
         self.index, self.chat, self.processors = index, chat, processors
         self._lock = threading.Lock()
         self._open_shards: OrderedDict[int, _Shard] = OrderedDict()
+        self._plans: dict[tuple[str, Part], PartPlan] = {}  # one for all items of a long video
 
     def messages(self, sample: int) -> list[dict[str, object]]:
         """The chat messages of a sample, as they are in its JSON.
@@ -60,11 +63,14 @@ class SampleReader:
         Raises UnreadableSample when it cannot be encoded or differs from the index.
         """
         index = self.index
-        items = slice(int(index.item_start[sample]), int(index.item_start[sample + 1]))
+        own = index.items_of_sample(sample)
+        items = slice(own.start, own.stop)
         messages, key = self.messages(sample), str(index.keys[sample])
+        parts = [item for item in own if index.item_number[item] == 0]
+        texts = [self._plan(item).text for item in parts]
         try:
-            encoded = self.chat.encode(messages, index.item_rows[items].tolist(), key)
-            media = self.chat.media_of_items(messages, key)
+            encoded = self.chat.encode(messages, index.item_rows[items].tolist(), key, texts)
+            media = [one.media for one in self.chat.mentions(messages, key)]
         except ValueError as error:
             raise self._unreadable(sample, None, str(error)) from error
         got = (
@@ -77,7 +83,7 @@ class SampleReader:
             int(index.token_length[sample]),
             int(index.loss_tokens[sample]),
             index.item_placeholder[items].tolist(),
-            [index.media[number] for number in index.item_media[items]],
+            [index.media[index.item_media[item]] for item in parts],
         )
         if got != expected:
             raise self._unreadable(
@@ -93,61 +99,78 @@ class SampleReader:
         """The processor of the item's media."""
         return self.processors[self.index.media[self.index.item_media[item]]]
 
-    def item_bytes(self, item: int) -> bytes:
-        """The undecoded file of an item. Raises UnreadableSample."""
+    def file_bytes(self, file: int, sample: int) -> bytes:
+        """A file of a sample, not decoded. Raises UnreadableSample."""
         index = self.index
-        sample = index.sample_of_item(item)
-        return self._read(sample, item, int(index.item_offset[item]), int(index.item_size[item]))
+        return self._read(sample, file, int(index.file_offset[file]), int(index.file_size[file]))
+
+    def image(self, file: int, sample: int) -> Image.Image:
+        """A file of a sample, decoded. Raises UnreadableSample."""
+        data = self.file_bytes(file, sample)
+        try:
+            return open_image(data)
+        except ValueError as error:
+            raise self._unreadable(sample, file, str(error)) from error
 
     def patches(self, item: int) -> np.ndarray:
-        """float32 (P, C): the patches of an item, see ItemProcessor.patches.
+        """float32 (P, C): the patches of an item, see ItemProcessor.item_patches.
 
         Raises UnreadableSample when it cannot be decoded or its size differs from the index.
         """
-        data = self.item_bytes(item)
-        sample = self.index.sample_of_item(item)
+        sample, part = self.index.sample_of_item(item), self.index.part(item)
+        number, processor = int(self.index.item_number[item]), self.processor(item)
+        files = self.index.files_of_part(item)
+        images = []
+        for file in processor.item_files(part, number):
+            image = self.image(files[file], sample)
+            if image.size != (part.width, part.height):
+                raise self._unreadable(
+                    sample,
+                    files[file],
+                    f"the image is {image.size[0]} x {image.size[1]} pixels, the index says "
+                    f"{part.width} x {part.height}: the shard changed since it was built; delete "
+                    "the index folder",
+                )
+            images.append(image)
         try:
-            image = open_image(data)
-        except ValueError as error:
-            raise self._unreadable(sample, item, str(error)) from error
-        expected = self._size(item)
-        if image.size != expected:
-            raise self._unreadable(
-                sample,
-                item,
-                f"the image is {image.size[0]} x {image.size[1]} pixels, the index says "
-                f"{expected[0]} x {expected[1]}: the shard changed since it was built; delete the "
-                "index folder",
-            )
-        try:
-            return self.processor(item).patches(image)
+            return processor.item_patches(images, part, number)
         except (OSError, ValueError) as error:  # a colour mode that Pillow cannot convert
-            raise self._unreadable(sample, item, str(error)) from error
+            raise self._unreadable(sample, files[0], str(error)) from error
 
-    def grid(self, item: int) -> tuple[int, int, int]:
+    def grid(self, item: int) -> Grid:
         """(t, h, w) in patches of an item, from the index alone."""
-        return self.processor(item).grid(*self._size(item))
+        return self._plan(item).grid
 
-    def row_grid(self, item: int) -> tuple[int, int, int]:
+    def row_grid(self, item: int) -> Grid:
         """(t, h, w) in rows of an item, from the index alone."""
-        return self.processor(item).row_grid(*self._size(item))
+        return self._plan(item).row_grid
+
+    def time_step(self, item: int) -> float:
+        """Positions from one frame of an item to the next, from the index alone."""
+        return self._plan(item).time_step
 
     def close(self) -> None:
         """Close all files. The reader can still be used: it opens them again."""
         with self._lock:
             self._open_shards.clear()
 
-    def _size(self, item: int) -> tuple[int, int]:
-        return int(self.index.item_width[item]), int(self.index.item_height[item])
+    def _plan(self, item: int) -> PartPlan:
+        part, media = self.index.part(item), self.index.media[self.index.item_media[item]]
+        plan = self._plans.get((media, part))
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[media, part] = self.processors[media].plan(part)
+        return plan
 
-    def _read(self, sample: int, item: int | None, offset: int, size: int) -> bytes:
+    def _read(self, sample: int, file: int | None, offset: int, size: int) -> bytes:
         try:
             data = self._shard(int(self.index.shard[sample])).read(offset, size)
         except OSError as error:
-            raise self._unreadable(sample, item, f"the shard cannot be read: {error}") from error
+            raise self._unreadable(sample, file, f"the shard cannot be read: {error}") from error
         if len(data) != size:
             raise self._unreadable(
-                sample, item, f"the shard ends {size - len(data)} bytes too early: it was truncated"
+                sample, file, f"the shard ends {size - len(data)} bytes too early: it was truncated"
             )
         return data
 
@@ -161,8 +184,9 @@ class SampleReader:
                 self._open_shards.popitem(last=False)
             return shard
 
-    def _unreadable(self, sample: int, item: int | None, reason: str) -> UnreadableSample:
+    def _unreadable(self, sample: int, file: int | None, reason: str) -> UnreadableSample:
         index = self.index
+        item = None if file is None else file - index.files_of_sample(sample).start
         return UnreadableSample(
             index.shards[index.shard[sample]], str(index.keys[sample]), item, reason
         )

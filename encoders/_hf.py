@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from mimo.hf.config import Config, Processors, expect, pixel_limits
 from mimo.hf.keymap import Weight, plain
 
 
@@ -18,3 +20,30 @@ def block_norms(ours: str, theirs: str, names: Mapping[str, str], size: int) -> 
     """The norms of a block. names: ours by theirs."""
     for norm, own in names.items():
         yield from both(f"{ours}.{own}", f"{theirs}.{norm}", size)
+
+
+def qwen_tower_sizes(config: Config, processors: Processors) -> dict[str, Any]:
+    """The settings that the towers of all Qwen-VL models have. Raises ValueError."""
+    vision = config["vision_config"]
+    expect(vision, "vision_config", in_channels=3)
+    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    return {
+        "num_layers": vision["depth"],
+        "hidden_size": vision["hidden_size"],
+        "ffn_hidden_size": vision["intermediate_size"],
+        "num_attention_heads": vision["num_heads"],
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "rotary_base": float(vision["rope_parameters"]["rope_theta"]),
+        "init_std": vision["initializer_range"],
+        **pixel_limits(processors.image),
+        **pixel_limits(processors.video, prefix="video_"),
+        **normalisation(processors.image),
+    }
+
+
+def normalisation(processor: Config) -> dict[str, list[float]]:
+    """Means and deviations of the channels, as far as the processor's file says them."""
+    keys = ("image_mean", "image_std")
+    return {key: list(processor[key]) for key in keys if processor.get(key)}

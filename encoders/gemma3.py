@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from data.pan_and_scan import PanAndScan
 from data.square_images import SquareImageProcessor
-from encoders._hf import block_norms, both
+from encoders._hf import block_norms, both, normalisation
 from encoders._patches import RowParts, check_tower_grid, frame_lengths, patch_places
 from mimo import megatron as engine
-from mimo.hf.config import Config, expect
+from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, grouped_qkv, plain
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class Settings(BaseModel):
     """Rows of every image, a square number."""
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    pan_and_scan: bool = False
+    """Whether a long image is shown whole and again in crops, each with rows of its own."""
+    pan_and_scan_min_crop_size: int = Field(default=256, ge=1)
+    """Pixels of the shorter side of a crop."""
+    pan_and_scan_max_num_crops: int = Field(default=4, ge=1)
+    pan_and_scan_min_ratio_to_activate: float = Field(default=1.2, ge=1)
+    """Of the longer side of an image to the shorter one."""
     norm_eps: float = 1e-6
     init_std: float = Field(default=0.02, gt=0)
 
@@ -98,12 +106,13 @@ class Settings(BaseModel):
                 "image_size": 2 * patch_size * min(self.merge_size, 2),
                 "patch_size": patch_size,
                 "mm_tokens_per_image": 4,
+                "pan_and_scan": False,  # crops are items like any other
                 "init_std": 0.3,
             }
         )
 
-    def processor(self) -> SquareImageProcessor:
-        """How an image becomes patches."""
+    def processor(self, media: str = "image") -> SquareImageProcessor:
+        """How an image becomes patches; items of every media are images."""
         return SquareImageProcessor(
             image_size=self.image_size,
             patch_size=self.patch_size,
@@ -111,6 +120,14 @@ class Settings(BaseModel):
             mean=self.image_mean,
             std=self.image_std,
             tower_width=self.hidden_size,
+            pan_and_scan=self._crops() if self.pan_and_scan else None,
+        )
+
+    def _crops(self) -> PanAndScan:
+        return PanAndScan(
+            min_crop_size=self.pan_and_scan_min_crop_size,
+            max_num_crops=self.pan_and_scan_max_num_crops,
+            min_ratio=self.pan_and_scan_min_ratio_to_activate,
         )
 
 
@@ -234,10 +251,10 @@ def build(
     return tower
 
 
-def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Gemma-3's configuration.
 
-    processor: its image processor's. Raises ValueError for what we do not compute.
+    Raises ValueError for what we do not compute.
     """
     vision = config["vision_config"]
     expect(
@@ -247,7 +264,7 @@ def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
         hidden_act="gelu_pytorch_tanh",
         num_channels=3,
     )
-    size = processor.get("size") or {}
+    size = processors.image.get("size") or {}
     side = vision["image_size"]
     expect(size, "the image processor's size", height=side, width=side)
     return {
@@ -260,7 +277,7 @@ def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
         "mm_tokens_per_image": config["mm_tokens_per_image"],
         "norm_eps": vision["layer_norm_eps"],
         "init_std": config["initializer_range"],
-        **{k: list(processor[k]) for k in ("image_mean", "image_std") if processor.get(k)},
+        **normalisation(processors.image),
     }
 
 

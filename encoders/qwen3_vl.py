@@ -26,7 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.images import ImageProcessor
-from encoders._hf import block_norms, both
+from data.videos import VIDEO, TimedVideoProcessor
+from encoders._hf import block_norms, both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
     RowParts,
@@ -36,7 +37,7 @@ from encoders._patches import (
     patch_places,
 )
 from mimo import megatron as engine
-from mimo.hf.config import Config, expect, pixel_limits
+from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class Settings(BaseModel):
     temporal_patch_size: int = Field(default=2, ge=1)
     min_pixels: int = Field(default=256 * 256, ge=1)
     max_pixels: int = Field(default=4096 * 4096, ge=1)
+    video_min_pixels: int = Field(default=32 * 32 * 128, ge=1)
+    """Of all resized frames of a video together."""
+    video_max_pixels: int = Field(default=32 * 32 * 768, ge=1)
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     rotary_base: float = 10_000.0
@@ -81,7 +85,8 @@ class Settings(BaseModel):
                 f"deepstack_visual_indexes {list(indexes)} must be ascending blocks between 0 and "
                 f"num_layers - 1, which is {self.num_layers - 1}"
             )
-        self.processor()  # raises ValueError for pixel limits that no image can meet
+        for media in ("image", VIDEO):
+            self.processor(media)  # raises ValueError for pixel limits that nothing can meet
         return self
 
     def layer_kinds(self) -> tuple[str, ...]:
@@ -110,13 +115,15 @@ class Settings(BaseModel):
                 "patch_size": patch_size,
                 "min_pixels": row,
                 "max_pixels": 16 * row,
+                "video_min_pixels": row,
+                "video_max_pixels": 16 * row,
                 "init_std": 0.2,
             }
         )
 
-    def processor(self) -> ImageProcessor:
-        """How an image becomes patches, and how many rows it encodes to."""
-        return ImageProcessor(
+    def processor(self, media: str = "image") -> ImageProcessor:
+        """How an image or a video becomes patches, and how many rows it encodes to."""
+        images = ImageProcessor(
             patch_size=self.patch_size,
             merge_size=self.merge_size,
             temporal_patch_size=self.temporal_patch_size,
@@ -126,6 +133,9 @@ class Settings(BaseModel):
             std=self.image_std,
             tower_width=self.hidden_size,
         )
+        if media != VIDEO:
+            return images
+        return TimedVideoProcessor.like(images, self.video_min_pixels, self.video_max_pixels)
 
 
 def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
@@ -314,28 +324,17 @@ def build(
     return tower
 
 
-def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Qwen3-VL's configuration.
 
-    processor: its image processor's. Raises ValueError for what we do not compute.
+    Raises ValueError for what we do not compute.
     """
     vision = config["vision_config"]
-    expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh", in_channels=3)
-    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
     return {
-        "num_layers": vision["depth"],
-        "hidden_size": vision["hidden_size"],
-        "ffn_hidden_size": vision["intermediate_size"],
-        "num_attention_heads": vision["num_heads"],
+        **qwen_tower_sizes(config, processors),
         "deepstack_visual_indexes": list(vision["deepstack_visual_indexes"]),
         "num_grid_per_side": math.isqrt(vision["num_position_embeddings"]),
-        "patch_size": vision["patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "temporal_patch_size": vision["temporal_patch_size"],
-        "rotary_base": float(vision["rope_parameters"]["rope_theta"]),
-        "init_std": vision["initializer_range"],
-        **pixel_limits(processor),
-        **{k: list(processor[k]) for k in ("image_mean", "image_std") if processor.get(k)},
     }
 
 

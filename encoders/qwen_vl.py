@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
-from encoders._hf import both
+from data.videos import VIDEO, VideoProcessor
+from encoders._hf import both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
     RowParts,
@@ -35,7 +36,7 @@ from encoders._patches import (
     patch_places,
 )
 from mimo import megatron as engine
-from mimo.hf.config import Config, expect, pixel_limits
+from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class Settings(BaseModel):
     max_pixels: int = Field(default=28 * 28 * 1280, ge=1)
     image_mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
     image_std: tuple[float, float, float] = OPENAI_CLIP_STD
+    video_min_pixels: int = Field(default=28 * 28 * 128, ge=1)
+    """Of each resized frame of a video."""
+    video_max_pixels: int = Field(default=28 * 28 * 768, ge=1)
+    tokens_per_second: float = Field(default=2.0, gt=0)
+    """Positions per second of a video."""
     rotary_base: float = 10_000.0
     norm_eps: float = 1e-6
     init_std: float = Field(default=0.02, gt=0)
@@ -73,7 +79,8 @@ class Settings(BaseModel):
     def _sizes_fit(self) -> Settings:
         check_heads(self.hidden_size, self.num_attention_heads)
         self._check_windows()
-        self.processor()  # raises ValueError for pixel limits that no image can meet
+        for media in ("image", VIDEO):
+            self.processor(media)  # raises ValueError for pixel limits that nothing can meet
         return self
 
     def _check_windows(self) -> None:
@@ -133,16 +140,18 @@ class Settings(BaseModel):
                 "full_attention_layers": tuple(full),
                 "min_pixels": 3 * row if windows else row,
                 "max_pixels": 16 * row,
+                "video_min_pixels": 3 * row if windows else row,
+                "video_max_pixels": 16 * row,
                 "init_std": 0.1,
             }
         )
 
-    def processor(self) -> ImageProcessor:
-        """How an image becomes patches, and how many rows it encodes to."""
+    def processor(self, media: str = "image") -> ImageProcessor:
+        """How an image or a video becomes patches, and how many rows it encodes to."""
         # Only layers with full attention have a cost that grows with the square of a frame: the
         # fewer they are, the more weighs what grows with its size, as in a wider tower.
         full = max(1, self.num_layers - len(self.window_layers))
-        return ImageProcessor(
+        images = ImageProcessor(
             patch_size=self.patch_size,
             merge_size=self.merge_size,
             temporal_patch_size=self.temporal_patch_size,
@@ -151,6 +160,11 @@ class Settings(BaseModel):
             mean=self.image_mean,
             std=self.image_std,
             tower_width=self.hidden_size * self.num_layers // full,
+        )
+        if media != VIDEO:
+            return images
+        return VideoProcessor.like(
+            images, self.video_min_pixels, self.video_max_pixels, self.tokens_per_second
         )
 
 
@@ -288,28 +302,18 @@ def build(
     return tower
 
 
-def settings_from_hf(config: Config, processor: Config) -> dict[str, Any]:
+def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Qwen2.5-VL's configuration.
 
-    processor: its image processor's. Raises ValueError for what we do not compute.
+    Raises ValueError for what we do not compute.
     """
     vision = config["vision_config"]
-    expect(vision, "vision_config", hidden_act="silu", in_channels=3)
-    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    expect(vision, "vision_config", hidden_act="silu")
     return {
-        "num_layers": vision["depth"],
-        "hidden_size": vision["hidden_size"],
-        "ffn_hidden_size": vision["intermediate_size"],
-        "num_attention_heads": vision["num_heads"],
-        "patch_size": vision["patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "temporal_patch_size": vision["temporal_patch_size"],
+        **qwen_tower_sizes(config, processors),
         "window_size": vision["window_size"],
         "full_attention_layers": list(vision["fullatt_block_indexes"]),
-        "rotary_base": float(vision["rope_parameters"]["rope_theta"]),
-        "init_std": vision["initializer_range"],
-        **pixel_limits(processor),
-        **{k: list(processor[k]) for k in ("image_mean", "image_std") if processor.get(k)},
+        "tokens_per_second": float(vision["tokens_per_second"]),
     }
 
 

@@ -14,8 +14,9 @@ from data.order import SampleOrder
 from data.processor import ItemProcessor
 from data.reader import SampleReader
 from mimo.families import encoder_settings
-from mimo.recipe import Recipe, Source
+from mimo.recipe import Encoder, MediaTokens, Recipe, Source
 from mimo.recipe_errors import RecipeError
+from mimo.yaml_source import dotted
 
 
 @dataclass(frozen=True)
@@ -33,42 +34,51 @@ class Dataset:
 
 
 def check_media(recipe: Recipe) -> None:
-    """Raise RecipeError unless every encoder has a media and a placeholder of its own."""
-    problems = [
-        recipe.problem(
-            ("encoders", name, "media"), "'text' is the language model's own; name another media"
-        )
-        for name, encoder in recipe.encoders.items()
-        if encoder.media == "text"
-    ]
-    for key in ("media", "placeholder", "template_token"):
-        owners: dict[str, str] = {}
-        for name, encoder in recipe.encoders.items():
-            value = getattr(encoder, key)
-            if value is None:
-                continue
-            owner = owners.setdefault(value, name)
-            if owner != name:
-                message = f"got {value!r}, which encoders.{owner}.{key} is already; name another"
-                problems.append(recipe.problem(("encoders", name, key), message))
+    """Raise RecipeError unless every media has one encoder, and tokens of its own."""
+    problems = []
+    owners: dict[tuple[str, str], str] = {}
+    for name, encoder in recipe.encoders.items():
+        for media, tokens in _media_of(encoder):
+            own = ("encoders", name) if media is None else ("encoders", name, "other_media", media)
+            where = (*own, "media") if media is None else own
+            if (media or encoder.media) == "text":
+                message = "'text' is the language model's own; name another media"
+                problems.append(recipe.problem(where, message))
+            values = {"media": media or encoder.media, "placeholder": tokens.placeholder}
+            if tokens.template_token is not None:
+                values["template_token"] = tokens.template_token
+            for key, value in values.items():
+                location = where if key == "media" else (*own, key)
+                owner = owners.setdefault((key, value), dotted(location))
+                if owner != dotted(location):
+                    message = f"got {value!r}, which {owner} is already; name another"
+                    problems.append(recipe.problem(location, message))
     if problems:
         raise RecipeError(*problems)
+
+
+def _media_of(encoder: Encoder) -> list[tuple[str | None, MediaTokens]]:
+    """The media of an encoder: None for the one that it names itself, then the others by name."""
+    own, *_ = encoder.media_tokens.values()
+    return [(None, own), *encoder.other_media.items()]
 
 
 def item_processors(recipe: Recipe) -> dict[str, ItemProcessor]:
     """By media, how its encoder turns an item into patches. Raises RecipeError."""
     check_media(recipe)
     return {
-        encoder.media: encoder_settings(recipe, name).processor()
+        media: encoder_settings(recipe, name).processor(media)
         for name, encoder in recipe.encoders.items()
+        for media in encoder.media_tokens
     }
 
 
 def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
     """The recipe's tokenizer. Raises RecipeError with the key ``data.tokenizer``."""
     placeholders = {
-        encoder.media: MediaText(encoder.placeholder, encoder.template_token, encoder.item_text)
+        media: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
         for encoder in recipe.encoders.values()
+        for media, tokens in encoder.media_tokens.items()
     }
     try:
         return ChatTokenizer(recipe.data.tokenizer, placeholders)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from data.images import open_image, to_rgb
+from data.images import to_rgb
 from data.reader import SampleReader, UnreadableSample
 from mimo.assets import recipe_of
 from mimo.checkpoint_folder import find_checkpoint
@@ -93,7 +93,7 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
         batch = waiting[first : first + _BATCH]
         given = generator.answer([request for request, _, _ in batch], max_new_tokens=16)
         answered += [
-            Answered(request.items, question, answer, expected)
+            Answered(request.images, question, answer, expected)
             for (request, question, expected), answer in zip(batch, given, strict=True)
         ]
     return answered
@@ -103,12 +103,13 @@ def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Image.Ima
     """The messages and the RGB images of a sample. Raises UnreadableSample."""
     index = reader.index
     images = []
-    for item in range(int(index.item_start[sample]), int(index.item_start[sample + 1])):
-        data = reader.item_bytes(item)
+    for file in index.files_of_sample(sample):
+        image = reader.image(file, sample)
         try:
-            images.append(to_rgb(open_image(data)))
+            images.append(to_rgb(image))
         except (OSError, ValueError) as error:
             shard, key = index.shards[index.shard[sample]], str(index.keys[sample])
+            item = file - index.files_of_sample(sample).start
             raise UnreadableSample(shard, key, item, str(error)) from error
     return reader.messages(sample), images
 

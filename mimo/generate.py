@@ -14,6 +14,7 @@ from data.batch import pack_lane
 from data.chat import ChatTokenizer, EncodedSample
 from data.images import open_image, to_rgb
 from data.messages import PlaceholderError
+from data.processor import Grid, Part, PartPlan
 from mimo.assets import recipe_of
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.dataset import item_processors, open_tokenizer
@@ -23,19 +24,41 @@ from mimo.recipe_errors import InputError
 
 @dataclass(frozen=True)
 class Request:
-    """A chat without its answer. messages: Hugging Face chat list; items in order of mention."""
+    """A chat without its answer.
+
+    messages: Hugging Face chat list. images: the files of its content parts, in order of mention.
+    """
 
     messages: Sequence[dict]
-    items: Sequence[Image.Image]
+    images: Sequence[Image.Image]
+
+
+@dataclass(frozen=True)
+class _PromptPart:
+    """A content part of a request: the items that it becomes, and its files."""
+
+    media: str
+    part: Part
+    plan: PartPlan
+    images: Sequence[Image.Image]
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A tokenized request. media: of each item; grids: (t, h, w) of each in rows."""
+    """A tokenized request with its content parts."""
 
     sample: EncodedSample
-    media: Sequence[str]
-    grids: Sequence[tuple[int, int, int]]
+    parts: Sequence[_PromptPart]
+
+    @property
+    def grids(self) -> list[Grid]:
+        """(t, h, w) in rows of each item."""
+        return [one.plan.row_grid for one in self.parts for _ in range(one.plan.num_items)]
+
+    @property
+    def time_steps(self) -> list[float]:
+        """Positions from one frame to the next of each item."""
+        return [one.plan.time_step for one in self.parts for _ in range(one.plan.num_items)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,9 @@ class Generator:
         recipe = recipe_of(find_checkpoint(path))
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
-        self.encoders = {encoder.media: name for name, encoder in recipe.encoders.items()}
+        self.encoders = {
+            media: name for name, one in recipe.encoders.items() for media in one.media_tokens
+        }
         self.model = LocalModel.from_checkpoint(path, self.chat.vocab_size)
 
     @torch.no_grad()
@@ -69,20 +94,14 @@ class Generator:
         Every step runs over the whole sequences; there is no cache of keys and values.
         Raises InputError for a request that the tokenizer or a processor cannot take.
         """
-        encoded = [self._encode_prompt(request) for request in requests]
-        media = [one.media for one in encoded]
-        prompts = [one.sample for one in encoded]
-        grids = [one.grids for one in encoded]
-        rows = [
-            self._encode(one, requests, media, prompts)
-            for one in self.processors
-            if any(one in own for own in media)
-        ]
+        prompts = [self._encode_prompt(request) for request in requests]
+        mentioned = {part.media for prompt in prompts for part in prompt.parts}
+        rows = [self._encode(media, prompts) for media in self.processors if media in mentioned]
 
-        sequences = [prompt.input_ids.tolist() for prompt in prompts]
+        sequences = [prompt.sample.input_ids.tolist() for prompt in prompts]
         open_requests = list(range(len(requests)))
         for _ in range(max_new_tokens):
-            nexts = self._next_tokens(open_requests, sequences, prompts, grids, rows)
+            nexts = self._next_tokens(open_requests, sequences, prompts, rows)
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
             open_requests = [
@@ -96,7 +115,7 @@ class Generator:
             self.chat.decode(
                 [
                     token
-                    for token in sequence[len(prompt.input_ids) :]
+                    for token in sequence[len(prompt.sample.input_ids) :]
                     if token != self.chat.eos_token_id
                 ]
             )
@@ -105,38 +124,45 @@ class Generator:
 
     def _encode_prompt(self, request: Request) -> _Prompt:
         try:
-            media = self.chat.media_of_items(request.messages, "prompt")
-            if len(media) != len(request.items):
-                raise PlaceholderError("prompt", len(media), len(request.items))
-            items = list(zip([self.processors[one] for one in media], request.items, strict=True))
-            counts = [processor.num_tokens(*image.size) for processor, image in items]
-            sample = self.chat.encode_prompt(request.messages, counts)
+            parts = self._parts(request)
+            rows = [one.plan.num_rows for one in parts for _ in range(one.plan.num_items)]
+            texts = [one.plan.text for one in parts]
+            return _Prompt(self.chat.encode_prompt(request.messages, rows, texts), parts)
         except ValueError as error:
             raise InputError(f"the prompt cannot be answered: {error}") from error
-        grids = [processor.row_grid(*image.size) for processor, image in items]
-        return _Prompt(sample, media, grids)
 
-    def _encode(
-        self,
-        media: str,
-        requests: Sequence[Request],
-        media_of_items: Sequence[Sequence[str]],
-        prompts: Sequence[EncodedSample],
-    ) -> _Rows:
+    def _parts(self, request: Request) -> list[_PromptPart]:
+        mentioned = self.chat.mentions(request.messages, "prompt")
+        num_files = sum(one.frames for one in mentioned)
+        if num_files != len(request.images):
+            raise PlaceholderError("prompt", num_files, len(request.images))
+        parts, first = [], 0
+        for one in mentioned:
+            images = request.images[first : first + one.frames]
+            first += one.frames
+            if any(image.size != images[0].size for image in images):
+                sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
+                raise ValueError(f"the frames of a {one.media} are {sizes}: need one size")
+            part = Part(*images[0].size, one.frames, one.fps)
+            plan = self.processors[one.media].plan(part)
+            parts.append(_PromptPart(one.media, part, plan, images))
+        return parts
+
+    def _encode(self, media: str, prompts: Sequence[_Prompt]) -> _Rows:
         """All items of one media."""
         processor = self.processors[media]
-        images = [
-            image
-            for request, own in zip(requests, media_of_items, strict=True)
-            for image, one in zip(request.items, own, strict=True)
-            if one == media
-        ]
-        patches = np.concatenate([processor.patches(image) for image in images])
-        grids = np.array([processor.grid(*image.size) for image in images], np.int64)
+        patches, grids = [], []
+        for own in (part for prompt in prompts for part in prompt.parts if part.media == media):
+            for item in range(own.plan.num_items):
+                images = [own.images[file] for file in processor.item_files(own.part, item)]
+                patches.append(processor.item_patches(images, own.part, item))
+                grids.append(own.plan.grid)
         token = self.chat.placeholder_ids[media]
-        places = [np.flatnonzero(prompt.input_ids == token) for prompt in prompts]
+        places = [np.flatnonzero(prompt.sample.input_ids == token) for prompt in prompts]
         return _Rows(
-            values=self.model.encode(self.encoders[media], patches, grids),
+            values=self.model.encode(
+                self.encoders[media], np.concatenate(patches), np.array(grids, np.int64)
+            ),
             request=np.repeat(np.arange(len(prompts)), [len(own) for own in places]),
             place=np.concatenate(places),
         )
@@ -145,8 +171,7 @@ class Generator:
         self,
         open_requests: list[int],
         sequences: list[list[int]],
-        prompts: list[EncodedSample],
-        grids: list[Sequence[tuple[int, int, int]]],
+        prompts: Sequence[_Prompt],
         rows: Sequence[_Rows],
     ) -> list[int]:
         samples = [
@@ -154,17 +179,18 @@ class Generator:
                 input_ids=np.array(sequences[r], np.int64),
                 labels=np.zeros(len(sequences[r]), np.int64),
                 loss_mask=np.zeros(len(sequences[r]), np.float32),
-                item_offsets=prompts[r].item_offsets,
+                item_offsets=prompts[r].sample.item_offsets,
             )
             for r in open_requests
         ]
         lengths = np.array([len(sample.input_ids) for sample in samples])
         lane = pack_lane(
             samples,
-            [grids[r] for r in open_requests],
+            [prompts[r].grids for r in open_requests],
             [0] * len(samples),
             int(lengths.sum()),
             self.chat.pad_token_id,
+            time_steps=[prompts[r].time_steps for r in open_requests],
         )
         # A finished request leaves the pack, so its rows leave with it.
         start = np.zeros(len(sequences), np.int64)
@@ -196,7 +222,7 @@ def main(path: Path, images: Sequence[Path], prompt: str, max_new_tokens: int) -
         raise InputError(f"--image: no encoder of this run takes images; it takes {known}")
     for image, pixels in zip(images, opened, strict=True):
         try:
-            generator.processors["image"].num_tokens(*pixels.size)
+            generator.processors["image"].plan(Part(*pixels.size))
         except ValueError as error:
             raise InputError(f"--image {image}: {error}") from error
     for media, text in generator.chat.media_text.items():

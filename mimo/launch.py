@@ -38,8 +38,8 @@ def launch(
 
     The modules `preload` are imported once, before the ranks are forked. When a rank fails, the
     others are ended, the cause is the last thing on stderr, and every failed rank's traceback goes
-    to `log_dir/error_rank_<r>.txt`. The exit code is 0, the `exit_code` of the rank's exception
-    (default 1), or 128 + the signal that ended this process.
+    to `log_dir/error_rank_<r>.txt`. The exit code is 0, 2 for an InputError, 1 for any
+    other exception of a rank, or 128 + the signal that ended this process.
     """
     warm_up(preload)
     rendezvous_dir = Path(tempfile.mkdtemp(prefix="mimo-ranks-"))

@@ -157,7 +157,7 @@ def pack_language(
         samples = planned.samples
         mine = samples.samples_of_lane(lane).tolist()
         encoded = [loaded.encoded[m][i] for i in mine]
-        grids = []
+        grids, time_steps = [], []
         for i, sample in zip(mine, encoded, strict=True):
             reader = readers[int(samples.source[i])]
             own = np.flatnonzero(samples.item_sample == i)
@@ -172,7 +172,9 @@ def pack_language(
                         f"encode to {rows} rows; the index does not fit the data"
                     )
             # A blanked sample keeps its placeholders but has no items: plain text positions.
-            grids.append([reader.row_grid(int(item)) for item in samples.item[own]])
+            items = samples.item[own].tolist()
+            grids.append([reader.row_grid(item) for item in items])
+            time_steps.append([reader.time_step(item) for item in items])
             if not own.size:
                 encoded[len(grids) - 1] = replace(sample, item_offsets=np.zeros(0, np.int64))
         packed.append(
@@ -184,6 +186,7 @@ def pack_language(
                 pad_token_id,
                 samples.segment_length[mine].tolist(),
                 samples.packed,
+                time_steps,
             )
         )
     return packed

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from mimo.recipe_errors import InputError
+
 END_SECONDS = 3.0  # what a rank has between SIGTERM and SIGKILL
 STACKS_SIGNAL = signal.SIGUSR2  # prints the Python stacks of a rank's threads
 
@@ -302,7 +304,11 @@ def print_and_exit(error: BaseException) -> None:
     """The end of a rank that nobody of ours has started: torchrun and srun see the exit code."""
     traceback.print_exception(error)
     sys.stderr.flush()
-    os._exit(getattr(error, "exit_code", 1))
+    os._exit(_exit_code(error))
+
+
+def _exit_code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, InputError) else 1
 
 
 def _resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -320,7 +326,7 @@ def _describe(rank: int, error: BaseException) -> RankError:
         rank=rank,
         reason=f"failed: {summary}",
         traceback="".join(traceback.format_exception(error)),
-        exit_code=getattr(error, "exit_code", 1),
+        exit_code=_exit_code(error),
         time_seconds=time.monotonic(),
         is_consequence=bool(waits_for) or (is_network_error and bool(_CONSEQUENCE.search(summary))),
         waits_for=waits_for,

@@ -147,15 +147,27 @@ def _item_text(value: str) -> str:
     return value
 
 
+class MediaTokens(Section):
+    """How items of a media stand in the text.
+
+    `placeholder`: the token that stands for each row of such an item.
+    `template_token`: what the chat template writes for each such part; null for the placeholder.
+    `item_text`: what stands for an item in the text, `{placeholder}` where the rows go.
+    """
+
+    placeholder: str
+    template_token: Annotated[str, Field(min_length=1)] | None = None
+    item_text: Annotated[str, AfterValidator(_item_text)] = "{placeholder}"
+
+
 class Encoder(Section):
     """An encoder with its projector.
 
     `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
     `lora`: only the adapters in the tower and the projector learn.
-    `media`: the type of content part that it encodes, such as `image`, `video` or `audio`.
-    `placeholder`: the token that stands for each row of such an item.
-    `template_token`: what the chat template writes for each such part; null for the placeholder.
-    `item_text`: what stands for an item in the text, `{placeholder}` where the rows go.
+    `media`: the type of content part that it encodes, such as `image`, `video` or `audio`, whose
+    `placeholder`, `template_token` and `item_text` are as of `MediaTokens`.
+    `other_media`: the types that it encodes with the same weights, and how each stands in the text.
     `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.
     `encode_group`: microbatches encoded in one go, where ranks are colocated.
     """
@@ -171,6 +183,7 @@ class Encoder(Section):
     lora: LoRA | None = None
     learning_rate: PositiveFloat | None = None
     recompute: Recompute = "none"
+    other_media: dict[str, MediaTokens] = {}
     run_ahead: Annotated[int | Literal["auto"], PlainValidator(_run_ahead)] = "auto"
     encode_group: Annotated[int | Literal["all"], PlainValidator(_encode_group)] = "all"
     model: dict[str, Any] = {}
@@ -184,6 +197,16 @@ class Encoder(Section):
     def trains(self) -> bool:
         """Whether any of its weights are updated."""
         return self.freeze is not True
+
+    @property
+    def media_tokens(self) -> dict[str, MediaTokens]:
+        """How each media that it encodes stands in the text, its own `media` first."""
+        own = MediaTokens(
+            placeholder=self.placeholder,
+            template_token=self.template_token,
+            item_text=self.item_text,
+        )
+        return {self.media: own, **self.other_media}
 
 
 class Bridge(Section):

@@ -105,7 +105,7 @@ class StepPlanner:
     def __init__(
         self,
         layout: Layout,
-        media: Mapping[str, str],
+        media: Mapping[str, Sequence[str]],
         indexes: Sequence[Index],
         order: SampleOrder,
         micro_batch_size: int,
@@ -163,7 +163,7 @@ class StepPlanner:
             for name, grid in grids.items():
                 if m % self._group_size(name) == 0:
                     group_loads[name][:] = 0
-                item = samples.items_of_media(self.media[name])
+                item = samples.items_of_media(*self.media[name])
                 cost = samples.item_cost[item]
                 lane = assign_items(cost, grid.dp, group_loads[name], step_loads[name])
                 for loads in (group_loads[name], step_loads[name]):

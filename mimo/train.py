@@ -74,7 +74,7 @@ class Trainer:
     def _planner(self, dataset: Dataset, done: tuple[int, int] = (0, 0)) -> StepPlanner:
         return StepPlanner(
             self.topology.layout,
-            {name: encoder.media for name, encoder in self.recipe.encoders.items()},
+            {name: tuple(one.media_tokens) for name, one in self.recipe.encoders.items()},
             dataset.indexes,
             dataset.order,
             self.recipe.train.micro_batch_size,

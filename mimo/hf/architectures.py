@@ -45,7 +45,7 @@ class Architecture:
     language: str
     encoder: str
     tower_prefixes: tuple[str, ...]
-    encoder_keys: Mapping[str, str]
+    encoder_keys: Mapping[str, Any]
     layouts: tuple[KeyLayout, ...]
 
     def language_family(self) -> ModuleType:
@@ -64,7 +64,9 @@ class Architecture:
         return found
 
 
-_QWEN_KEYS = {"placeholder": "<|image_pad|>"}
+_IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
+# The time of each frame stands before it, so each needs marks of its own.
+_TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
 _IN_MEMORY = KeyLayout("the one in memory")
 
 ARCHITECTURES = {
@@ -75,7 +77,7 @@ ARCHITECTURES = {
             "qwen2_5",
             "qwen_vl",
             ("model.visual.",),
-            _QWEN_KEYS,
+            {**_IMAGE, "other_media": {"video": _VIDEO}},
             (
                 KeyLayout(
                     "the published one",
@@ -85,7 +87,12 @@ ARCHITECTURES = {
             ),
         ),
         Architecture(
-            "qwen3_vl", "qwen3", "qwen3_vl", ("model.visual.",), _QWEN_KEYS, (_IN_MEMORY,)
+            "qwen3_vl",
+            "qwen3",
+            "qwen3_vl",
+            ("model.visual.",),
+            {**_IMAGE, "other_media": {"video": _TIMED_VIDEO}},
+            (_IN_MEMORY,),
         ),
         Architecture(
             "gemma3",

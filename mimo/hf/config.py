@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,30 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / 'config.json'}: cannot be understood: {error}") from error
     # A tied embedding is said at the top, or for the text alone, depending on version and model.
-    config.setdefault("tie_word_embeddings", config["text_config"].get("tie_word_embeddings"))
+    text = config.get("text_config", {})
+    config.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return config
 
 
-def read_image_processor(folder: Path) -> dict[str, Any]:
-    """How images are prepared, from whichever file says so; empty when none does."""
-    if (folder / "preprocessor_config.json").is_file():
-        return read_json(folder / "preprocessor_config.json")
+@dataclass(frozen=True)
+class Processors:
+    """How items are prepared, as files of a folder say; empty where none does."""
+
+    image: Config
+    video: Config
+
+
+def read_processors(folder: Path) -> Processors:
+    """From whichever files say so: those of old versions of transformers are several."""
+    found: dict[str, Any] = {}
     if (folder / "processor_config.json").is_file():
-        return read_json(folder / "processor_config.json").get("image_processor", {})
-    return {}
+        both = read_json(folder / "processor_config.json")
+        found = {kind: both.get(f"{kind}_processor", {}) for kind in ("image", "video")}
+    for kind, name in (("image", "preprocessor"), ("video", "video_preprocessor")):
+        path = folder / f"{name}_config.json"
+        if path.is_file():
+            found[kind] = read_json(path)
+    return Processors(found.get("image", {}), found.get("video", {}))
 
 
 def expect(section: Config, where: str, **values: object) -> None:
@@ -66,11 +80,14 @@ def expect(section: Config, where: str, **values: object) -> None:
         raise ValueError("; ".join(wrong))
 
 
-def pixel_limits(processor: Config) -> dict[str, int]:
-    """``min_pixels`` and ``max_pixels`` of Qwen's image processors, in old and new files."""
+def pixel_limits(processor: Config, prefix: str = "") -> dict[str, int]:
+    """``min_pixels`` and ``max_pixels`` of Qwen's processors, in old and new files.
+
+    prefix: of the names in the result.
+    """
     size = processor.get("size") or {}
     found = {
         "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
         "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {f"{prefix}{key}": value for key, value in found.items() if value is not None}

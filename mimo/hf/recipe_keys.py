@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mimo.hf.architectures import Architecture, architecture_of
-from mimo.hf.config import read_config, read_image_processor
+from mimo.hf.config import read_config, read_processors
 from mimo.recipe_errors import InputError
 from mimo.yaml_source import Location
 
@@ -35,7 +36,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         config = read_config(folder)
         architecture = architecture_of(config.get("model_type"))
         language = architecture.language_family().settings_from_hf(config)
-        tower = architecture.encoder_family().settings_from_hf(config, read_image_processor(folder))
+        tower = architecture.encoder_family().settings_from_hf(config, read_processors(folder))
     except (InputError, ValueError, KeyError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         yield ("init_from",), f"{folder / 'config.json'}: {reason}"
@@ -49,7 +50,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         section = _section(encoders, name)
         yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
         for key, value in architecture.encoder_keys.items():
-            section.setdefault(key, value)
+            section.setdefault(key, copy.deepcopy(value))
 
 
 def _is_resolved(data: dict[str, Any]) -> bool:
@@ -82,4 +83,4 @@ def _fill_module(
         return
     own = _section(section, "model")
     for key, value in settings.items():
-        own.setdefault(key, value)
+        own.setdefault(key, copy.deepcopy(value))

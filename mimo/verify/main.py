@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from mimo.launch import warm_up_on_cpu
-from mimo.recipe import load_recipe
 from mimo.recipe_errors import InputError
-from mimo.verify.cells import recipe_cells, sweep_cells
+from mimo.stages import Stage, load_stages
+from mimo.verify.cells import Cell, Cells, recipe_cells, sweep_cells
 from mimo.verify.report import print_progress, print_table, write_json
 from mimo.verify.scale import changes, scale_recipe
 from mimo.verify.verifier import PRELOAD, CellResult, Verifier, failed
@@ -30,23 +31,26 @@ def main(
     precision: str,
     json: Path | None,
 ) -> int:
-    """Print a table of errors; 0 when every layout equals one rank, else 1.
+    """Print a table of errors; 0 when every layout of every stage equals one rank, else 1.
 
     sweep: run the built-in matrix in place of the recipe's own layout. full: do not shrink it.
     Raises InputError for bad input, before any rank starts.
     """
-    recipe = load_recipe(path, overrides)
-    _check_writable(json)
+    staged = load_stages(path, overrides)
+    check_writable(json)
     if sweep and (full or num_ranks is not None):
         raise InputError("--layouts sweep has its own layouts; remove --full and --num-ranks")
     if sweep:
-        chosen = sweep_cells(recipe, max_ranks, precision)
+        # The matrix has its own layouts and freezing: one stage stands for all.
+        stages = staged.stages[-1:]
+        chosen = [sweep_cells(stages[0].recipe, max_ranks, precision)]
     else:
-        chosen = recipe_cells(recipe, num_ranks, max_ranks, full)
-    for cell in chosen.cells:  # what a family refuses is said before anything runs
+        stages = staged.stages
+        chosen = staged.each(lambda recipe: recipe_cells(recipe, num_ranks, max_ranks, full))
+    cells, notes = _of_stages(stages, chosen, precision)
+    for cell in cells:  # what a family refuses is said before anything runs
         scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
     warm_up_on_cpu(PRELOAD)
-    notes = [*chosen.notes, *(f"changed: {change}" for change in changes(recipe, precision))]
     # A log file has no width of its own.
     console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
     for note in notes:
@@ -54,9 +58,9 @@ def main(
     results: list[CellResult] = []
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
         verifier = Verifier(Path(folder), precision)
-        for cell in chosen.cells:
+        for cell in cells:
             results.append(verifier.run(cell))
-            print_progress(console, results[-1], len(results), len(chosen.cells))
+            print_progress(console, results[-1], len(results), len(cells))
             sys.stdout.flush()
     print_table(console, results, verifier.tolerance)
     if json is not None:
@@ -66,7 +70,22 @@ def main(
     return 1 if differing else 0
 
 
-def _check_writable(path: Path | None) -> None:
+def _of_stages(
+    stages: Sequence[Stage], chosen: Sequence[Cells], precision: str
+) -> tuple[list[Cell], list[str]]:
+    """The layouts of all stages, and the notes; both say which stage, if there are several."""
+    cells: list[Cell] = []
+    notes: list[str] = []
+    for stage, own in zip(stages, chosen, strict=True):
+        prefix = f"{stage.name}: " if stage.name else ""
+        cells += [replace(cell, name=f"{prefix}{cell.name}") for cell in own.cells]
+        notes += [stage.title] if stage.title else []
+        notes += own.notes
+        notes += [f"changed: {change}" for change in changes(stage.recipe, precision)]
+    return cells, notes
+
+
+def check_writable(path: Path | None) -> None:
     """Raise InputError now, not after the last layout, for a file that cannot be written."""
     if path is None:
         return

@@ -143,24 +143,22 @@ def _loss(
     encoded = [reader.sample(int(s)) for s in samples.sample]
     for n in blank:
         encoded[n] = replace(encoded[n], item_offsets=np.zeros(0, np.int64))
-    grids = [
-        [reader.row_grid(int(item)) for item in samples.item[samples.item_sample == n]]
-        for n in range(count)
-    ]
+    items_of = [samples.item[samples.item_sample == n].tolist() for n in range(count)]
     lane = pack_lane(
         encoded,
-        grids,
+        [[reader.row_grid(item) for item in own] for own in items_of],
         samples.loss_tokens.tolist(),
         int(samples.lane_tokens[0]),
         reader.chat.pad_token_id,
+        time_steps=[[reader.time_step(item) for item in own] for own in items_of],
     )
     is_kept = np.repeat(~np.isin(np.arange(len(lane.lengths)), blank), lane.lengths)
     rows = []
     for name, encoder in recipe.encoders.items():
-        items = samples.item[samples.items_of_media(encoder.media)].tolist()
+        items = samples.item[samples.items_of_media(*encoder.media_tokens)].tolist()
         if items:
-            token = reader.chat.placeholder_ids[encoder.media]
-            places = np.flatnonzero((lane.input_ids == token) & is_kept)
+            tokens = [reader.chat.placeholder_ids[media] for media in encoder.media_tokens]
+            places = np.flatnonzero(np.isin(lane.input_ids, tokens) & is_kept)
             rows.append((_encode(local, name, reader, items), places))
     per_token = local.forward(lane, rows, with_labels=True)
     loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()

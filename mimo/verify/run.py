@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mimo.dataset import Dataset, open_dataset
+from mimo.hf.initial import InitialWeights
 from mimo.layout import Layout, build_layout
 from mimo.megatron.initialize import global_name
 from mimo.model import Module
@@ -43,7 +44,7 @@ def layout_steps(
     """
     layout = build_layout(recipe, dist.get_world_size())
     topology = build_topology(layout)
-    trainer = _WatchedTrainer(recipe, topology, Path(recipe.train.run_dir))
+    trainer = WatchedTrainer(recipe, topology, Path(recipe.train.run_dir))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     if check is not None:
@@ -57,11 +58,17 @@ def layout_steps(
     return RankSteps(metrics, [shard for shard, _ in trainer.watched])
 
 
-class _WatchedTrainer(Trainer):
+class WatchedTrainer(Trainer):
     """The training loop, with a copy of every gradient before clipping and of every weight."""
 
-    def __init__(self, recipe: Recipe, topology: Topology, run_dir: Path) -> None:
-        super().__init__(recipe, topology, run_dir)
+    def __init__(
+        self,
+        recipe: Recipe,
+        topology: Topology,
+        run_dir: Path,
+        initial: InitialWeights | None = None,
+    ) -> None:
+        super().__init__(recipe, topology, run_dir, initial)
         self.watched = [
             pair
             for name, module in self.model.modules.items()

@@ -34,6 +34,8 @@ _GROUP = 3  # microbatches that a colocated encoder encodes in one go, where the
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
 _LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
 _ADAM_EPS = 1e-3
+# Adapters begin at 0: all of their weight is steps, and so is all of its rounding noise.
+_ADAM_EPS_OF_ADAPTERS = 1e-2
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "placeholder": f"<|{name}_pad|>",
             "template_token": None,
             "item_text": "{placeholder}",
+            # One media shows what the encoder does; the others only share its weights.
+            "other_media": {},
         }
-        processor = type(settings)(**data["encoders"][name]["model"]).processor()
+        processor = type(settings)(**data["encoders"][name]["model"]).processor(encoder.media)
         media.append(Media(encoder.media, f"<|{name}_pad|>", processor.row_pixels))
     workload = Workload(tuple(media), NUM_STEPS, microbatches, samples)
     directory = folder / workload.name
@@ -123,7 +127,11 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
 
 
 def _eps(recipe: Recipe, precision: str) -> float:
-    return recipe.train.adam_eps if precision == "fp64" else max(recipe.train.adam_eps, _ADAM_EPS)
+    if precision == "fp64":
+        return recipe.train.adam_eps
+    modules = [recipe.language, *recipe.encoders.values()]
+    adapts = any(module.lora is not None for module in modules)
+    return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if adapts else _ADAM_EPS)
 
 
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:

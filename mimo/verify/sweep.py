@@ -153,6 +153,7 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
     if _SECOND in names and _SECOND not in encoders:
         # Its data are a media of their own, whatever the first one's is.
         own = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
+        own |= {"template_token": None, "other_media": {}}
         encoders[_SECOND] = {**encoders[names[0]], **own}
     source.data["encoders"] = {name: encoders[name] for name in names}
     reset = [f"encoders.{name}.{key}" for name in names for key in _RESET_ENCODER]

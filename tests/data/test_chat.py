@@ -109,7 +109,8 @@ def test_more_or_fewer_placeholders_than_images_names_sample_and_both_counts(
 def test_items_of_several_media_each_get_their_own_placeholder(two_media_chat: ChatTokenizer):
     content = [{"type": "video"}, {"type": "image"}, {"type": "video"}]
     messages = [{"role": "user", "content": content}, assistant("3")]
-    assert two_media_chat.media_of_items(messages, "k") == ["video", "image", "video"]
+    media = [one.media for one in two_media_chat.mentions(messages, "k")]
+    assert media == ["video", "image", "video"]
     sample = two_media_chat.encode(messages, [2, 1, 3], "k")
     image, video = (two_media_chat.placeholder_ids[media] for media in ("image", "video"))
     kinds = sample.input_ids[np.isin(sample.input_ids, [image, video])]

@@ -8,6 +8,7 @@ import pytest
 
 from data import (
     ChatTokenizer,
+    Part,
     Processors,
     build_index,
     check_lengths,
@@ -26,7 +27,8 @@ def test_offsets_point_at_the_members_of_the_tar(
         assert members[f"{key}.json"] == (index.json_offset[i], index.json_size[i])
         items = range(index.item_start[i], index.item_start[i + 1])
         for number, item in enumerate(items):
-            place = (index.item_offset[item], index.item_size[item])
+            file = index.item_file[item]
+            place = (index.file_offset[file], index.file_size[file])
             assert members[f"{key}.{number}.png"] == place
             assert index.sample_of_item(item) == i
 
@@ -41,10 +43,11 @@ def test_dtypes_and_lengths_are_as_documented(
     for name in ("item_width", "item_height", "item_rows", "item_placeholder"):
         assert getattr(index, name).dtype == np.int32
         assert len(getattr(index, name)) == index.num_items
-    for name in ("json_offset", "json_size", "item_start", "item_offset", "item_cost"):
+    for name in ("json_offset", "json_size", "item_start", "item_file", "item_cost"):
         assert getattr(index, name).dtype == np.int64
     sizes = zip(index.item_width, index.item_height, strict=True)
-    rows = [processors["image"].num_tokens(int(width), int(height)) for width, height in sizes]
+    parts = [Part(int(width), int(height)) for width, height in sizes]
+    rows = [processors["image"].plan(part).num_rows for part in parts]
     assert index.item_rows.tolist() == rows
     assert (index.item_media.dtype, index.media) == (np.int32, ("image",))
     assert index.item_media.tolist() == [0] * index.num_items

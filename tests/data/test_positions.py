@@ -112,9 +112,9 @@ def test_items_that_overlap_or_stick_out_are_refused():
         mrope_position_ids(5, [2], [(1, 2, 2)])
 
 
-@pytest.mark.parametrize("grid", [(2, 4, 4), (1, 0, 4), (1, 4, 0)])
-def test_a_grid_that_is_no_still_image_is_refused(grid: tuple[int, int, int]):
-    with pytest.raises(ValueError, match="need t = 1, and h and w of at least 1"):
+@pytest.mark.parametrize("grid", [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
+def test_a_grid_without_rows_is_refused(grid: tuple[int, int, int]):
+    with pytest.raises(ValueError, match="need t, h and w of at least 1"):
         mrope_position_ids(20, [0], [grid])
 
 

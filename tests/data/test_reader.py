@@ -43,7 +43,7 @@ def test_samples_and_patches_agree_with_the_index(reader: SampleReader):
 def test_messages_and_item_bytes_are_those_of_the_shard(reader: SampleReader):
     messages = reader.messages(0)
     assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert open_image(reader.item_bytes(0)).size == (
+    assert open_image(reader.file_bytes(0, 0)).size == (
         reader.index.item_width[0],
         reader.index.item_height[0],
     )
@@ -86,9 +86,9 @@ def test_a_corrupt_image_is_reported_with_shard_key_and_item(
     shard = write_shard(tmp_path / "a.tar", members)
     reader = SampleReader(build_index(str(shard), chat, processors), chat, processors)
     assert reader.patches(0).shape == (4, processors["image"].patch_dim)
-    with pytest.raises(UnreadableSample, match=r"'bad' of .*, item 1: .*cannot be decoded") as e:
+    with pytest.raises(UnreadableSample, match=r"'bad' of .*, item 0: .*cannot be decoded") as e:
         reader.patches(1)
-    assert (e.value.shard, e.value.key, e.value.item) == (str(shard), "bad", 1)
+    assert (e.value.shard, e.value.key, e.value.item) == (str(shard), "bad", 0)
     assert "truncated" in e.value.reason
 
 

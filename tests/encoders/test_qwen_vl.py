@@ -6,8 +6,6 @@ one), gradients by 1e-5 of their largest element.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,8 +17,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from tests import lone_module
 from tests.conftest import RunRanks
 from tests.lone_module import TowerOptions, Weights, noise
-
-TOLERANCE = 1e-5
+from tests.tower_reference import TOLERANCE, TowerReference
 
 SETTINGS = {
     "num_layers": 3,
@@ -34,18 +31,6 @@ PATCH_NUMBERS = 3 * 2 * 14 * 14
 MERGE = 2
 # Square, one row each way, wide, the smallest possible, two frames, and one size twice.
 GRIDS = torch.tensor([[1, 6, 6], [1, 2, 10], [1, 14, 2], [1, 2, 2], [2, 4, 6], [1, 6, 6]])
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What transformers computed, with weights and gradients under our names."""
-
-    weights: Weights
-    patches: Tensor
-    row_gradients: Tensor
-    rows: Tensor
-    gradients: Weights
-    patch_gradients: Tensor
 
 
 def patches_of(grids: Tensor, seed: int = 1) -> Tensor:
@@ -80,7 +65,7 @@ def to_ours(hf: Weights, num_layers: int = SETTINGS["num_layers"]) -> Weights:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Reference:
+def reference() -> TowerReference:
     config = Qwen2_5_VLVisionConfig(
         depth=SETTINGS["num_layers"],
         hidden_size=SETTINGS["hidden_size"],
@@ -94,23 +79,15 @@ def reference() -> Reference:
     )
     model = Qwen2_5_VisionTransformerPretrainedModel(config)
     lone_module.randomize(model, seed=0)
-    patches = patches_of(GRIDS).requires_grad_()
-    rows = model(patches, grid_thw=GRIDS).pooler_output
-    row_gradients = noise(2, *rows.shape)
-    rows.backward(row_gradients)
-    assert patches.grad is not None
-    return Reference(
-        weights=to_ours(dict(model.named_parameters())),
-        patches=patches.detach(),
-        row_gradients=row_gradients,
-        rows=rows.detach(),
-        gradients=to_ours(lone_module.gradients(model)),
-        patch_gradients=patches.grad,
-    )
+
+    def forward(patches: Tensor) -> Tensor:
+        return model(patches, grid_thw=GRIDS).pooler_output
+
+    return TowerReference.of(model, forward, patches_of(GRIDS), to_ours)
 
 
 def test_rows_and_every_gradient_equal_those_of_transformers(
-    run_ranks: RunRanks, reference: Reference
+    run_ranks: RunRanks, reference: TowerReference
 ) -> None:
     (got,) = run_ranks(
         lone_module.run_tower,
@@ -122,17 +99,12 @@ def test_rows_and_every_gradient_equal_those_of_transformers(
         reference.row_gradients,
     )
     (rows,) = got["rows"]
-    assert 0.1 < reference.rows.std() < 10, "an absolute tolerance needs rows of order one"
-    torch.testing.assert_close(rows, reference.rows, rtol=0, atol=TOLERANCE)
-    error, name = lone_module.worst_error(
-        got["gradients"] | {"patches": got["patch_gradients"]},
-        reference.gradients | {"patches": reference.patch_gradients},
-    )
-    assert error <= TOLERANCE, f"gradient of {name}: error {error:.2e}"
+    reference.check_rows([rows])
+    reference.check_gradients([got])
 
 
 def test_rows_of_an_image_do_not_depend_on_what_else_is_in_the_call(
-    run_ranks: RunRanks, reference: Reference
+    run_ranks: RunRanks, reference: TowerReference
 ) -> None:
     chosen = len(GRIDS) - 1  # another image has the same size, so both run in one dense call
     patches = list(reference.patches.split(GRIDS.prod(1).tolist()))
@@ -163,7 +135,7 @@ def test_rows_of_an_image_do_not_depend_on_what_else_is_in_the_call(
 
 
 def test_no_images_give_no_rows_and_a_zero_gradient_to_every_parameter(
-    run_ranks: RunRanks, reference: Reference
+    run_ranks: RunRanks, reference: TowerReference
 ) -> None:
     none = (torch.zeros(0, PATCH_NUMBERS), torch.zeros(0, 3, dtype=torch.int64))
     (got,) = run_ranks(
@@ -181,7 +153,7 @@ def test_no_images_give_no_rows_and_a_zero_gradient_to_every_parameter(
 
 
 def test_two_tensor_parallel_ranks_give_the_rows_of_one(
-    run_ranks: RunRanks, reference: Reference
+    run_ranks: RunRanks, reference: TowerReference
 ) -> None:
     results = run_ranks(
         lone_module.run_tower,
@@ -199,7 +171,7 @@ def test_two_tensor_parallel_ranks_give_the_rows_of_one(
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_sequence_parallel_ranks_each_give_their_part_of_the_rows_of_one(
-    run_ranks: RunRanks, reference: Reference, tp: int
+    run_ranks: RunRanks, reference: TowerReference, tp: int
 ) -> None:
     none = (torch.zeros(0, PATCH_NUMBERS), torch.zeros(0, 3, dtype=torch.int64))
     calls = [(reference.patches, GRIDS), none]

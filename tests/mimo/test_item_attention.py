@@ -16,6 +16,9 @@ from tests.lone_module import noise
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8
 SCALE = 0.3
+# Both are fp64 and differ by rounding (2e-16) alone: sums of up to 92 terms, some of about 10, in
+# another order.
+ROUNDING = 1e-12
 # Items at the beginning, at the end, touching, alone in a segment, cut by every chunk's border.
 LENGTHS = (24, 12, 8, 48)
 ITEMS = ((0, 7), (9, 5), (19, 5), (36, 8), (45, 4), (49, 4), (57, 30))
@@ -104,11 +107,11 @@ def test_output_and_gradients_equal_dense_attention_with_the_mask(
     results = run_ranks(run_core_attention, cp, cp, window, LENGTHS, ITEMS)
     order = zigzag_order(LENGTHS, cp, CPU) if cp > 1 else torch.arange(sum(LENGTHS))
     got = torch.cat([out for out, _ in results])[order]
-    torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(got, expected.detach(), rtol=0, atol=ROUNDING)
     for which, x in enumerate((q, k, v)):
         grad = torch.cat([grads[which] for _, grads in results])[order]
         assert x.grad is not None
-        torch.testing.assert_close(grad, x.grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(grad, x.grad, rtol=0, atol=ROUNDING)
 
 
 @st.composite

@@ -53,6 +53,32 @@ def planned_samples(path: Path, overrides: list[str]) -> list[GlobalMicrobatch]:
     return [m.samples for step in range(tiny.NUM_STEPS) for m in planner.microbatches(step)]
 
 
+def read_lengths(path: Path) -> list[int]:
+    """Tokens of the samples of all steps, in order, as each is read and encoded."""
+    recipe = load_recipe(path)
+    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
+    assert dataset is not None
+    places = dataset.order.at(np.arange(12 * tiny.NUM_STEPS))
+    return [
+        len(dataset.readers[source].sample(sample).input_ids)
+        for source, sample in zip(*(place.tolist() for place in places), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("grid", ["{cp: 2}", "{cp: 2, tp: 2, sp: true}"])
+def test_metrics_count_each_real_token_of_a_packed_step_once_and_no_padding(
+    run_ranks: RunRanks, tmp_path: Path, grid: str
+) -> None:
+    tiny.write_samples(tmp_path)
+    path, overrides = tiny.write_recipe(tmp_path), [f"language.grid={grid}"]
+    lengths = read_lengths(path)
+    padded = [m.segment_length.sum() for m in planned_samples(path, overrides)]
+    assert sum(padded) > sum(lengths), "nothing is padded here"
+    for result in run_ranks(tiny.run_layout_steps, 1 + 2 * (1 + ("tp" in grid)), path, overrides):
+        counted = [metrics["tokens"] for metrics in result["metrics"]]
+        assert counted == [sum(lengths[:12]), sum(lengths[12:])]
+
+
 LAYOUTS = {
     "pp3 with tp2": (7, 3, ["language.grid={tp: 2, pp: 3}", "language.model.num_layers=3"]),
     "pp3 with tp2 and sp": (

@@ -5,6 +5,8 @@ Token number i of a sequence is worth i everywhere, so contents are positions.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,8 +18,10 @@ from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.megatron.segments import zigzag_indices
 from mimo.partition import PartitionAdapter
 from tests.conftest import RunRanks
+from tests.mimo import tiny
 
 SEGMENTS = (8, 16)  # of one packed sequence
+COLOCATED = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 1}"]
 # (cp, tp): what rank (cp rank, tp rank) holds of 24 positions.
 CP_ONLY_BATCH = [[*range(6), *range(18, 24)], [*range(6, 18)]]
 CP_ONLY_PACKED = [
@@ -131,6 +135,32 @@ def test_a_sequence_that_sp_cannot_cut_names_the_key_and_the_multiple(run_ranks:
             "language.grid.sp: a sequence of 8 tokens is not a multiple of 16 "
             "(language.grid.tp 4, cp 2); pad it"
         )
+
+
+def has_partition(rank: int, path: Path, overrides: list[str]) -> bool:
+    from mimo.build import build_model
+    from mimo.layout import build_layout
+    from mimo.recipe import load_recipe
+    from mimo.topology import build_topology
+
+    recipe = load_recipe(path, overrides)
+    return build_model(recipe, build_topology(build_layout(recipe)), 64).partition is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["encoders.vision.grid.dp=2", "language.grid={cp: 2}"], [False, False, True, True]),
+        ([*COLOCATED, "language.grid={pp: 2}"], [True, True]),
+        ([*COLOCATED, tiny.SECOND_ENCODER, "language.grid={tp: 2}"], [False, True, True]),
+    ],
+    ids=["disjoint", "colocated", "mixed"],
+)
+def test_only_ranks_of_the_language_model_cut_sequences(
+    run_ranks: RunRanks, tmp_path: Path, overrides: list[str], expected: list[bool]
+) -> None:
+    path = tiny.write_recipe(tmp_path)
+    assert run_ranks(has_partition, len(expected), path, overrides) == expected
 
 
 def test_rows_of_a_batch_stand_sequence_after_sequence() -> None:

@@ -159,7 +159,7 @@ def plan_first_step(scaled: ScaledRecipe) -> StepPlan:
     assert dataset is not None
     planner = StepPlanner(
         scaled.layout,
-        {name: encoder.media for name, encoder in recipe.encoders.items()},
+        {name: tuple(encoder.media_tokens) for name, encoder in recipe.encoders.items()},
         dataset.indexes,
         dataset.order,
         recipe.train.micro_batch_size,

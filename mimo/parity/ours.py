@@ -1,0 +1,134 @@
+"""Our side: one training step on the ranks of a layout, and what every module computes in it.
+
+Letters: n rows of a tensor on this rank, k columns, N rows of a tower, H hidden, L levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from mimo.dataset import open_dataset
+from mimo.families import language_settings
+from mimo.hf.initial import InitialWeights, initial_weights
+from mimo.layout import LANGUAGE, build_layout
+from mimo.loader import LoadedStep
+from mimo.model import MimoModel, Module
+from mimo.parity.places import NOTHING, Places, held_part, held_tokens
+from mimo.parity.recording import ROWS, Recording, record_language, record_tower
+from mimo.parity.results import LOGITS, PIXELS, POSITIONS, OursOnRank, Part, level_point
+from mimo.recipe import Recipe
+from mimo.step_plan import StepPlan, StepPlanner
+from mimo.topology import Topology, build_topology
+from mimo.train import join_world
+from mimo.verify.results import Fault, RankSteps, be_quiet
+from mimo.verify.run import WatchedTrainer
+
+
+def run_ours(recipe: Recipe, names: Collection[str], fault: Fault | None = None) -> OursOnRank:
+    """One rank of a world that is launched for it.
+
+    names: of the parameters whose gradients and weights are wanted. fault: a deliberate bug.
+    """
+    be_quiet()
+    if fault is not None:
+        fault()
+    join_world(recipe)
+    topology = build_topology(build_layout(recipe, dist.get_world_size()))
+    run_dir = Path(recipe.train.run_dir)
+    trainer = _PlanningTrainer(recipe, topology, run_dir, initial_weights(recipe))
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    assert dataset is not None
+    trainer.watched = [pair for pair in trainer.watched if pair[0].name in names]
+    trainer.note_weights()
+    modules = trainer.model.modules
+    towers = {name: record_tower(m) for name, m in modules.items() if name != LANGUAGE}
+    chunks = record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
+    steps = trainer.train(dataset, None)
+    metrics = next(steps)
+    steps.close()
+    places = Places(dataset.readers[0], trainer.plans[0])
+    parts: list[Part] = []
+    for chunk in chunks:
+        parts += _language_parts(chunk, modules[LANGUAGE], places, topology.rank)
+    size = language_settings(recipe).hidden_size
+    for name, recording in towers.items():
+        count = len(trainer.plans[0].microbatches)
+        batches = _batches_of_calls(trainer.model, topology, name, count)
+        parts += _tower_parts(recording, modules[name], places, batches, size, topology.rank)
+    return OursOnRank(parts, RankSteps([metrics], [shard for shard, _ in trainer.watched]))
+
+
+class _PlanningTrainer(WatchedTrainer):
+    """The training loop, which keeps the plans of its steps."""
+
+    def __init__(
+        self, recipe: Recipe, topology: Topology, run_dir: Path, initial: InitialWeights | None
+    ) -> None:
+        super().__init__(recipe, topology, run_dir, initial)
+        self.plans: list[StepPlan] = []
+
+    def _finish_plan(
+        self, loaded: LoadedStep, flags: list[float], planner: StepPlanner
+    ) -> StepPlan:
+        self.plans.append(super()._finish_plan(loaded, flags, planner))
+        return self.plans[-1]
+
+
+def _language_parts(chunk: Recording, module: Module, places: Places, rank: int) -> Iterator[Part]:
+    """What a chunk of the language model had of each point."""
+    groups, where = module.groups, f"{module.name}, rank {rank}"
+    for point, calls in chunk.states.items():
+        for number, values in enumerate(calls):
+            lengths = chunk.lengths[number]
+            of_lane = places.tokens(number, groups.dp.rank(), sum(lengths))
+            whole = point == POSITIONS  # which are never cut
+            held = np.arange(sum(lengths)) if whole else held_tokens(len(values), lengths, groups)
+            columns = groups.tp.rank() * values.shape[1] if point == LOGITS else 0
+            yield _part(point, where, of_lane[held], values, columns)
+
+
+def _batches_of_calls(
+    model: MimoModel, topology: Topology, encoder: str, num_microbatches: int
+) -> list[range]:
+    """The microbatches whose items each call of an encoder encodes."""
+    size = 1
+    if encoder in topology.layout.colocated:
+        size = model.encode_group or num_microbatches
+    starts = range(0, num_microbatches, size)
+    return [range(start, min(start + size, num_microbatches)) for start in starts]
+
+
+def _tower_parts(
+    recording: Recording,
+    module: Module,
+    places: Places,
+    batches: list[range],
+    hidden_size: int,
+    rank: int,
+) -> Iterator[Part]:
+    """What a tower had of each point. hidden_size: H."""
+    groups, where = module.groups, f"{module.name}, rank {rank}"
+    for point, calls in recording.states.items():
+        for batch, values in zip(batches, calls, strict=True):
+            items = places.items(batch, module.name, groups.dp.rank())
+            whole = places.rows(items) if point == ROWS else places.patches(items)
+            parts = 1 if point == PIXELS else module.sequence_parts
+            held = held_part(len(values), len(whole), parts, groups.tp.rank())
+            # Blank ones have no place.
+            index = np.append(whole, NOTHING)[held]
+            if point != ROWS:
+                yield _part(point, where, index, values)
+                continue
+            for number, rows in enumerate(values.split(hidden_size, dim=1)):
+                yield _part(level_point(number), where, index, rows)
+
+
+def _part(point: str, where: str, index: np.ndarray, values: Tensor, columns: int = 0) -> Part:
+    """Without padding."""
+    real = index != NOTHING
+    return Part(point, where, index[real], values.numpy()[real], columns)

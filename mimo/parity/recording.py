@@ -1,0 +1,88 @@
+"""What the modules of a rank compute, kept by hooks, call by call.
+
+Letters: T packed tokens of a lane, P patches, B sequences (1, packed) of S local tokens, H hidden,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mimo.model import Module
+from mimo.parity.results import LOGITS, PIXELS, POSITIONS, TOKENS
+
+ROWS = "rows"
+"""A tower's whole output: rows of the embeddings and of all levels side by side."""
+
+
+@dataclass
+class Recording:
+    """The calls of one model chunk in turn, which is the order of the microbatches.
+
+    states: by point, of each call, (n, k). lengths: of the language model's segments.
+    """
+
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    lengths: list[tuple[int, ...]] = field(default_factory=list)
+
+    def keep(self, point: str, values: Tensor) -> None:
+        """Copy what a call computed: the schedules free it once it is sent."""
+        self.states.setdefault(point, []).append(values.detach().clone())
+
+
+def record_language(module: Module) -> list[Recording]:
+    """Watch all chunks of the language model; they hold what the next steps compute."""
+    found = []
+    for chunk in module.raw:
+        gpt, own = cast("Any", chunk), Recording()
+        gpt.register_forward_pre_hook(partial(_keep_inputs, own), with_kwargs=True)
+        for layer in gpt.decoder.layers:
+            point = f"language.layers.{layer.layer_number - 1}"
+            layer.register_forward_hook(partial(_keep_hidden, own, point))
+        if gpt.post_process:
+            gpt.decoder.final_layernorm.register_forward_hook(
+                partial(_keep_hidden, own, "language.norm")
+            )
+            gpt.output_layer.register_forward_hook(partial(_keep_hidden, own, LOGITS))
+        found.append(own)
+    return found
+
+
+def record_tower(module: Module) -> Recording:
+    """Watch an encoder."""
+    tower, own = cast("Any", module.raw[0]), Recording()
+    stage, stages = module.groups.pp.rank(), module.groups.pp.size()
+    if stage == 0:
+        tower.register_forward_pre_hook(lambda _, args: own.keep(PIXELS, args[0]))
+        tower.blocks.register_forward_pre_hook(partial(_keep_embedding, own), with_kwargs=True)
+    for layer in tower.blocks.layers:
+        point = f"vision.blocks.{layer.layer_number - 1}"
+        layer.register_forward_hook(partial(_keep_hidden, own, point))
+    if stage == stages - 1:
+        tower.register_forward_hook(lambda _, __, output: own.keep(ROWS, output))
+    return own
+
+
+def _keep_inputs(own: Recording, gpt: nn.Module, args: object, given: dict[str, Any]) -> None:
+    """input_ids (1, S), position_ids (3, 1, T), decoder_input (S, 1, H) on the first stage."""
+    own.lengths.append(given["packed_seq_params"].lengths)
+    own.keep(TOKENS, given["input_ids"].T)
+    own.keep(POSITIONS, given["position_ids"][:, 0].T)
+    if given["decoder_input"] is not None:
+        own.keep("language.embedding", given["decoder_input"][:, 0])
+
+
+def _keep_embedding(own: Recording, blocks: nn.Module, args: object, given: dict[str, Any]) -> None:
+    """hidden_states (P, 1, D)."""
+    own.keep("vision.embedding", given["hidden_states"][:, 0])
+
+
+def _keep_hidden(own: Recording, point: str, layer: nn.Module, args: object, output: Any) -> None:
+    """output (S, 1, H), alone or the first of several."""
+    hidden = output if isinstance(output, torch.Tensor) else output[0]
+    own.keep(point, hidden[:, 0])

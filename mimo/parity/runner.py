@@ -1,0 +1,164 @@
+"""Runs a checkpoint in transformers, in one process, and in layouts of ours, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mimo.hf.initial import InitialWeights, initial_weights
+from mimo.hf.keymap import Weight, num_elements
+from mimo.job import check_recipe
+from mimo.launch import run_on_cpu
+from mimo.layout import Layout
+from mimo.parity.compare import TOLERANCE, Parity, compare_points, compare_step
+from mimo.parity.results import Theirs
+from mimo.parity.samples import make_samples, write_samples
+from mimo.recipe import Recipe, load_recipe
+from mimo.recipe_errors import InputError
+from mimo.verify.results import Fault
+
+# Named, not imported: the engine and transformers are loaded in the fork server only.
+_THEIRS, _OURS = "mimo.parity.theirs:run_theirs", "mimo.parity.ours:run_ours"
+PRELOAD = ("mimo.megatron.preload", "mimo.parity.ours", "mimo.parity.theirs", "transformers")
+
+_MICROBATCHES = 3  # the last has no pictures
+_SAMPLES = 2  # of a lane in a microbatch
+_GRADIENT_ELEMENTS = 1 << 26  # of a larger model, the smallest tensors
+_TIMEOUT_SECONDS = 4 * 3600.0  # a model of billions of weights takes its time on a CPU
+_EMBEDDING, _TIED_COPY = "embedding.word_embeddings.weight", "language.output_layer.weight"
+
+# What a layout consists of, and what a family's settings are; parity says all else itself.
+_OVERRIDABLE = ("language.grid", "language.model", "bridge", "encoders.vision.placement")
+_OVERRIDABLE += tuple(f"encoders.vision.{key}" for key in ("grid", "model", "run_ahead"))
+_OVERRIDABLE += ("encoders.vision.encode_group",)
+
+_RECIPE = """\
+name: parity
+init_from: {checkpoint}
+language: {{grid: {{dp: 1}}}}
+encoders: {{vision: {{placement: colocated}}}}
+bridge: {{check: always}}
+data:
+  sources: [{{path: {shard}}}]
+  sequence_length: 16384
+  shuffle_block: {count}         # in order
+  max_skipped_samples: 0
+train:
+  steps: 2                       # the last one would write a checkpoint
+  global_batch_size: {count}
+  micro_batch_size: {samples}
+  precision: fp32
+  optimizer: sgd
+  learning_rate: 1.0e-6
+  clip_grad_norm: null
+  run_dir: {folder}/runs
+  threads_per_rank: 1
+"""
+
+
+class ParityRunner:
+    """Compares layouts of one checkpoint; what transformers computed is kept for all of them.
+
+    folder: for the data, written once. Start the fork server (`warm_up_on_cpu`) before.
+    """
+
+    def __init__(
+        self, checkpoint: Path, folder: Path, timeout_seconds: float | None = None
+    ) -> None:
+        self.checkpoint = checkpoint.absolute()
+        self.folder = folder
+        self.timeout_seconds = timeout_seconds or _TIMEOUT_SECONDS
+        self._theirs: dict[int, Theirs] = {}
+
+    def prepare(self, overrides: Sequence[str]) -> tuple[Recipe, Layout]:
+        """The recipe of a layout, with the data that it needs. Raises InputError, RecipeError."""
+        check_overrides(overrides)
+        grid = self._recipe(_SAMPLES, overrides).language.grid
+        step = grid.pp if grid.vpp > 1 else 1  # interleaved stages take turns
+        microbatches = -(-_MICROBATCHES // step) * step
+        count = _SAMPLES * microbatches * (grid.dp or 1)
+        recipe = self._recipe(count, overrides)
+        layout = check_recipe(recipe, None)
+        shard = self._shard(count)
+        if not shard.exists():
+            write_samples(shard, make_samples(count))
+        return recipe, layout
+
+    def run(
+        self,
+        overrides: Sequence[str] = (),
+        tolerance: float = TOLERANCE,
+        fault: Fault | None = None,
+    ) -> Parity:
+        """Compare one layout. ``fault``: a deliberate bug of our ranks, for tests.
+
+        Raises as `prepare`; RanksFailed or RanksHung when a run fails; IncomparableError where
+        one side lacks what the other has.
+        """
+        recipe, layout = self.prepare(overrides)
+        initial = initial_weights(recipe)
+        assert initial is not None
+        weights = _chosen(initial)
+        count = recipe.train.global_batch_size
+        samples = make_samples(count)
+        if count not in self._theirs:
+            keys = {s.key for own in weights.values() for weight in own for s in weight.sources}
+            arguments = (self.checkpoint, samples, keys)
+            (self._theirs[count],) = run_on_cpu(_THEIRS, arguments, 1, self.timeout_seconds)
+        names = {f"{module}.{weight.name}" for module, own in weights.items() for weight in own}
+        if f"language.{_EMBEDDING}" in names:
+            names.add(_TIED_COPY)
+        arguments = (recipe, names, fault)
+        results = run_on_cpu(_OURS, arguments, layout.world_size, self.timeout_seconds)
+        theirs = self._theirs[count]
+        return Parity(
+            compare_points(results, theirs, tolerance),
+            compare_step(results, theirs, weights, tolerance),
+            tolerance,
+        )
+
+    def _shard(self, count: int) -> Path:
+        return self.folder / f"samples-{count}.tar"
+
+    def _recipe(self, count: int, overrides: Sequence[str]) -> Recipe:
+        path = self.folder / f"parity-{count}.yaml"
+        path.write_text(
+            _RECIPE.format(
+                checkpoint=self.checkpoint,
+                shard=self._shard(count),
+                count=count,
+                samples=_SAMPLES,
+                folder=self.folder,
+            ),
+            encoding="utf-8",
+        )
+        return load_recipe(path, overrides)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise InputError for one that is about anything but layout or a family's settings."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not any(key == known or key.startswith(f"{known}.") for known in _OVERRIDABLE):
+            raise InputError(
+                f"override {override!r}: parity takes layouts and sizes only; give keys under "
+                f"{', '.join(_OVERRIDABLE)}"
+            )
+
+
+def _chosen(initial: InitialWeights) -> Mapping[str, Sequence[Weight]]:
+    """By module the parameters whose gradients are compared: all, or the smallest of a large
+    model, which are those of norms, biases and towers.
+    """
+    everything = [(module, w) for module, own in initial.weights.items() for w in own]
+    by_size = sorted(everything, key=lambda pair: num_elements([pair[1]]))
+    kept, elements = set(), 0
+    for module, weight in by_size:
+        elements += num_elements([weight])
+        if elements > _GRADIENT_ELEMENTS:
+            break
+        kept.add((module, weight.name))
+    return {
+        module: [weight for weight in own if (module, weight.name) in kept]
+        for module, own in initial.weights.items()
+    }

@@ -1,0 +1,85 @@
+"""The inputs: chats with several pictures, with one and with none, of odd sizes.
+
+Both sides make them from the same numbers; ours reads them from a shard, like any other data.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+# Width and height in pixels of the pictures of one sample; samples without pictures follow each
+# other, so that a microbatch of them is text only.
+_PICTURES = (((61, 37), (140, 90)), (), ((97, 203),), ((28, 28), (45, 131), (33, 71)), (), ())
+_QUESTIONS = ("what digits are these ?", "what comes after 3 ?", "read the digit .")
+_MAX_ANSWER = 6  # words
+
+
+@dataclass(frozen=True)
+class ParitySample:
+    """One chat. pictures: (width, height) in pixels of each."""
+
+    number: int
+    pictures: tuple[tuple[int, int], ...]
+    question: str
+    answer: str
+
+    def prompt(self) -> list[dict[str, Any]]:
+        """The messages before the answer."""
+        content: list[dict[str, str]] = [{"type": "image"} for _ in self.pictures]
+        return [{"role": "user", "content": [*content, {"type": "text", "text": self.question}]}]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The whole chat."""
+        answer = [{"type": "text", "text": self.answer}]
+        return [*self.prompt(), {"role": "assistant", "content": answer}]
+
+    def images(self) -> list[Image.Image]:
+        """Noise in colour, the same whenever it is asked for."""
+        rng = np.random.default_rng(self.number)
+        return [
+            Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            for width, height in self.pictures
+        ]
+
+
+def make_samples(count: int) -> list[ParitySample]:
+    """The first ``count`` samples; they repeat sizes of pictures, not their content."""
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
+        found.append(
+            ParitySample(
+                number,
+                _PICTURES[number % len(_PICTURES)],
+                _QUESTIONS[number % len(_QUESTIONS)],
+                " ".join(str(digit) for digit in digits),
+            )
+        )
+    return found
+
+
+def write_samples(path: Path, samples: list[ParitySample]) -> None:
+    """A shard with the samples in order."""
+    with tarfile.open(path, "w") as tar:
+        for sample in samples:
+            key = f"sample{sample.number:04d}"
+            _add(tar, f"{key}.json", json.dumps({"messages": sample.messages()}).encode())
+            for number, image in enumerate(sample.images()):
+                buffer = io.BytesIO()
+                image.save(buffer, "PNG")
+                _add(tar, f"{key}.{number}.png", buffer.getvalue())
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

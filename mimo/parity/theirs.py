@@ -1,0 +1,220 @@
+"""The side of transformers: its processor, its model, and a look at what every module computes.
+
+Letters: L tokens of one sample, T of all, I items of one sample, P patches, C numbers per patch,
+N rows, H hidden, V vocabulary, S side of a square image in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mimo.hf.processor import load_processor
+from mimo.parity.results import LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
+from mimo.parity.samples import ParitySample
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """Where a model of transformers computes what is compared. rows: its output has the rows."""
+
+    blocks: str
+    rows: str
+
+
+_QWEN = _Modules("model.visual.blocks", "model.visual")
+_MODULES = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "gemma3": _Modules("model.vision_tower.encoder.layers", "model.multi_modal_projector"),
+}
+_LANGUAGE = "model.language_model"
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """inputs: of the model. answer: (L - 1,) bool, where the next token counts in the loss."""
+
+    inputs: dict[str, Tensor]
+    answer: Tensor
+
+    @property
+    def ids(self) -> Tensor:
+        """(L,) int64."""
+        return self.inputs["input_ids"][0]
+
+
+def run_theirs(directory: Path, samples: Sequence[ParitySample], keys: Collection[str]) -> Theirs:
+    """Forward and backward of all samples, one at a time, in fp32 and in this process.
+
+    keys: of the checkpoint's tensors whose gradients and values are wanted.
+    """
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    processor = load_processor(directory)
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        str(directory), dtype=torch.float32, local_files_only=True
+    ).eval()
+    encoded = [_encode(processor, model, sample) for sample in samples]
+    loss_tokens = sum(int(one.answer.sum()) for one in encoded)
+    watch = _Watch(model)
+    loss = 0.0
+    for one in encoded:
+        watch.begin(one)
+        logits = model(**one.inputs, use_cache=False).logits[0]
+        watch.keep(LOGITS, logits)
+        summed = nn.functional.cross_entropy(
+            logits[:-1][one.answer], one.ids[1:][one.answer], reduction="sum"
+        )
+        (summed / loss_tokens).backward()
+        loss += float(summed.detach()) / loss_tokens
+    params = dict(model.named_parameters())
+    found = {key: params[key] for key in keys}
+    squares = [float(p.grad.double().pow(2).sum()) for p in params.values() if p.grad is not None]
+    return Theirs(
+        points=watch.points(),
+        loss=loss,
+        loss_tokens=loss_tokens,
+        gradient_norm=sum(squares) ** 0.5,
+        gradients={key: _gradient(p).numpy() for key, p in found.items()},
+        weights={key: p.detach().numpy() for key, p in found.items()},
+    )
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _encode(processor: Any, model: Any, sample: ParitySample) -> _Encoded:
+    """The chat through the checkpoint's template and processor."""
+    found = []
+    for messages, waits in ((sample.prompt(), True), (sample.messages(), False)):
+        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=waits)
+        images = {"images": [sample.images()]} if sample.pictures else {}
+        found.append(
+            # The template writes what begins a text.
+            processor(text=[text], return_tensors="pt", add_special_tokens=False, **images)
+        )
+    prompt, whole = found
+    ids, ends = whole["input_ids"][0], torch.tensor(_end_ids(processor, model))
+    start = prompt["input_ids"].shape[1]
+    assert torch.equal(ids[:start], prompt["input_ids"][0]), "the prompt changes with the answer"
+    # What follows the end of a turn is never generated.
+    end = int(torch.isin(ids, ends).nonzero().max()) + 1
+    places = torch.arange(1, len(ids))
+    return _Encoded(dict(whole), (places >= start) & (places < end))
+
+
+def _end_ids(processor: Any, model: Any) -> list[int]:
+    given = model.generation_config.eos_token_id
+    return [*(given if isinstance(given, list) else [given]), processor.tokenizer.eos_token_id]
+
+
+class _Watch:
+    """Keeps what the modules of a model compute, over several forward passes."""
+
+    def __init__(self, model: Any) -> None:
+        modules = _MODULES[model.config.model_type]
+        self._kept: dict[str, list[np.ndarray]] = {}
+        self._config = model.config
+        self._order: Tensor | None = None
+        self._tokens = 0
+        blocks = model.get_submodule(modules.blocks)
+        blocks[0].register_forward_pre_hook(
+            lambda _, args: self._keep_patches("vision.embedding", args[0])
+        )
+        for number, block in enumerate(blocks):
+            block.register_forward_hook(
+                lambda _, __, output, number=number: self._keep_patches(
+                    f"vision.blocks.{number}", output
+                )
+            )
+        model.get_submodule(modules.rows).register_forward_hook(self._keep_rows)
+        language = model.get_submodule(_LANGUAGE)
+        language.register_forward_pre_hook(self._keep_positions, with_kwargs=True)
+        # What a layer passes on is what the next one gets: levels are added in between.
+        names = ["embedding", *(f"layers.{number}" for number in range(len(language.layers)))]
+        for name, module in zip(names, [*language.layers, language.norm], strict=True):
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: self.keep(f"language.{name}", args[0][0])
+            )
+        language.norm.register_forward_hook(
+            lambda _, __, output: self.keep("language.norm", output[0])
+        )
+        self._names = [
+            *(TOKENS, PIXELS, POSITIONS, "vision.embedding"),
+            *(f"vision.blocks.{number}" for number in range(len(blocks))),
+            *(level_point(number) for number in range(1 + self._num_levels())),
+            *(f"language.{name}" for name in names),
+            *("language.norm", LOGITS),
+        ]
+
+    def begin(self, encoded: _Encoded) -> None:
+        """Note a sample's inputs, before its forward pass."""
+        self._tokens = len(encoded.ids)
+        self.keep(TOKENS, encoded.ids[:, None])
+        pixels = encoded.inputs.get("pixel_values")
+        if pixels is not None:
+            # Gemma-3's are whole images (I, 3, S, S).
+            self._order = self._raster_order() if pixels.dim() == 4 else None
+            self.keep(PIXELS, self._as_patches(pixels) if pixels.dim() == 4 else pixels)
+
+    def keep(self, point: str, values: Tensor) -> None:
+        """Add rows to a point's tensor."""
+        self._kept.setdefault(point, []).append(values.detach().numpy().copy())
+
+    def points(self) -> dict[str, np.ndarray]:
+        """Whole tensors in forward order."""
+        return {name: np.concatenate(self._kept[name]) for name in self._names}
+
+    def _num_levels(self) -> int:
+        vision = self._config.vision_config.to_dict()
+        return len(vision.get("deepstack_visual_indexes", ()))
+
+    def _keep_patches(self, point: str, hidden: Tensor) -> None:
+        """hidden: (P, D), or per image (I, P', D) with patches line by line."""
+        if self._order is not None:
+            hidden = hidden[:, self._order].flatten(0, 1)
+        self.keep(point, hidden)
+
+    def _keep_rows(self, module: nn.Module, args: object, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self.keep(level_point(0), output.flatten(0, 1))
+            return
+        levels = [output.pooler_output, *output.get("deepstack_features", ())]
+        for number, rows in enumerate(levels):
+            self.keep(level_point(number), rows)
+
+    def _keep_positions(self, module: nn.Module, args: object, given: dict[str, Any]) -> None:
+        positions = given.get("position_ids")
+        if positions is None:
+            positions = torch.arange(self._tokens)
+        # Of four, the first is that of plain text; the others are time, height and width.
+        three = positions.reshape(-1, self._tokens)[-3:].expand(3, -1)
+        self.keep(POSITIONS, three.T)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Patches along a side of an image, of a pooled block, and pixels of a patch."""
+        vision = self._config.vision_config
+        side = vision.image_size // vision.patch_size
+        return side, side // round(self._config.mm_tokens_per_image**0.5), vision.patch_size
+
+    def _raster_order(self) -> Tensor:
+        """(P',): by place in our order, in which a pooled block's patches lie together."""
+        side, block, _ = self._sizes()
+        lines = torch.arange(side * side).view(side // block, block, side // block, block)
+        return lines.transpose(1, 2).flatten()
+
+    def _as_patches(self, pixels: Tensor) -> Tensor:
+        """(I, 3, S, S) -> (I·P', 3·patch²) in our order."""
+        side, _, patch = self._sizes()
+        cut = pixels.view(-1, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
+        return cut.reshape(len(pixels), side * side, -1)[:, self._order].flatten(0, 1)

@@ -1,0 +1,305 @@
+"""Every recipe passes `mimo check`, in every layout that its header documents.
+
+Recipes of published models start from a folder; here it has their configuration and processor
+files, with the sizes that they are published with, and no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.hf.recipe_keys import architecture_of_folder
+from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.hf.tiny_configs import FAMILIES
+from mimo.job import check_recipe
+from mimo.layout import Layout, num_microbatches
+from mimo.stages import load_stages
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+_LAYOUT = re.compile(r"#\s+(\d+) GPUs:\s+(.*)")
+
+
+# ------------------------------------------------------------------- published sizes
+
+
+def _qwen_rope(theta: float, section: list[int]) -> dict[str, Any]:
+    return {"rope_theta": theta, "rope_scaling": {"type": "mrope", "mrope_section": section}}
+
+
+QWEN3_TEXT: dict[str, Any] = {
+    "model_type": "qwen3_vl_text",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 5000000,
+    "rope_scaling": {
+        "rope_type": "default",
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    },
+}
+QWEN3_VISION: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "deepstack_visual_indexes": [8, 16, 24],
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+SIGLIP: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "image_size": 896,
+    "vision_use_head": False,
+}
+GEMMA_TEXT: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "sliding_window": 1024,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "vocab_size": 262208,
+}
+
+
+def qwen3_vl(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **QWEN3_TEXT,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "intermediate_size": ffn,
+        },
+        "vision_config": {**QWEN3_VISION, "out_hidden_size": hidden},
+        "tie_word_embeddings": False,
+    }
+
+
+def gemma3(**text: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gemma3",
+        "text_config": {**GEMMA_TEXT, **text},
+        "vision_config": SIGLIP,
+        "mm_tokens_per_image": 256,
+    }
+
+
+# By the folder that a recipe starts from; in the form of the published `config.json`.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-VL-7B-Instruct": {
+        "model_type": "qwen2_5_vl",
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "model_type": "qwen2_5_vl",
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 3584,
+            "patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
+            "hidden_act": "silu",
+        },
+    },
+    "Qwen3-VL-8B-Instruct": qwen3_vl(4096, 36, 32, 12288),
+    "Qwen3-VL-32B-Instruct": qwen3_vl(5120, 64, 64, 25600),
+    "gemma-3-4b-it": gemma3(
+        hidden_size=2560,
+        num_hidden_layers=34,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        intermediate_size=10240,
+        query_pre_attn_scalar=256,
+    ),
+    "gemma-3-27b-it": gemma3(
+        hidden_size=5376,
+        num_hidden_layers=62,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+        intermediate_size=21504,
+        query_pre_attn_scalar=168,
+    ),
+}
+
+_HALF = [0.5, 0.5, 0.5]
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"min_pixels": 3136, "max_pixels": 12845056},
+    "qwen3_vl": {
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        "image_mean": _HALF,
+        "image_std": _HALF,
+    },
+    "gemma3": {"size": {"height": 896, "width": 896}, "image_mean": _HALF, "image_std": _HALF},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of the published models, without weights."""
+    root = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+        processor = PROCESSORS[config["model_type"]]
+        (root / name / "preprocessor_config.json").write_text(json.dumps(processor))
+    return root
+
+
+@pytest.fixture(scope="module")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for family in FAMILIES:
+        write_tiny(TinyCheckpoint(family), root / f"{family}_tiny")
+    return root
+
+
+# ------------------------------------------------------------------------- the recipes
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A layout that a recipe's header names."""
+
+    recipe: str
+    gpus: int
+    overrides: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.recipe, str(self.gpus), *self.overrides))
+
+
+def documented(path: Path) -> list[Documented]:
+    """The layouts of a header; overrides may go on in the next line."""
+    found: list[Documented] = []
+    is_open = False
+    for line in path.read_text().splitlines():
+        if match := _LAYOUT.fullmatch(line):
+            words = tuple(word for word in match[2].split() if "=" in word)
+            found.append(Documented(path.stem, int(match[1]), words))
+            is_open = True
+        elif is_open and re.fullmatch(r"#\s{8,}\S+=.*", line):
+            last = found.pop()
+            words = tuple(line.removeprefix("#").split())
+            found.append(Documented(last.recipe, last.gpus, last.overrides + words))
+        else:
+            is_open = False
+    return found
+
+
+LARGE = sorted(path for path in RECIPES.glob("*.yaml") if documented(path))
+TINY = sorted(RECIPES.glob("*_tiny.yaml"))
+
+
+def check(path: Path, init_from: Path, gpus: int | None, *overrides: str) -> list[Layout]:
+    """`mimo check` of every stage."""
+    staged = load_stages(path, [*overrides, f"init_from={init_from}"])
+    layouts = staged.each(lambda recipe: check_recipe(recipe, gpus))
+    for stage, layout in zip(staged.stages, layouts, strict=True):
+        assert num_microbatches(stage.recipe, layout) >= layout.language.pp
+    return layouts
+
+
+def init_from_of(path: Path) -> str:
+    match = re.search(r"^init_from: (\S+)$", path.read_text(), re.MULTILINE)
+    assert match is not None
+    return match[1]
+
+
+@pytest.mark.parametrize(
+    "layout", [layout for path in LARGE for layout in documented(path)], ids=str
+)
+def test_documented_layouts_of_published_models_pass_the_check(
+    layout: Documented, models: Path
+) -> None:
+    path = RECIPES / f"{layout.recipe}.yaml"
+    given = Path(init_from_of(path))
+    assert given.parent == Path("/models")
+    for found in check(path, models / given.name, layout.gpus, *layout.overrides):
+        assert found.world_size == layout.gpus
+        assert layout.gpus % 8 == 0, "nodes have 8 GPUs"
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_a_recipe_of_a_published_model_documents_disjoint_and_colocated_layouts(
+    path: Path, models: Path
+) -> None:
+    folder = models / Path(init_from_of(path)).name
+    kinds = {
+        bool(found.colocated)
+        for one in documented(path)
+        for found in check(path, folder, one.gpus, *one.overrides)
+    }
+    assert kinds == {True, False}
+    assert "not measured" in path.read_text()
+
+
+def test_there_is_a_recipe_for_each_published_model_and_each_family(models: Path) -> None:
+    assert {path.stem for path in LARGE} == {
+        "qwen2_5_vl_7b_sft",
+        "qwen3_vl_8b_pretrain",
+        "qwen3_vl_32b_sft",
+        "gemma3_4b_sft",
+        "gemma3_27b_sft",
+    }
+    assert {path.stem.removesuffix("_tiny") for path in TINY} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "override",
+    [
+        "language.grid.dp=2",
+        "language.grid.tp=2",
+        "language.grid={tp: 2, sp: true, pp: 2, dp: 1}",
+        "encoders.vision={placement: colocated, grid: {}}",
+    ],
+)
+def test_recipes_of_tiny_checkpoints_pass_the_check_in_several_layouts(
+    path: Path, override: str, tiny_checkpoints: Path
+) -> None:
+    given = Path(init_from_of(path))
+    assert given == Path("checkpoints") / path.stem
+    check(path, tiny_checkpoints / given.name, None, override)
+
+
+def test_published_configurations_are_understood(models: Path) -> None:
+    found = {name: architecture_of_folder(models / name).model_type for name in CONFIGS}
+    assert found == {name: config["model_type"] for name, config in CONFIGS.items()}
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_says_its_command_hardware_and_result(path: Path) -> None:
+    header = path.read_text().partition("\nname:")[0]
+    assert f"name: {path.stem}\n" in path.read_text()
+    for needed in ("# Command", "# Hardware:", "# Result:"):
+        assert needed in header
