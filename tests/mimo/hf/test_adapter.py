@@ -281,13 +281,21 @@ class Converted:
     def checkpoint(self) -> Path:
         return self.directory / "checkpoint"
 
+    def ask_for_lora(self, rank: int) -> None:
+        """Give the recipe adapters of the language model's attention."""
+        path = self.checkpoint / "recipe.yaml"
+        before, found, after = path.read_text().partition("\n  lora:\n")  # the first is language's
+        assert found
+        lora = f"\n  lora: {{rank: {rank}, alpha: 8, targets: [qkv]}}\n"
+        path.write_text(before + lora + after)
+
     def add_tensors(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Store more beside what is there."""
         described = stored.describe(self.checkpoint)
         tensors = stored.read(self.checkpoint, described)
         tensors |= {key: torch.ones(shape) for key, shape in shapes.items()}
         forms = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        for path in self.checkpoint.glob("*.distcp"):
+        for path in (*self.checkpoint.glob("*.distcp"), self.checkpoint / ".metadata"):
             path.unlink()
         stored.write(self.checkpoint, forms, torch.float32, tensors.__getitem__)
 
@@ -304,15 +312,6 @@ QKV = "language.decoder.layers.1.self_attention.linear_qkv"
 ADAPTER = {f"{QKV}.lora_a": (4, 128), f"{QKV}.lora_b": (256, 4)}
 
 
-def with_lora(converted: Converted, rank: int = 4) -> None:
-    recipe = (converted.checkpoint / "recipe.yaml").read_text()
-    section = recipe.index("language:")
-    line = next(one for one in recipe[section:].splitlines() if one.strip().startswith("lora:"))
-    lora = f"{line.split('lora')[0]}lora: {{rank: {rank}, alpha: 8, targets: [qkv]}}"
-    changed = recipe[:section] + recipe[section:].replace(line, lora, 1)
-    (converted.checkpoint / "recipe.yaml").write_text(changed)
-
-
 def test_a_checkpoint_without_adapters_is_refused(converted: Converted) -> None:
     out = converted.directory / "out"
     done = CliRunner().invoke(
@@ -325,7 +324,7 @@ def test_a_checkpoint_without_adapters_is_refused(converted: Converted) -> None:
 
 def test_adapters_without_their_base_model_are_refused(converted: Converted) -> None:
     converted.add_tensors(ADAPTER)
-    with_lora(converted)
+    converted.ask_for_lora(rank=4)
     converted.base.rename(converted.directory / "elsewhere")
     with pytest.raises(InputError, match="adapters are written beside the model that they adapt"):
         write_adapter(converted.checkpoint, converted.directory / "out")
@@ -333,7 +332,7 @@ def test_adapters_without_their_base_model_are_refused(converted: Converted) -> 
 
 def test_what_learned_and_is_no_adapter_is_never_left_behind(converted: Converted) -> None:
     converted.add_tensors(ADAPTER)
-    with_lora(converted)
+    converted.ask_for_lora(rank=4)
     norm = "language.decoder.final_layernorm.weight"
     converted.add_tensors({norm: (128,), "vision.merger.linear_fc2.bias": (128,)})
     with pytest.raises(InputError) as caught:
@@ -373,7 +372,7 @@ def test_adapters_that_do_not_fit_the_recipe_are_all_listed(
 ) -> None:
     converted.add_tensors(stored_too)
     if rank is not None:
-        with_lora(converted, rank)
+        converted.ask_for_lora(rank)
     with pytest.raises(InputError) as caught:
         to_hf(converted.checkpoint, converted.directory / "out", shard_bytes=10**9)
     _, *lines = str(caught.value).splitlines()
