@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from mimo.checkpoint_folder import stage_folder
-from mimo.recipe import STAGES, Recipe, parse_recipe
+from mimo.recipe import STAGES, LoRA, Recipe, parse_recipe
 from mimo.recipe_errors import RecipeError
 from mimo.stage_source import (
     StageSource,
@@ -26,7 +27,7 @@ from mimo.stage_source import (
     lay_over,
     override_problems,
 )
-from mimo.yaml_source import YamlSource, read_yaml
+from mimo.yaml_source import Location, YamlSource, read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -94,6 +95,8 @@ def load_stages(path: Path, overrides: Sequence[str] = ()) -> StagedRecipe:
         recipes = _for_each(names, sources, parse_recipe)
     except RecipeError as error:
         problems += error.problems
+    if not problems:
+        problems += _adapter_problems(names, recipes)
     if problems:
         raise RecipeError(*problems)
     stages = [
@@ -127,6 +130,25 @@ def _form_problems(source: YamlSource) -> list[str]:
         else:
             seen.add(name)
     return problems
+
+
+def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterator[str]:
+    """Stages that lack adapters which an earlier one has trained."""
+    for name, (before, after) in zip(names, pairwise(recipes), strict=False):
+        for key, earlier in _adapters(before).items():
+            later = _adapters(after)[key]
+            if earlier is not None and later != earlier:
+                message = (
+                    f"got {None if later is None else later.model_dump()}, but stage {name!r} has "
+                    f"trained other adapters, which would be lost; give both the same lora"
+                )
+                yield after.problem((*key, "lora"), message)
+
+
+def _adapters(recipe: Recipe) -> dict[Location, LoRA | None]:
+    """What is said of adapters, by the key of the module."""
+    encoders = {("encoders", name): encoder.lora for name, encoder in recipe.encoders.items()}
+    return {("language",): recipe.language.lora, **encoders}
 
 
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:

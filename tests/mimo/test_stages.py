@@ -173,6 +173,16 @@ def test_what_all_stages_share_is_refused_inside_of_one(
     assert expected in line
 
 
+def test_adapters_may_begin_in_a_later_stage_but_not_end_or_change(path: Path) -> None:
+    lora = ["stages.0.language.freeze=false", "stages.0.language.lora={rank: 4}"]
+    load_stages(path, ["stages.1.language.lora={rank: 4}"])
+    load_stages(path, [*lora, "stages.1.language.lora={rank: 4}"])
+    for later in ([], ["stages.1.language.lora={rank: 8}"]):
+        (line,) = problems(path, *lora, *later)
+        assert "language.lora: got " in line
+        assert "stage 'projector' has trained other adapters, which would be lost" in line
+
+
 def test_a_shared_key_with_its_own_value_may_stand_in_a_stage(path: Path) -> None:
     plain, again = load_stages(path), load_stages(path, ["stages.0.language.model.num_layers=2"])
     assert dumped(plain) == dumped(again)
