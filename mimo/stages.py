@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from mimo.checkpoint_folder import stage_folder
-from mimo.recipe import STAGES, LoRA, Recipe, parse_recipe
+from mimo.recipe import STAGES, LoRA, Recipe, fill, parse_recipe
 from mimo.recipe_errors import RecipeError
 from mimo.stage_source import (
     StageSource,
@@ -87,9 +88,12 @@ def load_stages(path: Path, overrides: Sequence[str] = ()) -> StagedRecipe:
     given: list[dict[str, Any]] = source.data[STAGES]
     names = [stage["name"] for stage in given]
     problems += override_problems(source)
+    # What the folder of `init_from` says is the same for all; each stage finds its own problems.
+    shared = replace(source, data=deepcopy(source.data))
+    fill(shared.data)
     for index in range(len(given)):
-        problems += fixed_problems(source, index)
-    sources = [lay_over(source, index, name) for index, name in enumerate(names)]
+        problems += fixed_problems(shared, index)
+    sources = [lay_over(shared, index, name) for index, name in enumerate(names)]
     recipes: list[Recipe] = []
     try:
         recipes = _for_each(names, sources, parse_recipe)
