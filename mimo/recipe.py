@@ -361,13 +361,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return parse_recipe(source)
 
 
+def fill(data: dict[str, Any]) -> list[tuple[Location, str]]:
+    """Complete plain data in place from the folder of `init_from`, if any; returns all problems."""
+    if data.get("init_from") is None:
+        return []
+    from mimo.hf.recipe_keys import fill_recipe  # here, because reading configs is slow
+
+    return list(fill_recipe(data))
+
+
 def parse_recipe(source: YamlSource) -> Recipe:
     """The recipe that `source` holds. Raises RecipeError like `load_recipe`."""
-    problems = list(source.problems)
-    if source.data.get("init_from") is not None:
-        from mimo.hf.recipe_keys import fill_recipe  # here, because reading configs is slow
-
-        problems += [source.problem(*found) for found in fill_recipe(source.data)]
+    problems = [*source.problems, *(source.problem(*found) for found in fill(source.data))]
     recipe = None
     try:
         recipe = Recipe.model_validate(source.data)
