@@ -66,9 +66,9 @@ class Settings(BaseModel):
     temporal_patch_size: int = Field(default=2, ge=1)
     min_pixels: int = Field(default=256 * 256, ge=1)
     max_pixels: int = Field(default=4096 * 4096, ge=1)
-    video_min_pixels: int = Field(default=32 * 32 * 128, ge=1)
-    """Of all resized frames of a video together."""
-    video_max_pixels: int = Field(default=32 * 32 * 768, ge=1)
+    video_min_pixels: int | None = Field(default=None, ge=1)
+    """Of all resized frames of a video together; without one, as of an image."""
+    video_max_pixels: int | None = Field(default=None, ge=1)
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     rotary_base: float = 10_000.0
@@ -115,8 +115,8 @@ class Settings(BaseModel):
                 "patch_size": patch_size,
                 "min_pixels": row,
                 "max_pixels": 16 * row,
-                "video_min_pixels": row,
-                "video_max_pixels": 16 * row,
+                "video_min_pixels": None,
+                "video_max_pixels": None,
                 "init_std": 0.2,
             }
         )
@@ -135,7 +135,11 @@ class Settings(BaseModel):
         )
         if media != VIDEO:
             return images
-        return TimedVideoProcessor.like(images, self.video_min_pixels, self.video_max_pixels)
+        return TimedVideoProcessor.like(
+            images,
+            self.video_min_pixels or self.min_pixels,
+            self.video_max_pixels or self.max_pixels,
+        )
 
 
 def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:

@@ -66,9 +66,9 @@ class Settings(BaseModel):
     max_pixels: int = Field(default=28 * 28 * 1280, ge=1)
     image_mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
     image_std: tuple[float, float, float] = OPENAI_CLIP_STD
-    video_min_pixels: int = Field(default=28 * 28 * 128, ge=1)
-    """Of each resized frame of a video."""
-    video_max_pixels: int = Field(default=28 * 28 * 768, ge=1)
+    video_min_pixels: int | None = Field(default=None, ge=1)
+    """Of each resized frame of a video; without one, as of an image."""
+    video_max_pixels: int | None = Field(default=None, ge=1)
     tokens_per_second: float = Field(default=2.0, gt=0)
     """Positions per second of a video."""
     rotary_base: float = 10_000.0
@@ -140,8 +140,8 @@ class Settings(BaseModel):
                 "full_attention_layers": tuple(full),
                 "min_pixels": 3 * row if windows else row,
                 "max_pixels": 16 * row,
-                "video_min_pixels": 3 * row if windows else row,
-                "video_max_pixels": 16 * row,
+                "video_min_pixels": None,
+                "video_max_pixels": None,
                 "init_std": 0.1,
             }
         )
@@ -164,7 +164,10 @@ class Settings(BaseModel):
         if media != VIDEO:
             return images
         return VideoProcessor.like(
-            images, self.video_min_pixels, self.video_max_pixels, self.tokens_per_second
+            images,
+            self.video_min_pixels or self.min_pixels,
+            self.video_max_pixels or self.max_pixels,
+            self.tokens_per_second,
         )
 
 

@@ -105,7 +105,7 @@ class StepPlanner:
     def __init__(
         self,
         layout: Layout,
-        media: Mapping[str, Sequence[str]],
+        media: Mapping[str, tuple[str, ...]],
         indexes: Sequence[Index],
         order: SampleOrder,
         micro_batch_size: int,

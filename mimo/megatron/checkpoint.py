@@ -108,6 +108,11 @@ def save_sharded(state: State, directory: Path) -> None:
     dist_checkpointing.save(state, str(directory))
 
 
+def stored_names(directory: Path) -> set[str]:
+    """The names in the whole model of all tensors of a checkpoint; no collective."""
+    return set(dist_checkpointing.load_tensors_metadata(str(directory)))
+
+
 def load_sharded(state: State, directory: Path) -> State:
     """Read the parts that ``state`` describes; every rank of the world calls it.
 

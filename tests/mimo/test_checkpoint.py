@@ -37,7 +37,7 @@ def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:
     assert dataset is not None
     planner = StepPlanner(
         build_layout(recipe),
-        {"vision": "image"},
+        {"vision": ("image",)},
         dataset.indexes,
         dataset.order,
         2,

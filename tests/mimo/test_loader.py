@@ -21,7 +21,7 @@ def load(path: Path, rank: int) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
     dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
     assert dataset is not None
     layout = build_layout(recipe)
-    planner = StepPlanner(layout, {"vision": "image"}, dataset.indexes, dataset.order, 4, 3)
+    planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
     loader = StepLoader(planner, dataset.readers, layout, rank, 0, 1, ahead=0)
     loaded = loader.next()
     loader.close()

@@ -49,7 +49,7 @@ def planned_samples(path: Path, overrides: list[str]) -> list[GlobalMicrobatch]:
     dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
     assert dataset is not None
     layout = build_layout(recipe)
-    planner = StepPlanner(layout, {"vision": "image"}, dataset.indexes, dataset.order, 4, 3)
+    planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
     return [m.samples for step in range(tiny.NUM_STEPS) for m in planner.microbatches(step)]
 
 
