@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from PIL import Image
+
 from mimo.hf.config import Config, Processors, expect, pixel_limits
 from mimo.hf.keymap import Weight, plain
 
@@ -22,11 +24,24 @@ def block_norms(ours: str, theirs: str, names: Mapping[str, str], size: int) -> 
         yield from both(f"{ours}.{own}", f"{theirs}.{norm}", size)
 
 
+def check_processor(processor: Config, resample: int) -> None:
+    """Raise ValueError for an image processor that leaves out a step of ours.
+
+    resample: pillow's number of the interpolation.
+    """
+    steps = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
+    where = "the image processor's configuration"
+    expect(
+        processor, where, resample=resample, rescale_factor=1 / 255, **dict.fromkeys(steps, True)
+    )
+
+
 def qwen_tower_sizes(config: Config, processors: Processors) -> dict[str, Any]:
     """The settings that the towers of all Qwen-VL models have. Raises ValueError."""
     vision = config["vision_config"]
     expect(vision, "vision_config", in_channels=3)
     expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    check_processor(processors.image, Image.Resampling.BICUBIC)
     return {
         "num_layers": vision["depth"],
         "hidden_size": vision["hidden_size"],

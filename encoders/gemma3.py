@@ -15,12 +15,13 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from data.pan_and_scan import PanAndScan
 from data.square_images import SquareImageProcessor
-from encoders._hf import block_norms, both, normalisation
+from encoders._hf import block_norms, both, check_processor, normalisation
 from encoders._patches import RowParts, check_tower_grid, frame_lengths, patch_places
 from mimo import megatron as engine
 from mimo.hf.config import Config, Processors, expect
@@ -264,7 +265,9 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         hidden_act="gelu_pytorch_tanh",
         num_channels=3,
     )
-    size = processors.image.get("size") or {}
+    images = processors.image
+    check_processor(images, Image.Resampling.BILINEAR)
+    size = images.get("size") or {}
     side = vision["image_size"]
     expect(size, "the image processor's size", height=side, width=side)
     return {
@@ -277,8 +280,18 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         "mm_tokens_per_image": config["mm_tokens_per_image"],
         "norm_eps": vision["layer_norm_eps"],
         "init_std": config["initializer_range"],
-        **normalisation(processors.image),
+        **normalisation(images),
+        **_pan_and_scan(images),
     }
+
+
+def _pan_and_scan(processor: Config) -> dict[str, Any]:
+    """When the checkpoint's processor cuts crops, and which."""
+    if not processor.get("do_pan_and_scan"):
+        return {}
+    names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+    given = {f"pan_and_scan_{name}": processor.get(f"pan_and_scan_{name}") for name in names}
+    return {"pan_and_scan": True, **{key: v for key, v in given.items() if v is not None}}
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:

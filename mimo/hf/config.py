@@ -69,12 +69,12 @@ def read_processors(folder: Path) -> Processors:
 def expect(section: Config, where: str, **values: object) -> None:
     """Raise ValueError for keys of ``section`` that have another value than the one we compute.
 
-    A key that is absent has the value that is expected.
+    A key that is absent or null has the value that is expected.
     """
     wrong = [
         f"{where}.{key} is {section[key]!r}; only {value!r} is supported"
         for key, value in values.items()
-        if section.get(key, value) != value
+        if section.get(key) not in (None, value)
     ]
     if wrong:
         raise ValueError("; ".join(wrong))
