@@ -30,7 +30,7 @@ def planner_of(path: Path, **given: Any) -> StepPlanner:
     dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
     assert dataset is not None
     layout = build_layout(recipe)
-    media = {"vision": "image"}
+    media = {"vision": ("image",)}
     return StepPlanner(layout, media, dataset.indexes, dataset.order, 4, 3, **given)
 
 

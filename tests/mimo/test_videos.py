@@ -47,7 +47,14 @@ LENGTH = "data.sequence_length=256"
 LAYOUTS = {
     "2 lanes to pp2": (4, ["encoders.vision.grid.dp=2", "language.grid.pp=2"]),
     "1 lane to tp2 with sp": (3, ["language.grid={tp: 2, sp: true}"]),
-    "colocated": (2, ["encoders.vision.placement=colocated", "language.grid.tp=2"]),
+    "colocated": (
+        2,
+        [
+            "encoders.vision.placement=colocated",
+            "encoders.vision.grid.dp=2",
+            "language.grid.tp=2",
+        ],
+    ),
 }
 
 
