@@ -11,12 +11,14 @@ import torch.distributed as dist
 
 from mimo.assets import ASSETS, asset_folders, copy_assets
 from mimo.checkpoint_folder import Progress, latest_checkpoint, publish, read_progress
+from mimo.lora import is_adapter
 from mimo.megatron.checkpoint import (
     State,
     load_sharded,
     optimizer_state,
     restore,
     save_sharded,
+    stored_names,
     weights_state,
 )
 from mimo.model import MimoModel
@@ -76,10 +78,23 @@ def begin(model: MimoModel, start: Start) -> Progress:
         case Resume(checkpoint):
             return load_checkpoint(model, checkpoint)
         case FromWeights(checkpoint):
-            load_checkpoint(model, checkpoint, with_optimizer=False)
+            _load_weights(model, checkpoint)
         case FromScratch():
             pass
     return Progress(step=0, samples=0)
+
+
+def _load_weights(model: MimoModel, checkpoint: Path) -> None:
+    """Load all weights. Adapters that the checkpoint has not are new and stay as they were drawn.
+
+    They add nothing before their first step, so the model is the one that was saved.
+    """
+    state = _model_state(model, "load", with_optimizer=False)
+    stored = stored_names(checkpoint)
+    new = {k: v for k, v in state.items() if is_adapter(k) and v.key not in stored}
+    loaded = load_sharded({k: v for k, v in state.items() if k not in new}, checkpoint)
+    loaded |= {name: sharded.data for name, sharded in new.items()}
+    _restore(model, loaded, with_optimizer=False, step=0)
 
 
 def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = True) -> Progress:
@@ -91,16 +106,21 @@ def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = T
     """
     progress = read_progress(checkpoint)
     loaded = load_sharded(_model_state(model, "load", with_optimizer), checkpoint)
-    for name, module in model.modules.items():
-        optimizer = module.optimizer if with_optimizer else None
-        for number, chunk in enumerate(module.raw):
-            prefix = f"{number}."
-            own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
-            restore(chunk, optimizer, name, own, progress.step)
-    if not with_optimizer:
-        model.follow_weights()
+    _restore(model, loaded, with_optimizer, progress.step)
     states = sorted(checkpoint.glob("rng_rank_*.pt"))
     if with_optimizer and len(states) == dist.get_world_size():
         own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"
         torch.set_rng_state(torch.load(own, weights_only=True)["cpu"])
     return progress
+
+
+def _restore(model: MimoModel, loaded: State, with_optimizer: bool, step: int) -> None:
+    """Copy what was loaded into the model, whose optimizers have done ``step`` updates."""
+    for name, module in model.modules.items():
+        optimizer = module.optimizer if with_optimizer else None
+        for number, chunk in enumerate(module.raw):
+            prefix = f"{number}."
+            own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
+            restore(chunk, optimizer, name, own, step)
+    if not with_optimizer:
+        model.follow_weights()

@@ -292,8 +292,20 @@ def convert_to_hf(
     shard_size: Annotated[
         str, typer.Option("--shard-size", help="Largest file, such as 500MB or 5GB.")
     ] = "5GB",
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Write the adapters of a run with lora alone, for peft."),
+    ] = False,
 ) -> None:
-    """Write a trained model in Hugging Face format, from whatever layout it was trained in."""
+    """Write a trained model in Hugging Face format, from whatever layout it was trained in.
+
+    Adapters are merged into what they adapt, or with --adapter written without it.
+    """
+    if adapter:
+        from mimo.hf.adapter import convert as write_adapter
+
+        write_adapter(run, out)
+        return
     from mimo.hf.to_hf import convert as write
     from mimo.hf.to_hf import parse_size
 

@@ -16,6 +16,13 @@ def is_adapter(name: str) -> bool:
     return name.endswith(_ENDINGS)
 
 
+def adapter_names(weight: str) -> tuple[str, str]:
+    """The names of the two matrices that adapt the parameter of this name."""
+    linear = weight.removesuffix(".weight")
+    lora_a, lora_b = (f"{linear}{ending}" for ending in _ENDINGS)
+    return lora_a, lora_b
+
+
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """weight (O, I), lora_a (R, I), lora_b (O, R) -> weight + scale · lora_b lora_a, (O, I).
 

@@ -164,7 +164,7 @@ class Encoder(Section):
     """An encoder with its projector.
 
     `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
-    `lora`: only the adapters in the tower and the projector learn.
+    `lora`: only the adapters in the tower and the projector learn, as also with `freeze: tower`.
     `media`: the type of content part that it encodes, such as `image`, `video` or `audio`, whose
     `placeholder`, `template_token` and `item_text` are as of `MediaTokens`.
     `other_media`: the types that it encodes with the same weights, and how each stands in the text.
@@ -365,13 +365,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return parse_recipe(source)
 
 
+def fill(data: dict[str, Any]) -> list[tuple[Location, str]]:
+    """Complete plain data in place from the folder of `init_from`, if any; returns all problems."""
+    if data.get("init_from") is None:
+        return []
+    from mimo.hf.recipe_keys import fill_recipe  # here, because reading configs is slow
+
+    return list(fill_recipe(data))
+
+
 def parse_recipe(source: YamlSource) -> Recipe:
     """The recipe that `source` holds. Raises RecipeError like `load_recipe`."""
-    problems = list(source.problems)
-    if source.data.get("init_from") is not None:
-        from mimo.hf.recipe_keys import fill_recipe  # here, because reading configs is slow
-
-        problems += [source.problem(*found) for found in fill_recipe(source.data)]
+    problems = [*source.problems, *(source.problem(*found) for found in fill(source.data))]
     recipe = None
     try:
         recipe = Recipe.model_validate(source.data)

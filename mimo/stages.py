@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from mimo.checkpoint_folder import stage_folder
-from mimo.recipe import STAGES, Recipe, parse_recipe
+from mimo.recipe import STAGES, LoRA, Recipe, fill, parse_recipe
 from mimo.recipe_errors import RecipeError
 from mimo.stage_source import (
     StageSource,
@@ -26,7 +28,7 @@ from mimo.stage_source import (
     lay_over,
     override_problems,
 )
-from mimo.yaml_source import YamlSource, read_yaml
+from mimo.yaml_source import Location, YamlSource, read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -86,14 +88,19 @@ def load_stages(path: Path, overrides: Sequence[str] = ()) -> StagedRecipe:
     given: list[dict[str, Any]] = source.data[STAGES]
     names = [stage["name"] for stage in given]
     problems += override_problems(source)
+    # What the folder of `init_from` says is the same for all; each stage finds its own problems.
+    shared = replace(source, data=deepcopy(source.data))
+    fill(shared.data)
     for index in range(len(given)):
-        problems += fixed_problems(source, index)
-    sources = [lay_over(source, index, name) for index, name in enumerate(names)]
+        problems += fixed_problems(shared, index)
+    sources = [lay_over(shared, index, name) for index, name in enumerate(names)]
     recipes: list[Recipe] = []
     try:
         recipes = _for_each(names, sources, parse_recipe)
     except RecipeError as error:
         problems += error.problems
+    if not problems:
+        problems += _adapter_problems(names, recipes)
     if problems:
         raise RecipeError(*problems)
     stages = [
@@ -127,6 +134,25 @@ def _form_problems(source: YamlSource) -> list[str]:
         else:
             seen.add(name)
     return problems
+
+
+def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterator[str]:
+    """Stages that lack adapters which an earlier one has trained."""
+    for name, (before, after) in zip(names, pairwise(recipes), strict=False):
+        for key, earlier in _adapters(before).items():
+            later = _adapters(after)[key]
+            if earlier is not None and later != earlier:
+                message = (
+                    f"got {None if later is None else later.model_dump()}, but stage {name!r} has "
+                    f"trained other adapters, which would be lost; give both the same lora"
+                )
+                yield after.problem((*key, "lora"), message)
+
+
+def _adapters(recipe: Recipe) -> dict[Location, LoRA | None]:
+    """What is said of adapters, by the key of the module."""
+    encoders = {("encoders", name): encoder.lora for name, encoder in recipe.encoders.items()}
+    return {("language",): recipe.language.lora, **encoders}
 
 
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:

@@ -4,10 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from mimo.launch import rank_environment, run_on_cpu, warm_up_on_cpu
 
 RunRanks = Callable[..., list[Any]]
+
+# How long an example takes says more of the machine than of the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -93,6 +93,10 @@ class Weight:
 
     def unpack(self, ours: Tensor) -> dict[str, Tensor]:
         """The tensors of the checkpoint by key, from our whole parameter, (R, ...) with padding."""
+        return {source.key: source.stored(rows) for source, rows in self.split(ours).items()}
+
+    def split(self, ours: Tensor) -> dict[Source, Tensor]:
+        """The rows of every source in its order, from any tensor with our rows, (R, ...)."""
         pieces: dict[Source, dict[int, Tensor]] = {source: {} for source in self.sources}
         position = 0
         for run in self.runs:
@@ -100,7 +104,7 @@ class Weight:
             position += run.count
         # Runs cover a source completely, in whatever order they lie in our parameter.
         return {
-            source.key: source.stored(torch.cat([own[start] for start in sorted(own)]))
+            source: torch.cat([own[start] for start in sorted(own)])
             for source, own in pieces.items()
         }
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.keymap import Weight
+from mimo.lora import is_adapter
 from mimo.megatron.groups import ProcessGroupCollection
 from mimo.megatron.initialize import global_name
 
@@ -23,7 +24,8 @@ def load_weights(
 ) -> None:
     """Fill this rank's chunk of a module, in place and in the dtype of its parameters.
 
-    weights: of the whole module. No collective; each rank reads its own slices, tensor by tensor.
+    weights: of the whole module; adapters stay as they were drawn. No collective; each rank reads
+    its own slices, tensor by tensor.
     """
     by_name = {weight.name: weight for weight in weights}
     found: list[tuple[Weight, nn.Parameter]] = []
@@ -31,6 +33,8 @@ def load_weights(
         whole = global_name(name, chunk.config, groups.pp.rank(), vp_stage)
         if whole == "output_layer.weight" and whole not in by_name:
             whole = "embedding.word_embeddings.weight"  # the copy on the last stage
+        if is_adapter(whole):
+            continue
         assert whole in by_name, f"the key map does not say what {whole} consists of"
         found.append((by_name[whole], param))
     for weight, param in sorted(found, key=lambda pair: checkpoint.order(pair[0])):

@@ -1,28 +1,24 @@
-"""The processor of transformers that a folder holds, also where videos cannot be decoded."""
+"""The processor of transformers that a folder holds, for texts and images."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 
 def load_processor(directory: str | Path) -> Any:
-    """What `AutoProcessor.from_pretrained` returns, with images prepared by pillow.
+    """As `AutoProcessor.from_pretrained`, but images are prepared by pillow, videos not at all.
 
-    The processors of the Qwen families also make a processor for videos, which needs torchvision.
-    Without torchvision they are made for images alone. Never downloads anything.
+    On every machine alike: where torchvision is installed, transformers prepares images by it, with
+    other rounding; where it is not, there is no processor for videos, which those of the Qwen
+    families ask for. Never downloads anything.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(directory)}
-    where["local_files_only"] = True
-    config = AutoConfig.from_pretrained(**where)
-    base: Any = PROCESSOR_MAPPING[type(config)]
-    has_videos = "video_processor" in base.get_attributes()
-    if not has_videos or importlib.util.find_spec("torchvision") is not None:
-        return AutoProcessor.from_pretrained(**where, backend="pil")
+    where: dict[str, Any] = {"local_files_only": True}
+    where["pretrained_model_name_or_path"] = str(directory)
+    base: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(**where))]
 
     class ImagesOnly(base):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -30,9 +26,9 @@ def load_processor(directory: str | Path) -> Any:
                 return None
             return super().check_argument_for_proper_class(argument_name, argument)
 
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    return ImagesOnly(
-        image_processor=AutoImageProcessor.from_pretrained(**where, backend="pil"),
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(**where, backend="pil"),
+        "tokenizer": AutoTokenizer.from_pretrained(**where),
+    }
+    settings, _ = base.get_processor_dict(**where)
+    return ImagesOnly.from_args_and_dict([parts.get(n) for n in base.get_attributes()], settings)

@@ -1,50 +1,27 @@
 """`mimo convert to-hf`: a checkpoint of ours, from whatever layout, in Hugging Face format.
 
-One file of the result is in memory at a time. Neither the engine nor the model is needed: our
-checkpoints name every tensor as in the whole model.
+One file of the result is in memory at a time. Adapters are merged into what they adapt; apart from
+it they are written by `mimo.hf.adapter`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mimo.assets import ASSETS, copy_assets, recipe_of
-from mimo.checkpoint_folder import find_checkpoint
-from mimo.families import encoder_settings, language_settings
-from mimo.hf import stored
-from mimo.hf.architectures import Architecture
+from mimo.assets import copy_assets
 from mimo.hf.config import read_json
 from mimo.hf.folder import INDEX, SINGLE
-from mimo.hf.keymap import Weight
-from mimo.hf.recipe_keys import architecture_of_folder
+from mimo.hf.trained import TrainedModel, TrainedWeight, open_trained
 from mimo.new_folder import new_folder
 from mimo.progress_bar import counter_of
-from mimo.recipe import Recipe
-from mimo.recipe_errors import InputError, RecipeError
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A parameter of ours in a checkpoint: its key, shape and dtype there."""
-
-    key: str
-    weight: Weight
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Of what it becomes: without padding."""
-        columns = self.shape.numel() // self.shape[0]
-        return self.weight.num_rows * columns * self.dtype.itemsize
+from mimo.recipe_errors import InputError
 
 
 def convert(run: Path, target: Path, shard_bytes: int) -> None:
@@ -55,24 +32,15 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
     not at all.
 
     Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
-    missing or has another shape.
+    missing, unknown or has another shape.
     """
-    checkpoint = find_checkpoint(run)
-    recipe = recipe_of(checkpoint)
-    assets = checkpoint / ASSETS
-    if not (assets / "config.json").is_file():
-        raise InputError(
-            f"{checkpoint}: its model did not start from a checkpoint in Hugging Face format, so "
-            f"there is no configuration that describes it (train with init_from)"
-        )
-    architecture = architecture_of_folder(assets)
-    weights = stored_weights(checkpoint, recipe, architecture)
-    shards = list(_shards(weights, shard_bytes))
-    to_disk = architecture.layouts[0].on_disk
+    trained = open_trained(run)
+    shards = list(trained.shards(shard_bytes))
+    to_disk = trained.architecture.layouts[0].on_disk
     with new_folder(target) as folder, counter_of("files", len(shards)) as advance:
-        copy_assets([assets], folder)
-        _set_dtype(folder / "config.json", weights[0].dtype)
-        _write(folder, checkpoint, shards, to_disk, advance)
+        copy_assets([trained.assets], folder)
+        _set_dtype(folder / "config.json", trained.weights[0].dtype)
+        _write(folder, trained, shards, to_disk, advance)
 
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -86,44 +54,10 @@ def parse_size(text: str) -> int:
     return int(number) * _UNITS[unit]
 
 
-def stored_weights(checkpoint: Path, recipe: Recipe, architecture: Architecture) -> list[Stored]:
-    """Every parameter of the recipe's model, as ``checkpoint`` has it."""
-    settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
-    described = stored.describe(checkpoint)
-    found, problems = [], []
-    if not settings:
-        problems.append("  the tower: the recipe has no encoders")
-    for module, weights in architecture.weights(language_settings(recipe), settings).items():
-        for weight in weights:
-            key = f"{module}.{weight.name}"
-            if key not in described:
-                problems.append(f"  {key} is missing")
-                continue
-            shape, dtype = described[key]
-            if shape[0] < weight.num_rows:
-                problems.append(f"  {key} is {list(shape)}, needs {weight.num_rows} rows at least")
-            found.append(Stored(key, weight, shape, dtype))
-    if problems:
-        raise RecipeError(f"{checkpoint} is not a whole {architecture.model_type}:", *problems)
-    return found
-
-
-def _shards(weights: list[Stored], shard_bytes: int) -> Iterator[list[Stored]]:
-    """Consecutive parameters that fit into a file together."""
-    shard, size = [], 0
-    for one in weights:
-        if shard and size + one.num_bytes > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(one)
-        size += one.num_bytes
-    yield shard
-
-
 def _write(
     folder: Path,
-    checkpoint: Path,
-    shards: list[list[Stored]],
+    trained: TrainedModel,
+    shards: list[list[TrainedWeight]],
     to_disk: Callable[[str], str],
     advance: Callable[[], None],
 ) -> None:
@@ -132,11 +66,11 @@ def _write(
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         path = folder / (SINGLE if len(shards) == 1 else name)
-        ours = stored.read(checkpoint, {one.key: (one.shape, one.dtype) for one in shard})
+        ours = trained.read(shard)
         tensors: dict[str, Tensor] = {}
         for one in shard:
             # Each goes before the next is taken apart: two copies of one tensor, not of a file.
-            unpacked = one.weight.unpack(ours.pop(one.key))
+            unpacked = one.weight.unpack(one.merged(ours))
             tensors |= {to_disk(key): tensor.contiguous() for key, tensor in unpacked.items()}
         save_file(tensors, path, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", path)  # else only its owner may read it

@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from mimo.megatron.optimizer_state import Share, share_of, tensors_to_load, tensors_to_save
 
@@ -106,6 +107,12 @@ def save_sharded(state: State, directory: Path) -> None:
     # Synchronous saves need no manager process, whose start would import everything again.
     cast("Any", filesystem_async)._results_queue = queue.Queue()
     dist_checkpointing.save(state, str(directory))
+
+
+def stored_names(directory: Path) -> set[str]:
+    """The names in the whole model of all tensors of a checkpoint; no collective."""
+    # Megatron's own reader of metadata does not know all properties that torch 2.15 writes.
+    return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
 def load_sharded(state: State, directory: Path) -> State:

@@ -12,7 +12,7 @@ import torch
 
 from mimo.hf.keymap import Weight
 from mimo.parity.results import INPUTS, LOGITS, OursOnRank, Part, Theirs
-from mimo.verify.compare import Comparison, IncomparableError, compare
+from mimo.verify.compare import Comparison, IncomparableError, compare, is_worse
 from mimo.verify.results import Reference, ReferenceParameter, Shard
 
 TOLERANCE = 1e-5  # fp32
@@ -92,7 +92,7 @@ def _line(point: str, whole: np.ndarray, parts: Sequence[Part], tolerance: float
         expected = whole[part.index, columns]
         covered[part.index, columns] = True
         error = _error(measure, got, expected, whole)
-        if not where or not error <= worst:
+        if not where or is_worse(error, worst):
             worst, where = error, part.where
     if not covered.all():
         raise IncomparableError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -51,7 +52,7 @@ train:
   optimizer: sgd
   learning_rate: 1.0e-6
   clip_grad_norm: null
-  run_dir: {folder}/runs
+  run_dir: {runs}
   threads_per_rank: 1
 """
 
@@ -124,11 +125,11 @@ class ParityRunner:
         path = self.folder / f"parity-{count}.yaml"
         path.write_text(
             _RECIPE.format(
-                checkpoint=self.checkpoint,
-                shard=self._shard(count),
+                checkpoint=json.dumps(str(self.checkpoint)),
+                shard=json.dumps(str(self._shard(count))),
                 count=count,
                 samples=_SAMPLES,
-                folder=self.folder,
+                runs=json.dumps(str(self.folder / "runs")),
             ),
             encoding="utf-8",
         )

@@ -74,7 +74,8 @@ def largest(errors: Iterable[float]) -> float:
     return max(errors, key=lambda e: math.inf if math.isnan(e) else e, default=0.0)
 
 
-def _is_worse(error: float, than: float) -> bool:
+def is_worse(error: float, than: float) -> bool:
+    """Whether ``error`` is larger, where not-a-number is larger than anything."""
     return not math.isnan(than) and (math.isnan(error) or error > than)
 
 
@@ -131,7 +132,7 @@ def _note(found: Comparison, difference: Difference, tolerance: float) -> None:
         found.first = found.largest = difference
     assert found.largest is not None
     same_kind = (difference.step, difference.what) == (found.first.step, found.first.what)
-    if same_kind and _is_worse(difference.error, found.largest.error):
+    if same_kind and is_worse(difference.error, found.largest.error):
         found.largest = difference
 
 
@@ -162,7 +163,7 @@ def _compare_parameter(
         got = parts[step] if parts else np.zeros_like(wanted)
         scale = max(float(np.abs(whole[step]).max()) if whole else 0.0, floor)
         error = tensor_error(got, wanted, scale)
-        if worst is None or _is_worse(error, worst.error):
+        if worst is None or is_worse(error, worst.error):
             delta = np.abs(got - wanted)
             index = tuple(int(i) for i in np.unravel_index(int(delta.argmax()), delta.shape))
             values = float(got[index]), float(wanted[index])
@@ -193,7 +194,7 @@ def _compare_scalars(
         for rank, result in enumerate(results):
             got = float(result.metrics[step][name])
             error = abs(got - expected[name]) / max(abs(expected[name]), 1e-12)
-            if worst is None or _is_worse(error, worst.error):
+            if worst is None or is_worse(error, worst.error):
                 worst = Difference(
                     step + 1, name, "the step", f"rank {rank}", (), got, expected[name], error
                 )

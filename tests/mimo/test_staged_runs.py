@@ -17,6 +17,7 @@ from mimo import job
 from mimo.build import DTYPES
 from mimo.checkpoint_folder import find_checkpoint
 from mimo.launch import run_on_cpu
+from mimo.lora import is_adapter
 from mimo.recipe import Recipe
 from mimo.stages import load_stages
 from mimo.start import FromScratch, FromWeights, Start
@@ -156,6 +157,20 @@ def test_another_layout_begins_with_exactly_the_weights_and_a_fresh_optimizer(
         if after == "bf16":
             master = at_start[f"optimizer.fp32_param.{name}"]
             assert torch.equal(master, expected.float()), name
+
+
+def test_adapters_that_are_new_in_a_stage_add_nothing_to_the_weights_before_it(
+    run_ranks: RunRanks, whole: Path
+) -> None:
+    lora = ["stages.1.language.lora={rank: 2}", "stages.1.encoders.vision.lora={rank: 2}"]
+    recipe = load_stages(whole, [*SETTINGS, *lora, "name=adapted"]).stages[1].recipe
+    written = checkpoint_of(whole, "whole", FIRST, 2)
+    run_ranks(save_at_the_start, 4, recipe, FromWeights(written))
+    at_start = weights(checkpoint_of(whole, "adapted", SECOND, 0))
+    adapters = {name: at_start.pop(name) for name in [*at_start] if is_adapter(name)}
+    assert equal(at_start, weights(written))
+    assert {name.split(".")[0] for name in adapters} == {"language", "vision"}
+    assert all(bool(value.any()) == name.endswith("lora_a") for name, value in adapters.items())
 
 
 def test_a_job_equals_runs_that_are_chained_by_hand(run_ranks: RunRanks, whole: Path) -> None:

@@ -14,6 +14,7 @@ from mimo.stage_runs import Run, runs_to_do
 from mimo.stages import StagedRecipe, load_stages
 from mimo.start import FromScratch, FromWeights, Resume
 from tests.mimo import tiny
+from tests.mimo.hf import folders
 
 STAGES = """\
 stages:
@@ -173,9 +174,36 @@ def test_what_all_stages_share_is_refused_inside_of_one(
     assert expected in line
 
 
+def test_adapters_may_begin_in_a_later_stage_but_not_end_or_change(path: Path) -> None:
+    lora = ["stages.0.language.freeze=false", "stages.0.language.lora={rank: 4}"]
+    load_stages(path, ["stages.1.language.lora={rank: 4}"])
+    load_stages(path, [*lora, "stages.1.language.lora={rank: 4}"])
+    for later in ([], ["stages.1.language.lora={rank: 8}"]):
+        (line,) = problems(path, *lora, *later)
+        assert "language.lora: got " in line
+        assert "stage 'projector' has trained other adapters, which would be lost" in line
+
+
 def test_a_shared_key_with_its_own_value_may_stand_in_a_stage(path: Path) -> None:
     plain, again = load_stages(path), load_stages(path, ["stages.0.language.model.num_layers=2"])
     assert dumped(plain) == dumped(again)
+
+
+def test_stages_know_the_encoder_and_the_sizes_of_a_folder_to_start_from(tmp_path: Path) -> None:
+    folder = folders.make("qwen3_vl", tmp_path / "checkpoint")
+    path = folders.write_recipe(folder, tmp_path / "recipe.yaml")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if not line.startswith("encoders")))
+    frozen = "language: {freeze: true}, encoders: {vision: {freeze: tower}}"
+    stages = f"stages=[{{name: projector, {frozen}}}, {{name: everything}}]"
+    alone = load_recipe(path)
+    first, second = (stage.recipe for stage in load_stages(path, [stages]).stages)
+    assert first.encoders["vision"].freeze == "tower"
+    assert second.encoders == alone.encoders
+    assert first.encoders["vision"].model == alone.encoders["vision"].model
+    assert (second.language, second.data) == (alone.language, alone.data)
+    (line,) = problems(path, stages, "stages.1.language.model.num_layers=9")
+    assert "stages.1.language.model.num_layers: got 9, but all stages train the same model" in line
 
 
 @pytest.mark.parametrize(

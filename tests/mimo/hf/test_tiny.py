@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data.digits_text import image_conversation
 from mimo.hf.processor import load_processor
@@ -67,6 +67,38 @@ def test_model_and_processor_load_and_answer_with_two_images(checkpoint: Path) -
     assert logits.shape[:2] == inputs["input_ids"].shape
     assert torch.isfinite(logits).all()
     assert 0.1 < logits.std() < 20
+
+
+def test_files_of_transformers_own_kind_give_the_same_processor(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """transformers 5 writes one file for all processors; published folders have several."""
+    processor = load_processor(checkpoint)
+    processor.tokenizer.save_pretrained(tmp_path)
+    settings = processor.to_dict() | {"image_processor": processor.image_processor.to_dict()}
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    again = load_processor(tmp_path)
+    given = {
+        "text": [question(processor, 2, answered=False)],
+        "images": [pictures((40, 60), (90, 33))],
+    }
+    for name, values in processor(**given).items():
+        np.testing.assert_array_equal(np.asarray(values), np.asarray(again(**given)[name]))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_transformers_finds_the_processor_itself(family: str, tmp_path: Path) -> None:
+    if family != "gemma3":
+        pytest.importorskip("torchvision", reason="transformers needs it to make this processor")
+    write_tiny(TinyCheckpoint(family), tmp_path)
+    found = AutoProcessor.from_pretrained(tmp_path, local_files_only=True)
+    text = question(found, 2, answered=False)
+    own = load_processor(tmp_path)
+    assert text == question(own, 2, answered=False)
+    images = [pictures((40, 60), (90, 33))]
+    ids = found(text=[text], images=images)["input_ids"]
+    assert list(ids[0]) == list(own(text=[text], images=images)["input_ids"][0])
 
 
 def test_every_word_of_the_digits_data_is_a_token(checkpoint: Path) -> None:

@@ -5,12 +5,14 @@ Pictures of odd sizes, several to a sample, one and none; fp32; every gradient i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.parity.compare import TOLERANCE, Parity
+from mimo.parity.main import main
 from mimo.parity.report import verdict
 from mimo.parity.results import INPUTS, LOGITS
 from mimo.parity.runner import ParityRunner
@@ -188,3 +190,29 @@ def test_overrides_that_parity_decides_itself_are_refused(
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         ParityRunner(tmp_path / "nothing", tmp_path).prepare([])
+
+
+# ------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("epsilon", ["1.0e-6", "0.01"])
+def test_the_command_prints_a_table_and_ends_with_1_where_something_differs(
+    epsilon: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny(TinyCheckpoint("qwen3_vl", dtype="bfloat16", shard_size="500KB"), tmp_path / "x")
+    overrides = [f"language.model.norm_eps={epsilon}"]
+    code = main(tmp_path / "x", overrides, None, tmp_path / "errors.json")
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "errors.json").read_text())
+    points = [point["point"] for point in found["points"]]
+    assert points[0] == "tokens"
+    assert points[-1] == LOGITS
+    assert all(point in printed for point in points)
+    assert len(found["gradients"]) > 50
+    if epsilon == "1.0e-6":  # the checkpoint's own
+        assert (code, found["passed"]) == (0, True)
+        assert printed.splitlines()[-1].startswith("equal: ")
+    else:
+        assert (code, found["passed"]) == (1, False)
+        assert found["first_diverging"]["point"] == "language.layers.0"
+        assert "first diverging module: language.layers.0" in printed
