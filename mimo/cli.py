@@ -187,12 +187,19 @@ def generate(
     image: Annotated[
         list[Path] | None, typer.Option("--image", help="An image; may be given several times.")
     ] = None,
+    frame: Annotated[
+        list[Path] | None,
+        typer.Option("--frame", help="A frame of a video, in order; all of one size."),
+    ] = None,
+    fps: Annotated[
+        float, typer.Option("--fps", min=0.001, help="Frames of the video per second.")
+    ] = 2.0,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
 ) -> int | None:
-    """Answer a question about images with a trained checkpoint, in one process."""
+    """Answer a question about images or a video with a trained checkpoint, in one process."""
     from mimo.generate import main as answer
 
-    return answer(run, image or [], prompt, max_new_tokens)
+    return answer(run, image or [], prompt, max_new_tokens, frame or [], fps)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from data.batch import GlobalMicrobatch
@@ -14,9 +14,9 @@ from data.order import SampleOrder
 from data.processor import ItemProcessor
 from data.reader import SampleReader
 from mimo.families import encoder_settings
-from mimo.recipe import Encoder, MediaTokens, Recipe, Source
+from mimo.recipe import MediaTokens, Recipe, Source
 from mimo.recipe_errors import RecipeError
-from mimo.yaml_source import dotted
+from mimo.yaml_source import Location, dotted
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,34 @@ def check_media(recipe: Recipe) -> None:
     """Raise RecipeError unless every media has one encoder, and tokens of its own."""
     problems = []
     owners: dict[tuple[str, str], str] = {}
-    for name, encoder in recipe.encoders.items():
-        for media, tokens in _media_of(encoder):
-            own = ("encoders", name) if media is None else ("encoders", name, "other_media", media)
-            where = (*own, "media") if media is None else own
-            if (media or encoder.media) == "text":
-                message = "'text' is the language model's own; name another media"
-                problems.append(recipe.problem(where, message))
-            values = {"media": media or encoder.media, "placeholder": tokens.placeholder}
-            if tokens.template_token is not None:
-                values["template_token"] = tokens.template_token
-            for key, value in values.items():
-                location = where if key == "media" else (*own, key)
-                owner = owners.setdefault((key, value), dotted(location))
-                if owner != dotted(location):
-                    message = f"got {value!r}, which {owner} is already; name another"
-                    problems.append(recipe.problem(location, message))
+    for where, place, media, tokens in _media_of(recipe):
+        if media == "text":
+            message = "'text' is the language model's own; name another media"
+            problems.append(recipe.problem(where, message))
+        values = [
+            ("media", where, media),
+            ("placeholder", (*place, "placeholder"), tokens.placeholder),
+            ("template_token", (*place, "template_token"), tokens.template_token),
+        ]
+        for key, location, value in values:
+            if value is None:
+                continue
+            owner = owners.setdefault((key, value), dotted(location))
+            if owner != dotted(location):
+                message = f"got {value!r}, which {owner} is already; name another"
+                problems.append(recipe.problem(location, message))
     if problems:
         raise RecipeError(*problems)
 
 
-def _media_of(encoder: Encoder) -> list[tuple[str | None, MediaTokens]]:
-    """The media of an encoder: None for the one that it names itself, then the others by name."""
-    own, *_ = encoder.media_tokens.values()
-    return [(None, own), *encoder.other_media.items()]
+def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:
+    """Where in the recipe each media is named, where its keys are, its name and its tokens."""
+    for name, encoder in recipe.encoders.items():
+        place = ("encoders", name)
+        yield (*place, "media"), place, encoder.media, encoder.own_tokens
+        for media, tokens in encoder.other_media.items():
+            other = (*place, "other_media", media)
+            yield other, other, media, tokens
 
 
 def item_processors(recipe: Recipe) -> dict[str, ItemProcessor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from PIL import Image
 from data.batch import pack_lane
 from data.chat import ChatTokenizer, EncodedSample
 from data.images import open_image, to_rgb
-from data.messages import PlaceholderError
+from data.messages import DEFAULT_FPS, PlaceholderError
 from data.processor import Grid, Part, PartPlan
 from mimo.assets import recipe_of
 from mimo.checkpoint_folder import find_checkpoint
@@ -206,20 +207,22 @@ class Generator:
         return logits[0, last, : self.model.num_tokens].argmax(-1).tolist()
 
 
-def main(path: Path, images: Sequence[Path], prompt: str, max_new_tokens: int) -> int:
-    """`mimo generate RUN_OR_CHECKPOINT --image ... --prompt ...`: prints the answer."""
-    opened = []
-    for image in images:
-        if not image.is_file():
-            raise InputError(f"--image {image}: no such file")
-        try:
-            opened.append(to_rgb(open_image(image.read_bytes())))
-        except (OSError, ValueError) as error:
-            raise InputError(f"--image {image}: {error}") from error
+def main(
+    path: Path,
+    images: Sequence[Path],
+    prompt: str,
+    max_new_tokens: int,
+    frames: Sequence[Path] = (),
+    fps: float = DEFAULT_FPS,
+) -> int:
+    """`mimo generate RUN_OR_CHECKPOINT --image ... --prompt ...`: prints the answer.
+
+    frames: of one video, which stands behind the images.
+    """
+    opened, of_video = _opened("--image", images), _opened("--frame", frames)
     generator = Generator(path)
-    if opened and "image" not in generator.processors:
-        known = ", ".join(generator.processors) or "nothing but text"
-        raise InputError(f"--image: no encoder of this run takes images; it takes {known}")
+    _check_media(generator, "--image", "image", images)
+    _check_media(generator, "--frame", "video", frames)
     for image, pixels in zip(images, opened, strict=True):
         try:
             generator.processors["image"].plan(Part(*pixels.size))
@@ -232,7 +235,29 @@ def main(path: Path, images: Sequence[Path], prompt: str, max_new_tokens: int) -
                     f"--prompt: {token!r} stands for an item of media {media!r} and is no text; "
                     "leave it out, a placeholder is added for each item that is given"
                 )
-    content = [{"type": "image"} for _ in opened] + [{"type": "text", "text": prompt}]
-    request = Request([{"role": "user", "content": content}], opened)
+    content: list[dict[str, Any]] = [{"type": "image"} for _ in opened]
+    if of_video:
+        content.append({"type": "video", "frames": len(of_video), "fps": fps})
+    content.append({"type": "text", "text": prompt})
+    request = Request([{"role": "user", "content": content}], [*opened, *of_video])
     print(generator.answer([request], max_new_tokens)[0])
     return 0
+
+
+def _opened(option: str, paths: Sequence[Path]) -> list[Image.Image]:
+    """The images in RGB. Raises InputError with option and path."""
+    opened = []
+    for path in paths:
+        if not path.is_file():
+            raise InputError(f"{option} {path}: no such file")
+        try:
+            opened.append(to_rgb(open_image(path.read_bytes())))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{option} {path}: {error}") from error
+    return opened
+
+
+def _check_media(generator: Generator, option: str, media: str, paths: Sequence[Path]) -> None:
+    if paths and media not in generator.processors:
+        known = ", ".join(generator.processors) or "nothing but text"
+        raise InputError(f"{option}: no encoder of this run takes {media}s; it takes {known}")

@@ -199,14 +199,18 @@ class Encoder(Section):
         return self.freeze is not True
 
     @property
-    def media_tokens(self) -> dict[str, MediaTokens]:
-        """How each media that it encodes stands in the text, its own `media` first."""
-        own = MediaTokens(
+    def own_tokens(self) -> MediaTokens:
+        """How items of its own `media` stand in the text."""
+        return MediaTokens(
             placeholder=self.placeholder,
             template_token=self.template_token,
             item_text=self.item_text,
         )
-        return {self.media: own, **self.other_media}
+
+    @property
+    def media_tokens(self) -> dict[str, MediaTokens]:
+        """How each media that it encodes stands in the text, its own `media` first."""
+        return {self.media: self.own_tokens, **self.other_media}
 
 
 class Bridge(Section):

@@ -92,7 +92,7 @@ class StepPlan:
 class StepPlanner:
     """Plans steps of a fixed shape over a fixed order of samples.
 
-    media: by encoder, the media of the items that it encodes.
+    media: by encoder, all media of the items that it encodes.
     delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
         language lane).
     encode_group: microbatches that colocated encoders encode in one go; None for all.
@@ -116,6 +116,7 @@ class StepPlanner:
         packed: bool = True,
         links: Collection[Link] | None = None,
     ) -> None:
+        assert not any(isinstance(own, str) for own in media.values()), "media are tuples of names"
         self.delivery = delivery
         self.encode_group = encode_group
         self.done = done
