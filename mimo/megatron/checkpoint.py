@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from mimo.megatron.optimizer_state import Share, share_of, tensors_to_load, tensors_to_save
 
@@ -110,7 +111,8 @@ def save_sharded(state: State, directory: Path) -> None:
 
 def stored_names(directory: Path) -> set[str]:
     """The names in the whole model of all tensors of a checkpoint; no collective."""
-    return set(dist_checkpointing.load_tensors_metadata(str(directory)))
+    # Megatron's own reader of metadata does not know all properties that torch 2.15 writes.
+    return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
 def load_sharded(state: State, directory: Path) -> State:
