@@ -74,6 +74,5 @@ def test_a_fine_tuned_and_exported_model_answers_in_transformers_as_here(
     model = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "exported", local_files_only=True
     )
-    print(ours)
     assert [answer_of_theirs(processor, model, sample) for sample in SAMPLES] == ours
     assert len(set(ours)) > 1, "all answers are alike, which says little"
