@@ -114,8 +114,10 @@ def _encode(processor: Any, model: Any, sample: ParitySample) -> _Encoded:
 
 
 def _end_ids(processor: Any, model: Any) -> list[int]:
+    """Of the tokens at which an answer ends; some folders name none for generation."""
     given = model.generation_config.eos_token_id
-    return [*(given if isinstance(given, list) else [given]), processor.tokenizer.eos_token_id]
+    ends = given if isinstance(given, list) else [given]
+    return [end for end in (*ends, processor.tokenizer.eos_token_id) if end is not None]
 
 
 class _Watch:
