@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.chat_template import find_chat_template
+from data.chat_template import find_chat_template, generation_ends
 from data.item_text import ITEM_SLOT, MediaText, write_items
 from data.messages import (
     Mention,
@@ -95,6 +95,8 @@ class ChatTokenizer:
         known = [token for token in _ENDS_OF_TURN if backend.token_to_id(token) is not None]
         eos = known[0] if known else tokenizer.eos_token
         self.eos_token_id = self._required_id(eos, "the end of a turn")
+        ends = (self.eos_token_id, tokenizer.eos_token_id, *generation_ends(self.directory))
+        self.stop_token_ids = frozenset(end for end in ends if end is not None)
         pad = tokenizer.pad_token
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 

@@ -55,3 +55,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return document if isinstance(document, dict) else {}
+
+
+def generation_ends(directory: Path) -> list[int]:
+    """Tokens at which a model stops answering, as its ``generation_config.json`` says, if any."""
+    path = directory / "generation_config.json"
+    try:
+        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return [given] if isinstance(given, int) else list(given or [])

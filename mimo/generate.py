@@ -108,7 +108,7 @@ class Generator:
             open_requests = [
                 r
                 for r, token in zip(open_requests, nexts, strict=True)
-                if token != self.chat.eos_token_id
+                if token not in self.chat.stop_token_ids
             ]
             if not open_requests:
                 break
@@ -117,7 +117,7 @@ class Generator:
                 [
                     token
                     for token in sequence[len(prompt.sample.input_ids) :]
-                    if token != self.chat.eos_token_id
+                    if token not in self.chat.stop_token_ids
                 ]
             )
             for sequence, prompt in zip(sequences, prompts, strict=True)

@@ -22,7 +22,6 @@ from pydantic import (
 )
 from ruamel.yaml import YAML
 
-from data import item_text_problem
 from mimo.not_yet import refusals
 from mimo.recipe_errors import RecipeError, nearest
 from mimo.recipe_findings import STAGES, describe
@@ -141,6 +140,8 @@ def _encode_group(value: Any) -> int | Literal["all"]:
 
 
 def _item_text(value: str) -> str:
+    from data import item_text_problem  # here: the package loads numpy
+
     problem = item_text_problem(value)
     if problem:
         raise ValueError(problem)

@@ -257,3 +257,16 @@ def test_a_written_tokenizer_has_the_placeholders_it_is_given(tmp_path: Path) ->
     odd, video = chat.placeholder_ids["an 'odd' \"media\""], chat.placeholder_ids["video"]
     kinds = [token for token in sample.input_ids.tolist() if token in (odd, video)]
     assert kinds == [video, odd, odd, odd]
+
+
+def test_answers_end_where_the_model_says_or_a_turn_ends(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    chat = ChatTokenizer(tmp_path)
+    assert chat.stop_token_ids == {chat.eos_token_id}
+    config = tmp_path / "generation_config.json"
+    for given, more in ((3, {3}), ([3, chat.eos_token_id], {3}), (None, set())):
+        config.write_text(json.dumps({"eos_token_id": given}))
+        assert ChatTokenizer(tmp_path).stop_token_ids == {chat.eos_token_id} | more
+    config.write_text("[")
+    with pytest.raises(ValueError, match=r"generation_config\.json cannot be read"):
+        ChatTokenizer(tmp_path)
