@@ -46,6 +46,12 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     _section(data, "data").setdefault("tokenizer", str(folder))
     data.setdefault("encoders", {DEFAULT_ENCODER: {}})
     encoders = _section(data, "encoders")
+    for name in list(encoders)[1:]:
+        message = (
+            f"init_from holds one tower, which encoders.{next(iter(encoders))} is; leave this one "
+            f"out, and name further media in other_media"
+        )
+        yield ("encoders", name), message
     for name in encoders:
         section = _section(encoders, name)
         yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
