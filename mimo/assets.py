@@ -7,31 +7,42 @@ wherever it is moved.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from mimo.recipe import Recipe, load_recipe
 
 ASSETS = "assets"
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
+_TOKENIZER_FILES = (
+    *("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab", "merges.txt"),
+    "chat_template",
+)
 _NOT_CARRIED = (".safetensors.index.json", "mimo_tiny.json")
 
 
-def copy_assets(sources: Iterable[Path], target: Path) -> None:
-    """Copy the small files of folders into ``target``; of equal names the last one counts."""
-    for source in sources:
-        for path in sorted(source.iterdir()) if source.is_dir() else ():
-            if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_CARRIED):
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target / path.name)
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy the small files of a folder into ``target``, over those of the same name."""
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
+        if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_CARRIED):
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / path.name)
 
 
-def asset_folders(recipe: Recipe) -> list[Path]:
-    """Where the assets of a recipe's model are, as far as the folders exist."""
-    folders = [recipe.data.tokenizer]
-    if recipe.init_from is not None and recipe.init_from != recipe.data.tokenizer:
-        folders.insert(0, recipe.init_from)
-    return [Path(folder) for folder in folders if Path(folder).is_dir()]
+def collect_assets(recipe: Recipe, target: Path) -> None:
+    """Copy the assets of a recipe's model into ``target``, as far as their folders exist.
+
+    Of a tokenizer in another folder than the model only the tokenizer's own files are taken: there
+    may be another model beside it.
+    """
+    tokenizer = Path(recipe.data.tokenizer)
+    if recipe.init_from is not None:
+        copy_assets(Path(recipe.init_from), target)
+    if recipe.init_from == recipe.data.tokenizer or not tokenizer.is_dir():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(tokenizer.iterdir()):
+        if path.name.startswith(_TOKENIZER_FILES):
+            shutil.copyfile(path, target / path.name)
 
 
 def recipe_of(checkpoint: Path) -> Recipe:

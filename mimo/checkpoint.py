@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from mimo.assets import ASSETS, asset_folders, copy_assets
+from mimo.assets import ASSETS, collect_assets, copy_assets
 from mimo.checkpoint_folder import Progress, latest_checkpoint, publish, read_progress
+from mimo.layout import LANGUAGE
 from mimo.lora import is_adapter
 from mimo.megatron.checkpoint import (
     State,
@@ -62,8 +63,9 @@ def save_checkpoint(
     if rank == 0:
         # Those of the one before stay, should a folder have been moved away meanwhile.
         before = latest_checkpoint(checkpoints)
-        carried = [] if before is None else [before / ASSETS]
-        copy_assets([*carried, *asset_folders(recipe)], partial / ASSETS)
+        if before is not None:
+            copy_assets(before / ASSETS, partial / ASSETS)
+        collect_assets(recipe, partial / ASSETS)
         publish(partial, progress, recipe.to_yaml(), keep)
     dist.barrier()
     return final
@@ -90,11 +92,28 @@ def _load_weights(model: MimoModel, checkpoint: Path) -> None:
     They add nothing before their first step, so the model is the one that was saved.
     """
     state = _model_state(model, "load", with_optimizer=False)
+    _check_no_adapter_is_lost(model, checkpoint)
     stored = stored_names(checkpoint)
     new = {k: v for k, v in state.items() if is_adapter(k) and v.key not in stored}
     loaded = load_sharded({k: v for k, v in state.items() if k not in new}, checkpoint)
     loaded |= {name: sharded.data for name, sharded in new.items()}
     _restore(model, loaded, with_optimizer=False, step=0)
+
+
+def _check_no_adapter_is_lost(model: MimoModel, checkpoint: Path) -> None:
+    """Raise ValueError for adapters in a checkpoint where this rank's model has none.
+
+    Megatron would leave them out without a word.
+    """
+    stored = [name for name in stored_names(checkpoint) if is_adapter(name)]
+    for name, module in model.modules.items():
+        adapts = any(is_adapter(p) for chunk in module.raw for p, _ in chunk.named_parameters())
+        if not adapts and any(key.startswith(f"{name}.") for key in stored):
+            key = name if name == LANGUAGE else f"encoders.{name}"
+            raise ValueError(
+                f"checkpoint {checkpoint} has adapters of {name}, but the recipe has no "
+                f"{key}.lora: what they learned would be lost; give that of their training"
+            )
 
 
 def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = True) -> Progress:
@@ -105,8 +124,9 @@ def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = T
     Raises ValueError when the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
-    loaded = load_sharded(_model_state(model, "load", with_optimizer), checkpoint)
-    _restore(model, loaded, with_optimizer, progress.step)
+    state = _model_state(model, "load", with_optimizer)
+    _check_no_adapter_is_lost(model, checkpoint)
+    _restore(model, load_sharded(state, checkpoint), with_optimizer, progress.step)
     states = sorted(checkpoint.glob("rng_rank_*.pt"))
     if with_optimizer and len(states) == dist.get_world_size():
         own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"

@@ -314,7 +314,11 @@ class Train(Section):
 
 
 class Recipe(Section):
-    """One training run. `init_from` is a folder of weights to start from."""
+    """One training run.
+
+    `init_from`: a folder in Hugging Face format to start from. It gives weights, and what the
+    recipe leaves out: families, sizes, tokenizer, placeholders, an encoder on a rank of its own.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     init_from: str | None = None

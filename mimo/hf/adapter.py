@@ -53,7 +53,9 @@ def convert(run: Path, target: Path) -> None:
         saved = _outermost(_changed_modules(trained))
         tensors |= _whole_modules(trained, saved)
         config = folder / "adapter_config.json"
-        text = json.dumps(_config(trained.recipe.init_from, loras, saved), indent=2)
+        # Absolute: a relative one would be looked up from wherever it is loaded.
+        base = str(Path(trained.recipe.init_from or "").absolute())
+        text = json.dumps(_config(base, loras, saved), indent=2)
         config.write_text(text + "\n", encoding="utf-8")
         weights = folder / "adapter_model.safetensors"
         save_file(tensors, weights, metadata={"format": "pt"})

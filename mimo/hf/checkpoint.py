@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -45,9 +46,9 @@ class HFCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the largest number of tensors."""
-        used = [self.folder.dtypes[disk] for disk in self._disk.values()]
-        return max(set(used), key=used.count)
+        """The smallest that holds every number of all tensors."""
+        used = {self.folder.dtypes[disk] for disk in self._disk.values()}
+        return functools.reduce(torch.promote_types, used)
 
     def matrix(self, run: Run, columns: slice | None = None) -> Tensor:
         """The rows of a run, (count, C) or (count,), and of a matrix the given columns of them."""

@@ -33,11 +33,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     ``vision_config``, rotary settings under ``rope_parameters``. Raises InputError.
     """
     read_json(folder / "config.json")  # says which file it is that is missing or broken
-    from transformers import AutoConfig  # here, because it costs seconds to import
+    # Here, because they cost seconds to import.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True).to_dict()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        ).to_dict()
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise InputError(f"{folder / 'config.json'}: cannot be understood: {error}") from error
     # A tied embedding is said at the top, or for the text alone, depending on version and model.
     text = config.get("text_config", {})
@@ -54,16 +58,16 @@ class Processors:
 
 
 def read_processors(folder: Path) -> Processors:
-    """From whichever files say so: those of old versions of transformers are several."""
+    """From the file that transformers would take: today's one file, else those of old versions."""
     found: dict[str, Any] = {}
     if (folder / "processor_config.json").is_file():
         both = read_json(folder / "processor_config.json")
-        found = {kind: both.get(f"{kind}_processor", {}) for kind in ("image", "video")}
+        found = {kind: both.get(f"{kind}_processor") for kind in ("image", "video")}
     for kind, name in (("image", "preprocessor"), ("video", "video_preprocessor")):
         path = folder / f"{name}_config.json"
-        if path.is_file():
+        if not found.get(kind) and path.is_file():
             found[kind] = read_json(path)
-    return Processors(found.get("image", {}), found.get("video", {}))
+    return Processors(found.get("image") or {}, found.get("video") or {})
 
 
 def expect(section: Config, where: str, **values: object) -> None:

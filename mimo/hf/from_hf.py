@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mimo.assets import ASSETS, asset_folders, copy_assets
+from mimo.assets import ASSETS, collect_assets
 from mimo.checkpoint_folder import Progress, write_progress
 from mimo.families import language_settings
 from mimo.hf import stored
@@ -60,7 +61,7 @@ def convert(source: Path, target: Path) -> None:
 
     with new_folder(target) as folder, counter_of("tensors", len(tensors)) as advance:
         stored.write(folder, shapes, _DTYPES[precision], tensor_of)
-        copy_assets(asset_folders(recipe), folder / ASSETS)
+        collect_assets(recipe, folder / ASSETS)
         (folder / "recipe.yaml").write_text(recipe.to_yaml())
         write_progress(folder, Progress(step=0, samples=0))
 
@@ -74,7 +75,7 @@ def minimal_recipe(source: Path) -> Recipe:
 
     if not source.is_dir():
         raise InputError(f"{source}: no such folder; give a checkpoint in Hugging Face format")
-    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in source.resolve().name)
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", source.resolve().name)
     data: dict[str, Any] = {
         "name": name.lstrip("._-") or "converted",
         "init_from": str(source),

@@ -48,11 +48,11 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     encoders = _section(data, "encoders")
     for name in list(encoders)[1:]:
         message = (
-            f"init_from holds one tower, which encoders.{next(iter(encoders))} is; leave this one "
-            f"out, and name further media in other_media"
+            f"a recipe with init_from has one encoder, here encoders.{next(iter(encoders))}; leave "
+            f"this one out, and name further media of that tower in other_media"
         )
         yield ("encoders", name), message
-    for name in encoders:
+    for name in list(encoders)[:1]:
         section = _section(encoders, name)
         yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
         for key, value in architecture.encoder_keys.items():

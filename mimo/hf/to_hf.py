@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mimo.assets import copy_assets
 from mimo.hf.config import read_json
+from mimo.hf.export_config import changed_settings, write_image_settings
 from mimo.hf.folder import INDEX, SINGLE
 from mimo.hf.trained import TrainedModel, TrainedWeight, open_trained
 from mimo.new_folder import new_folder
@@ -35,10 +36,12 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
     missing, unknown or has another shape.
     """
     trained = open_trained(run)
+    changed = changed_settings(trained.recipe, trained.architecture, trained.assets)
     shards = list(trained.shards(shard_bytes))
     to_disk = trained.architecture.layouts[0].on_disk
     with new_folder(target) as folder, counter_of("files", len(shards)) as advance:
-        copy_assets([trained.assets], folder)
+        copy_assets(trained.assets, folder)
+        write_image_settings(folder, changed)
         _set_dtype(folder / "config.json", trained.weights[0].dtype)
         _write(folder, trained, shards, to_disk, advance)
 

@@ -128,7 +128,7 @@ def open_trained(run: Path) -> TrainedModel:
     checkpoint = find_checkpoint(run)
     recipe = recipe_of(checkpoint)
     assets = checkpoint / ASSETS
-    if not (assets / "config.json").is_file():
+    if recipe.init_from is None or not (assets / "config.json").is_file():
         raise InputError(
             f"{checkpoint}: its model did not start from a checkpoint in Hugging Face format, so "
             f"there is no configuration that describes it (train with init_from)"
@@ -147,7 +147,7 @@ def _trained_weights(
     found: list[TrainedWeight] = []
     problems: list[str] = []
     if not settings:
-        problems.append("  the tower: the recipe has no encoders")
+        problems.append("  the tower: the recipe has no encoders (keep one, with freeze: true)")
     for module, weights in architecture.weights(language_settings(recipe), settings).items():
         lora = (recipe.language if module == LANGUAGE else recipe.encoders[module]).lora
         for weight in weights:

@@ -77,7 +77,7 @@ def test_a_resolved_recipe_needs_the_folder_no_longer(folder: Path, tmp_path: Pa
     [
         ("language.family=gemma3", "language.family: got 'gemma3', but init_from holds 'qwen3'"),
         ("encoders.vision.family=qwen_vl", "init_from holds 'qwen3_vl'; leave the key out"),
-        ("encoders.more={grid: {dp: 1}}", "encoders.more: init_from holds one tower"),
+        ("encoders.more={grid: {dp: 1}}", "encoders.more: a recipe with init_from has one encoder"),
         ("init_from=nowhere", "init_from: nowhere: no such folder"),
         ("init_from=3", "init_from: should be a valid string"),
     ],

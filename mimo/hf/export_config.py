@@ -1,0 +1,87 @@
+"""The configuration of an exported model: that of the folder it started from, as it was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mimo.families import encoder_settings, language_settings
+from mimo.hf.architectures import Architecture
+from mimo.hf.config import read_config, read_json, read_processors
+from mimo.layout import LANGUAGE
+from mimo.recipe import Recipe
+from mimo.recipe_errors import RecipeError
+
+# Settings that no configuration of theirs has: how fresh weights are drawn, and padding.
+_OURS = {"init_std", "vocab_multiple"}
+# Of the image processor: their name by ours. Limits of pixels are written in several ways.
+_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+_IMAGE_KEYS = {
+    "image_mean": "image_mean",
+    "image_std": "image_std",
+    "pan_and_scan": "do_pan_and_scan",
+    "pan_and_scan_min_crop_size": "pan_and_scan_min_crop_size",
+    "pan_and_scan_max_num_crops": "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_ratio_to_activate": "pan_and_scan_min_ratio_to_activate",
+}
+
+
+def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -> dict[str, Any]:
+    """What the recipe has set otherwise than the folder for images, by our key.
+
+    Raises RecipeError for settings that differ and cannot be written into its files: the exported
+    model would compute something else than the one that was trained.
+    """
+    config, processors = read_config(folder), read_processors(folder)
+    families = {LANGUAGE: (architecture.language_family(), language_settings(recipe))}
+    said = {LANGUAGE: families[LANGUAGE][0].settings_from_hf(config)}
+    for name in recipe.encoders:
+        family = architecture.encoder_family()
+        families[name] = family, encoder_settings(recipe, name)
+        said[name] = family.settings_from_hf(config, processors)
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, (family, own) in families.items():
+        expected = family.Settings(**said[name]).model_dump()
+        section = f"{name}.model" if name == LANGUAGE else f"encoders.{name}.model"
+        for key, value in own.model_dump().items():
+            if key in _OURS or value == expected[key]:
+                continue
+            if name != LANGUAGE and key in (*_LIMITS, *_IMAGE_KEYS):
+                found[key] = value
+            else:
+                problems.append(f"  {section}.{key} is {value}, {folder} says {expected[key]}")
+    if problems:
+        raise RecipeError(
+            "the model was trained with settings that its configuration in Hugging Face format "
+            "does not say, so it would compute something else there:",
+            *problems,
+        )
+    return found
+
+
+def write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:
+    """Write settings from `changed_settings` into the file of the image processor in ``folder``."""
+    for path, content, section in _image_sections(folder) if changed else ():
+        for key, value in changed.items():
+            if key in _IMAGE_KEYS:
+                section[_IMAGE_KEYS[key]] = value
+                continue
+            size = section.setdefault("size", {})
+            size[_LIMITS[key]] = value
+            if section.get(key) is not None:
+                section[key] = value
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _image_sections(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
+    """Every file that says how images are prepared: path, content, the part that does."""
+    path = folder / "processor_config.json"
+    if path.is_file() and (content := read_json(path)).get("image_processor"):
+        yield path, content, content["image_processor"]
+    path = folder / "preprocessor_config.json"
+    if path.is_file():
+        content = read_json(path)
+        yield path, content, content
