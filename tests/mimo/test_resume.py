@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mimo.job import check_recipe
+from mimo.rank_processes import RanksFailed
 from mimo.recipe import load_recipe
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -143,3 +144,15 @@ def test_checkpoint_of_one_layout_resumes_in_another(
     for got, expected in zip(metrics(recipe, "other"), whole[2:], strict=True):
         assert got["loss"] == pytest.approx(expected["loss"], rel=loss)
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
+
+
+@pytest.mark.parametrize("module", ["language", "encoders.vision"])
+def test_adapters_of_a_checkpoint_are_not_left_out_without_a_word(
+    run_ranks: RunRanks, recipe: Path, module: str
+) -> None:
+    settings = [*LAYOUT, *ADAM, "train.steps=1"]
+    run(run_ranks, recipe, *settings, f"{module}.lora={{}}")
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_1"
+    name = module.rpartition(".")[2]
+    with pytest.raises(RanksFailed, match=rf"has adapters of {name}, but .* no {module}\.lora"):
+        run(run_ranks, recipe, *settings, "train.steps=2", resume_from=checkpoint)

@@ -19,7 +19,7 @@ from tests.mimo import runs
 from tests.mimo.hf import folders
 
 NEW_TOKENS = 16  # as `mimo evaluate` asks for
-NUM_QUESTIONS = 24
+NUM_QUESTIONS = 16
 SPLITS = {"sources": "train", "validation": "validation", "test": "test"}
 RECIPES = Path("recipes")
 
@@ -75,7 +75,7 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
                 ("test", "test"),
             )
         ),
-        "train={steps: 30, global_batch_size: 16, micro_batch_size: 4, learning_rate: 0.002, "
+        "train={steps: 24, global_batch_size: 16, micro_batch_size: 4, learning_rate: 0.002, "
         f'warmup_steps: 5, threads_per_rank: 1, run_dir: "{tmp_path}"}}',
     ]
     layout = load_recipe(recipe, overrides)
