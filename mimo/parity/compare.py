@@ -38,11 +38,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Parity:
-    """lines: the points in forward order. step: loss and gradients, and weights as imported."""
+    """lines: the points in forward order. step: loss and gradients, and weights as imported.
+
+    compared, total: numbers of parameters; of a large model the gradients of some are left out.
+    """
 
     lines: list[Line]
     step: Comparison
     tolerance: float
+    compared: int
+    total: int
 
     @property
     def first(self) -> Line | None:

@@ -45,7 +45,10 @@ def print_table(console: Console, found: Parity, title: str) -> None:
 def verdict(found: Parity) -> str:
     """One sentence: equal, or where the two first part."""
     if found.passed:
-        return f"equal: every point, loss and gradient is within {found.tolerance:g}"
+        which = "every gradient"
+        if found.compared < found.total:
+            which = f"the gradients of the {found.compared} smallest of {found.total} parameters"
+        return f"equal: every point, the loss and {which} within {found.tolerance:g}"
     lines = []
     if found.first is not None:
         first = found.first
@@ -77,6 +80,8 @@ def write_json(path: Path, found: Parity, checkpoint: Path, overrides: list[str]
         "overrides": overrides,
         "tolerance": found.tolerance,
         "passed": found.passed,
+        "compared_parameters": found.compared,
+        "parameters": found.total,
         "first_diverging": found.first and asdict(found.first),
         "points": [asdict(line) for line in found.lines],
         "step": found.step.scalars,

@@ -116,6 +116,8 @@ class ParityRunner:
             compare_points(results, theirs, tolerance),
             compare_step(results, theirs, weights, tolerance),
             tolerance,
+            compared=sum(len(own) for own in weights.values()),
+            total=sum(len(own) for own in initial.weights.values()),
         )
 
     def _shard(self, count: int) -> Path:

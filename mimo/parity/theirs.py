@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mimo.hf.processor import load_processor
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
 from mimo.parity.samples import ParitySample
+from mimo.recipe_errors import InputError
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,11 @@ def _encode(processor: Any, model: Any, sample: ParitySample) -> _Encoded:
     prompt, whole = found
     ids, ends = whole["input_ids"][0], torch.tensor(_end_ids(processor, model))
     start = prompt["input_ids"].shape[1]
-    assert torch.equal(ids[:start], prompt["input_ids"][0]), "the prompt changes with the answer"
+    if not torch.equal(ids[:start], prompt["input_ids"][0]):
+        raise InputError(
+            "the chat template renders a question differently once its answer is there, so the "
+            "tokens of the answer cannot be told apart: need a template that only grows"
+        )
     # What follows the end of a turn is never generated.
     end = int(torch.isin(ids, ends).nonzero().max()) + 1
     places = torch.arange(1, len(ids))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.parity import runner
 from mimo.parity.compare import TOLERANCE, Parity
 from mimo.parity.main import main
 from mimo.parity.report import verdict
@@ -78,6 +79,18 @@ def test_every_point_loss_and_gradient_is_that_of_transformers(
     family: str, layout: str, runners: dict[str, ParityRunner]
 ) -> None:
     check(runners[family].run(LAYOUTS[layout]), family)
+
+
+def test_of_a_large_model_some_gradients_are_left_out_and_said_to_be(
+    runners: dict[str, ParityRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runners["qwen3_vl"].run([])
+    assert whole.compared == whole.total == len(whole.step.gradients)
+    assert "and every gradient within" in verdict(whole)
+    monkeypatch.setattr(runner, "_GRADIENT_ELEMENTS", 10_000)
+    found = runners["qwen3_vl"].run([])
+    assert 0 < found.compared == len(found.step.gradients) < found.total
+    assert f"gradients of the {found.compared} smallest of {found.total}" in verdict(found)
 
 
 @pytest.mark.parametrize("family", OTHER_LAYOUTS)
