@@ -24,13 +24,13 @@ def block_norms(ours: str, theirs: str, names: Mapping[str, str], size: int) -> 
         yield from both(f"{ours}.{own}", f"{theirs}.{norm}", size)
 
 
-def check_processor(processor: Config, resample: int) -> None:
-    """Raise ValueError for an image processor that leaves out a step of ours.
+def check_processor(processor: Config, resample: int, kind: str = "image") -> None:
+    """Raise ValueError for a processor that leaves out a step of ours.
 
-    resample: pillow's number of the interpolation.
+    resample: pillow's number of the interpolation. kind: of processor.
     """
     steps = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
-    where = "the image processor's configuration"
+    where = f"the {kind} processor's configuration"
     expect(
         processor, where, resample=resample, rescale_factor=1 / 255, **dict.fromkeys(steps, True)
     )
@@ -41,7 +41,17 @@ def qwen_tower_sizes(config: Config, processors: Processors) -> dict[str, Any]:
     vision = config["vision_config"]
     expect(vision, "vision_config", in_channels=3)
     expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
-    check_processor(processors.image, Image.Resampling.BICUBIC)
+    images, videos = processors.image, processors.video
+    check_processor(images, Image.Resampling.BICUBIC)
+    check_processor(videos, Image.Resampling.BICUBIC, "video")
+    # Frames are cut and normalised as images are.
+    same = ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size")
+    expect(
+        videos,
+        "the video processor's configuration",
+        cap_pixels_per_frame=False,
+        **{key: images[key] for key in same if images.get(key) is not None},
+    )
     return {
         "num_layers": vision["depth"],
         "hidden_size": vision["hidden_size"],

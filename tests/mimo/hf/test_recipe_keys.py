@@ -111,6 +111,26 @@ def test_models_that_are_not_computed_here_are_refused(
         recipe_of(copy, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("preprocessor", "do_resize", False),
+        ("preprocessor", "resample", 0),
+        ("video_preprocessor", "cap_pixels_per_frame", True),
+        ("video_preprocessor", "image_mean", [0.1, 0.2, 0.3]),
+    ],
+)
+def test_processors_that_do_something_else_are_refused(
+    folder: Path, tmp_path: Path, name: str, key: str, value: object
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    path = copy / f"{name}_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(RecipeError, match=rf"processor's configuration\.{key} is"):
+        recipe_of(copy, tmp_path)
+
+
 def test_sizes_that_contradict_the_weights_are_listed_before_any_rank_starts(
     folder: Path, tmp_path: Path
 ) -> None:
