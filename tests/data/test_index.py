@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -95,6 +97,43 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
     }.items():
         assert reason in reasons.pop(key)
     assert not reasons
+
+
+# Joins text with text: content parts raise TypeError. Drops a question that says "forget".
+JOINING = """{%- for m in messages -%}
+{{ m.role + ' ' }}
+{%- if not (messages[-1].role == 'assistant' and m.content == 'forget') -%}
+{{ m.content + '<|im_end|>' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'assistant ' }}{%- endif -%}"""
+
+
+def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
+):
+    def chatting(question: object) -> bytes:
+        messages = [("user", question), ("assistant", "3")]
+        return json.dumps(
+            {"messages": [{"role": role, "content": text} for role, text in messages]}
+        ).encode()
+
+    shutil.copytree(chat.directory, tmp_path / "joining")
+    (tmp_path / "joining" / "chat_template.jinja").write_text(JOINING)
+    members = {
+        "good.json": chatting("read"),
+        "half.json": chatting("read \ud83d"),
+        "parts.json": ask(0),
+        "rewritten.json": chatting("forget"),
+        "last.json": chatting("write"),
+    }
+    shard = write_shard(tmp_path / "a.tar", members)
+    index = build_index(str(shard), ChatTokenizer(tmp_path / "joining"), processors)
+    assert index.keys.tolist() == ["good", "last"]
+    reasons = {skipped.key: skipped.reason for skipped in index.skipped}
+    assert sorted(reasons) == ["half", "parts", "rewritten"]
+    assert "no lone surrogate" in reasons["half"]
+    assert "rendered and tokenized (TypeError" in reasons["parts"]
+    assert "renders the messages before answer 1 differently" in reasons["rewritten"]
 
 
 def test_a_corrupt_image_body_is_not_read_when_indexing(
