@@ -77,6 +77,9 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
             "bad-header.0.png": b"nothing",
             "long.json": ask(1),
             "long.0.png": make_image(1000, 2),
+            "no-answer.json": b"""{"messages": [
+                {"role": "user", "content": "1"}, {"role": "gpt", "content": "1"},
+                {"role": "user", "content": "2"}]}""",
             "last.json": ask(0),
         },
     )
@@ -94,6 +97,7 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
         "gap": "numbered [1], need 0, 1, 2",
         "bad-header": "item 0: the image header cannot be read",
         "long": "aspect ratio",
+        "no-answer": "no message of the assistant, so nothing to learn (its roles are 'user'",
     }.items():
         assert reason in reasons.pop(key)
     assert not reasons
