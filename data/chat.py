@@ -130,7 +130,8 @@ class ChatTokenizer:
         per item that it becomes; None where each is one item.
 
         Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
-        ValueError when the template cannot be cut at the answers or writes another placeholder.
+        MessagesError when the template or the tokenizer refuses the messages, the template cannot
+        be cut at the answers, or it writes another placeholder.
         """
         parts = self._parts(messages, rows_per_item, key, part_texts)
         ids = self._tokens(messages, parts, key)
@@ -229,12 +230,19 @@ class ChatTokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
+            text = write_items(text, parts[: len(item_parts(messages))], self.media_text, key)
+            return self._backend.encode(text, add_special_tokens=False).ids
         except TemplateError as error:
             raise MessagesError(
                 f"sample {key!r}: the chat template refuses the messages: {error}"
             ) from error
-        text = write_items(text, parts[: len(item_parts(messages))], self.media_text, key)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeError) as error:
+            # From a template that joins text with parts, or a tokenizer given half a character.
+            raise MessagesError(
+                f"sample {key!r}: the messages cannot be rendered and tokenized "
+                f"({type(error).__name__}: {error}); need contents that the chat template takes, "
+                "of whole Unicode characters (no lone surrogate such as \\ud83d)"
+            ) from error
 
     def _answer_span(
         self,
@@ -252,7 +260,7 @@ class ChatTokenizer:
         last = number == len(messages) - 1
         through = ids if last else self._tokens(messages[: number + 1], parts, key)
         if through[: len(before)] != before or ids[: len(through)] != through:
-            raise ValueError(
+            raise MessagesError(
                 f"sample {key!r}: the chat template of {self.directory} renders the messages "
                 f"before answer {number} differently once the answer is there, so its tokens "
                 "cannot be told apart: need a template whose output only grows with each message "
@@ -284,7 +292,7 @@ class ChatTokenizer:
         if len(placeholders) != len(wanted):
             raise PlaceholderError(key, len(placeholders), len(wanted))
         if compact[placeholders].tolist() != wanted:
-            raise ValueError(
+            raise MessagesError(
                 f"sample {key!r}: the placeholders in its text are not those of its items in order "
                 f"of mention ({', '.join(media for media, _ in parts)})"
             )

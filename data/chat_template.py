@@ -1,8 +1,9 @@
 """Finds the chat template in a folder in Hugging Face format, wherever its version keeps it.
 
 Checkpoints of vision-language models keep it with the processor: in `chat_template.jinja`, or in
-`chat_template.json` before that existed. A template in `tokenizer_config.json` beside it is often
-one for text alone. Several named templates may be given; `default` is the one for chatting.
+`processor_config.json` or `chat_template.json` before that existed. As in transformers 5, the older
+places go first where a folder has several. A template in `tokenizer_config.json` beside them is
+often one for text alone. Several named templates may be given; `default` is the one for chatting.
 Source: transformers `ProcessorMixin.get_processor_dict` and `_resolve_chat_template`.
 """
 
@@ -24,12 +25,11 @@ def find_chat_template(directory: Path, of_tokenizer: object) -> str:
     Raises ValueError when there is none, several without a default, or a damaged file.
     """
     found = of_tokenizer
-    if not (directory / "chat_template.jinja").is_file():
-        for name in ("chat_template.json", "processor_config.json"):
-            of_processor = _read_json(directory / name).get("chat_template")
-            if of_processor is not None:
-                found = of_processor
-                break
+    for name in ("processor_config.json", "chat_template.json"):
+        of_processor = _read_json(directory / name).get("chat_template")
+        if of_processor is not None:
+            found = of_processor
+            break
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found}
     if isinstance(found, dict):
@@ -37,7 +37,7 @@ def find_chat_template(directory: Path, of_tokenizer: object) -> str:
             names = ", ".join(str(name) for name in found) or "none"
             raise ValueError(
                 f"the chat templates in {directory} are {names}, and none is named {_DEFAULT!r}: "
-                "put the one to use into chat_template.jinja"
+                "put the one to use into chat_template.jinja and leave it out of the other files"
             )
         found = found[_DEFAULT]
     if not isinstance(found, str) or not found:

@@ -27,7 +27,10 @@ OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 _PNG_SIGNATURE = 8  # bytes
-_PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+_PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
+_PNG_KEYWORD = 80  # bytes, the zero at its end included
+# Of texts that Pillow's `getexif` looks into: EXIF in hexadecimal, and XMP.
+_KEYWORDS_WITH_ORIENTATION = (b"exif", b"Raw profile type exif", b"XML:com.adobe.xmp", b"xmp")
 _EXIF_ORIENTATION = 274
 _ORIENTATION_METHOD = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -100,7 +103,7 @@ def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image
 def _has_late_metadata(image: Image.Image) -> bool:
     """Whether a lazily opened PNG may tell its orientation behind its pixels, as some writers do.
 
-    Pillow sees that only after decoding all of them.
+    Pillow sees that only after decoding all of them, so other texts there do not count.
     """
     file = getattr(image, "fp", None)
     if image.format != "PNG" or file is None:
@@ -110,9 +113,13 @@ def _has_late_metadata(image: Image.Image) -> bool:
     pixels_seen = False
     found = False
     while len(header := file.read(8)) == 8 and header[4:] != b"IEND":
-        found = found or (pixels_seen and header[4:] in _PNG_METADATA)
-        pixels_seen = pixels_seen or header[4:] == b"IDAT"
-        file.seek(file.tell() + int.from_bytes(header[:4], "big") + 4)  # data and checksum
+        kind, length, start = header[4:], int.from_bytes(header[:4], "big"), file.tell()
+        pixels_seen = pixels_seen or kind == b"IDAT"
+        if pixels_seen and kind in _PNG_TEXTS:
+            keyword = file.read(min(length, _PNG_KEYWORD)).split(b"\0", 1)[0]
+            found = found or keyword in _KEYWORDS_WITH_ORIENTATION
+        found = found or (pixels_seen and kind == b"eXIf")
+        file.seek(start + length + 4)  # data and checksum
     file.seek(position)
     return found
 

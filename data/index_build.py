@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 
@@ -35,8 +35,8 @@ def build_index(
 ) -> Index:
     """Scan all shards that `pattern` names: tokenize every sample, read every item's header.
 
-    A sample with malformed JSON or messages, missing items or unreadable headers is left out and
-    listed in `skipped`. processors: of the same media as the placeholders of `chat`.
+    A sample with malformed JSON or messages, no answer, missing items or unreadable headers is left
+    out and listed in `skipped`. processors: of the same media as the placeholders of `chat`.
     progress(done, total) counts bytes of shards.
 
     Raises ValueError when no shard matches, a shard is damaged, the template cannot be used, or any
@@ -156,13 +156,17 @@ def _read_sample(
         encoded = chat.encode(messages, rows, raw.key, texts)
     except MessagesError as error:
         raise _Unusable(str(error)) from error
+    loss_tokens = count_loss_tokens(encoded)
+    if loss_tokens == 0:
+        roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
+        raise _Unusable(f"no message of the assistant, so nothing to learn (its roles are {roles})")
     for item, offset in zip(items, encoded.item_offsets, strict=True):
         item["item_placeholder"] = int(offset)
     sample = {
         "json_offset": raw.json.offset,
         "json_size": raw.json.size,
         "token_length": len(encoded.input_ids),
-        "loss_tokens": count_loss_tokens(encoded),
+        "loss_tokens": loss_tokens,
     }
     members = [raw.items[number] for number in range(num_files)]
     return _ReadSample(
@@ -205,7 +209,7 @@ def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) 
     }
 
 
-def parse_messages(data: bytes) -> list[dict[str, object]]:
+def parse_messages(data: bytes) -> list[dict[str, Any]]:
     """The messages of a sample's JSON member; their form is checked when they are encoded.
 
     Raises ValueError when it is not a JSON object with `messages`.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from data.messages import PlaceholderError
+from data.messages import MessagesError, PlaceholderError
 
 _PLACEHOLDER_SLOT = "{placeholder}"
 ITEM_SLOT = "{item}"  # in the text of a part: once per item that the part becomes
@@ -67,7 +67,7 @@ def write_items(
     parts: (media, text of the part) in order of mention. key: names the sample in errors.
 
     Raises PlaceholderError when tokens and parts differ in number, as when a user's text contains
-    one, and ValueError when the template writes them in another order.
+    one, and MessagesError when the template writes them in another order.
     """
     media_of = {text.written: media for media, text in media_text.items()}
     # The longest first: one may be contained in another.
@@ -80,7 +80,7 @@ def write_items(
         raise PlaceholderError(key, len(found), len(parts))
     if found != [media for media, _ in parts]:
         tokens = {media: text.written for media, text in media_text.items()}
-        raise ValueError(
+        raise MessagesError(
             f"sample {key!r}: the chat template does not write the placeholders {tokens} for items "
             f"of {', '.join(media for media, _ in parts)}, in this order"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ ANSWER_ROLES = ("assistant", "model")  # Gemma's own name for the assistant is m
 
 
 class MessagesError(ValueError):
-    """The messages of one sample are malformed, or its chat template refuses them."""
+    """The messages of one sample are malformed, or cannot be rendered, tokenized or cut."""
 
 
 class PlaceholderError(ValueError):
@@ -75,7 +75,7 @@ def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
                 f"sample {key!r}: a part of type {part['type']!r} has frames {_short(frames)}; "
                 "need the number of image files that it takes, 1 or more"
             )
-        if type(fps) not in (int, float) or not 0 < fps < math.inf:
+        if type(fps) not in (int, float) or not 0 < fps <= sys.float_info.max:
             raise MessagesError(
                 f"sample {key!r}: a part of type {part['type']!r} has fps {_short(fps)}; need "
                 "frames per second, above 0"

@@ -9,6 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from data.images import to_rgb
+from data.messages import Message, is_answer, item_parts
 from data.reader import SampleReader, UnreadableSample
 from mimo.assets import recipe_of
 from mimo.checkpoint_folder import find_checkpoint
@@ -58,8 +59,10 @@ def score(answered: Sequence[Answered]) -> Score:
 def answer_split(run: Path, split: str = "test") -> list[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint.
 
-    Prints which samples cannot be read and are left out, and how many there are.
-    Raises RecipeError when the recipe names no shards for the split.
+    Prints which samples cannot be read, or do not end with an answer in text, and are left out,
+    and how many there are.
+    Raises RecipeError when the recipe names no shards for the split, InputError with the name of a
+    sample that cannot be answered.
     """
     if split not in ("validation", "test"):
         raise RecipeError(f"--split {split}: choose validation or test")
@@ -82,7 +85,8 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
             except UnreadableSample as error:
                 skipped.append(str(error))
                 continue
-            request = Request(messages[:-1], images)
+            name = f"sample {str(reader.index.keys[sample])!r} of {_shard(reader, sample)}"
+            request = Request(messages[:-1], images, name)
             waiting.append((request, _text(messages[-2]), _text(messages[-1])))
     if skipped:
         for reason in skipped:
@@ -100,18 +104,40 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
 
 
 def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Image.Image]]:
-    """The messages and the RGB images of a sample. Raises UnreadableSample."""
-    index = reader.index
+    """The messages and the RGB images of a sample: a chat that ends with an answer in text.
+
+    Raises UnreadableSample.
+    """
+    index, shard = reader.index, _shard(reader, sample)
+    key = str(index.keys[sample])
+    messages = reader.messages(sample)
+    problem = _not_a_question_with_answer(messages)
+    if problem:
+        raise UnreadableSample(shard, key, None, problem)
     images = []
     for file in index.files_of_sample(sample):
         image = reader.image(file, sample)
         try:
             images.append(to_rgb(image))
         except (OSError, ValueError) as error:
-            shard, key = index.shards[index.shard[sample]], str(index.keys[sample])
             item = file - index.files_of_sample(sample).start
             raise UnreadableSample(shard, key, item, str(error)) from error
-    return reader.messages(sample), images
+    return messages, images
+
+
+def _not_a_question_with_answer(messages: Sequence[Message]) -> str:
+    """Why the last message cannot be compared with an answer of the model, or nothing."""
+    if len(messages) < 2:
+        return f"{len(messages)} messages: need a question and an answer at least"
+    if not is_answer(messages[-1]):
+        return f"the last message is of {messages[-1]['role']!r}: need an answer to compare with"
+    if item_parts(messages[-1:]):
+        return "the last message has items: need an answer in text alone"
+    return ""
+
+
+def _shard(reader: SampleReader, sample: int) -> str:
+    return reader.index.shards[reader.index.shard[sample]]
 
 
 def main(run: Path, split: str) -> int:

@@ -28,10 +28,12 @@ class Request:
     """A chat without its answer.
 
     messages: Hugging Face chat list. images: the files of its content parts, in order of mention.
+    name: what errors call it.
     """
 
     messages: Sequence[dict]
     images: Sequence[Image.Image]
+    name: str = "the prompt"
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Generator:
             texts = [one.plan.text for one in parts]
             return _Prompt(self.chat.encode_prompt(request.messages, rows, texts), parts)
         except ValueError as error:
-            raise InputError(f"the prompt cannot be answered: {error}") from error
+            raise InputError(f"{request.name} cannot be answered: {error}") from error
 
     def _parts(self, request: Request) -> list[_PromptPart]:
         mentioned = self.chat.mentions(request.messages, "prompt")

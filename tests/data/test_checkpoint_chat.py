@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import Qwen2_5_VLProcessor
 
 from data import ChatTokenizer, MediaText, MessagesError, PlaceholderError
 from tests.data.checkpoint_files import GEMMA_IMAGE, hf_processor, our_processor, write_folder
@@ -171,6 +172,29 @@ def test_a_template_of_the_processor_goes_before_one_of_the_tokenizer(
     )
     assert chat.fingerprint() == expected.fingerprint()
     assert text_only.template == "{{ 'for text alone' }}"
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["chat_template.jinja"],
+        ["chat_template.jinja", "chat_template.json"],
+        ["chat_template.jinja", "processor_config.json"],
+        ["chat_template.json", "processor_config.json"],
+        ["chat_template.jinja", "chat_template.json", "processor_config.json"],
+    ],
+)
+def test_of_several_places_with_a_template_the_one_of_transformers_is_taken(
+    tmp_path: Path, places: list[str]
+):
+    folder = write_folder("qwen2_5_vl", tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    for place in places:
+        text = f"{{{{ 'from {place}' }}}}"
+        as_json = place.endswith(".json")
+        (folder / place).write_text(json.dumps({"chat_template": text}) if as_json else text)
+    theirs, _ = Qwen2_5_VLProcessor.get_processor_dict(folder)
+    assert ChatTokenizer(folder).template == theirs["chat_template"]
 
 
 @pytest.mark.parametrize("form", ["config", "list", "json"])

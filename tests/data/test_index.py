@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -75,6 +77,9 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
             "bad-header.0.png": b"nothing",
             "long.json": ask(1),
             "long.0.png": make_image(1000, 2),
+            "no-answer.json": b"""{"messages": [
+                {"role": "user", "content": "1"}, {"role": "gpt", "content": "1"},
+                {"role": "user", "content": "2"}]}""",
             "last.json": ask(0),
         },
     )
@@ -92,9 +97,47 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
         "gap": "numbered [1], need 0, 1, 2",
         "bad-header": "item 0: the image header cannot be read",
         "long": "aspect ratio",
+        "no-answer": "no message of the assistant, so nothing to learn (its roles are 'user'",
     }.items():
         assert reason in reasons.pop(key)
     assert not reasons
+
+
+# Joins text with text: content parts raise TypeError. Drops a question that says "forget".
+JOINING = """{%- for m in messages -%}
+{{ m.role + ' ' }}
+{%- if not (messages[-1].role == 'assistant' and m.content == 'forget') -%}
+{{ m.content + '<|im_end|>' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'assistant ' }}{%- endif -%}"""
+
+
+def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
+):
+    def chatting(question: object) -> bytes:
+        messages = [("user", question), ("assistant", "3")]
+        return json.dumps(
+            {"messages": [{"role": role, "content": text} for role, text in messages]}
+        ).encode()
+
+    shutil.copytree(chat.directory, tmp_path / "joining")
+    (tmp_path / "joining" / "chat_template.jinja").write_text(JOINING)
+    members = {
+        "good.json": chatting("read"),
+        "half.json": chatting("read \ud83d"),
+        "parts.json": ask(0),
+        "rewritten.json": chatting("forget"),
+        "last.json": chatting("write"),
+    }
+    shard = write_shard(tmp_path / "a.tar", members)
+    index = build_index(str(shard), ChatTokenizer(tmp_path / "joining"), processors)
+    assert index.keys.tolist() == ["good", "last"]
+    reasons = {skipped.key: skipped.reason for skipped in index.skipped}
+    assert sorted(reasons) == ["half", "parts", "rewritten"]
+    assert "no lone surrogate" in reasons["half"]
+    assert "rendered and tokenized (TypeError" in reasons["parts"]
+    assert "renders the messages before answer 1 differently" in reasons["rewritten"]
 
 
 def test_a_corrupt_image_body_is_not_read_when_indexing(

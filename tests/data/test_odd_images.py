@@ -86,6 +86,12 @@ def xmp_info(orientation: int) -> PngInfo:
     return info
 
 
+def raw_profile(orientation: int) -> bytes:
+    """EXIF in hexadecimal, as ImageMagick writes it into a text."""
+    data = exif(orientation).tobytes()
+    return f"\nexif\n{len(data):8}\n{data.hex()}\n".encode()
+
+
 def behind_the_pixels(kind: bytes, data: bytes) -> bytes:
     whole, end = saved(noise(40, 30)), chunk(b"IEND", b"")
     return whole.removesuffix(end) + chunk(kind, data) + end
@@ -124,6 +130,15 @@ ODD: dict[str, Callable[[], bytes]] = {
     "EXIF behind the pixels": lambda: behind_the_pixels(b"eXIf", exif(6).tobytes()[6:]),
     "XMP behind the pixels": lambda: behind_the_pixels(
         b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp(5).encode()
+    ),
+    "compressed XMP behind the pixels": lambda: behind_the_pixels(
+        b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp(5).encode())
+    ),
+    "EXIF as text behind the pixels": lambda: behind_the_pixels(
+        b"tEXt", b"Raw profile type exif\0" + raw_profile(6)
+    ),
+    "EXIF as compressed text behind the pixels": lambda: behind_the_pixels(
+        b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(raw_profile(8))
     ),
     "a note behind the pixels": lambda: behind_the_pixels(b"tEXt", b"Comment\0none"),
     "a broken EXIF block": lambda: saved(noise(40, 30), "JPEG", exif=b"Exif\0\0nonsense"),
@@ -165,6 +180,26 @@ def test_an_odd_file_becomes_what_transformers_makes_of_it(files: dict[str, byte
     assert image.size == reference.size == image_size(files[name])
     np.testing.assert_array_equal(QWEN.patches(image), qwen(reference))
     np.testing.assert_array_equal(GEMMA.patches(image), gemma(reference))
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "decodes"),
+    [
+        (b"tEXt", b"Comment\0none", False),
+        (b"zTXt", b"date:create\0\0" + zlib.compress(b"2020"), False),
+        (b"iTXt", b"Title\0\0\0\0\0" + xmp(6).encode(), False),
+        (b"tEXt", b"no keyword " * 20, False),
+        (b"tEXt", b"Raw profile type exif\0" + raw_profile(1), True),
+        (b"eXIf", exif(1).tobytes()[6:], True),
+    ],
+)
+def test_only_what_may_tell_an_orientation_behind_the_pixels_has_them_decoded(
+    monkeypatch: pytest.MonkeyPatch, kind: bytes, data: bytes, decodes: bool
+):
+    decoded = []
+    monkeypatch.setattr("data.images._load", decoded.append)
+    assert image_size(behind_the_pixels(kind, data)) == (40, 30)
+    assert bool(decoded) == decodes
 
 
 def test_odd_files_go_through_index_and_reader(

@@ -334,6 +334,7 @@ def test_videos_and_images_go_through_index_store_and_reader(
         ({"frames": 2, "fps": 0}, "fps 0; need frames per second, above 0"),
         ({"frames": 2, "fps": float("inf")}, "fps inf"),
         ({"frames": 2, "fps": True}, "fps True"),
+        ({"frames": 2, "fps": 10**400}, "fps 1000"),
         ({"frames": 2}, "item 1: a frame of 56 x 28 pixels in a video that begins with one of 28"),
     ],
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import tarfile
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,19 +77,41 @@ def _answer_both(rank: int, folder: Path) -> None:
     assert [len(one.images) for one in answered] == [sum(both) for both in numbers]
 
 
-def test_corrupt_held_out_image_is_skipped_counted_and_named(
+def test_held_out_samples_that_cannot_be_compared_are_skipped_counted_and_named(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
     tiny.write_samples(recipe.parent, (1, 0, 2), name="test")
     corrupt(recipe, "test")
+    _write_odd_samples(recipe.parent / "test-00001.tar")
     test = f"data.test=[{{path: '{recipe.parent}/test-*.tar'}}]"
     run(run_ranks, recipe, "train.steps=1", test)
     (printed,) = run_ranks(_evaluate, 1, recipe.parent / "runs" / "tiny")
-    skipped, count, _, last = printed.splitlines()
+    skipped, open_ended, in_pictures, count, _, last = printed.splitlines()
     assert skipped.startswith("skipped sample 'sample0000' of ")
     assert "test-00000.tar, item 0: the image cannot be decoded" in skipped
-    assert count == "skipped_samples=1"
+    assert "sample 'open' of " in open_ended
+    assert "test-00001.tar: the last message is of 'user': need an answer" in open_ended
+    assert "test-00001.tar: the last message has items: need an answer in text" in in_pictures
+    assert count == "skipped_samples=3"
     assert last.startswith("exact_match=")
+
+
+def _write_odd_samples(path: Path) -> None:
+    """A chat that ends with a question, and one whose answer is an image."""
+    user, assistant = {"role": "user", "content": "read"}, {"role": "assistant", "content": "3"}
+    drawn = {"role": "assistant", "content": [{"type": "image"}]}
+    picture = io.BytesIO()
+    Image.new("L", (28, 28)).save(picture, "PNG")
+    members = {
+        "open.json": json.dumps({"messages": [user, assistant, user]}).encode(),
+        "drawn.json": json.dumps({"messages": [user, drawn]}).encode(),
+        "drawn.0.png": picture.getvalue(),
+    }
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
 
 
 def _evaluate(rank: int, folder: Path) -> str:
@@ -134,6 +159,8 @@ def _generate_from_bad_input(rank: int, folder: Path) -> None:
     request = Request([{"role": "user", "content": [{"type": "image"}]}], [])
     with pytest.raises(InputError, match="1 placeholders but 0 items"):
         Generator(folder).answer([request], 1)
+    with pytest.raises(InputError, match=r"^sample 'a' of b\.tar cannot be answered: "):
+        Generator(folder).answer([replace(request, name="sample 'a' of b.tar")], 1)
 
 
 def test_generate_without_a_checkpoint_says_what_to_give(tmp_path: Path) -> None:
