@@ -45,7 +45,7 @@ class ColocatedBridge:
     end.gather: the language model's tensor-parallel group if all of its ranks need a lane's
     rows. encoder_gather: the encoder's tensor-parallel group if it has several ranks
     that hold the same rows.
-    receives: whether this rank is on the language model's first stage.
+    receives: whether this rank is on the language model's stage of its link.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ColocatedBridge:
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """Rows (n, H) in the model's dtype and their local positions (n,) int64.
 
-        On the language model's first stage, after `deliver`.
+        On the language model's stage of its link, after `deliver`.
         """
         return self._leaves[microbatch], self.end.positions(self._plans[microbatch])
 

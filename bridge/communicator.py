@@ -1,8 +1,8 @@
 """Moves rows forward and their gradients back, as two autograd operations.
 
 On the encoder, `BridgeSender.send` turns rows into a scalar token whose backward waits for the
-rows' gradients. On the language model's first stage, `BridgeReceiver.receive` yields rows whose
-backward sends their gradients. So each module runs an unmodified pipeline schedule.
+rows' gradients. On the language model's stage of its link, `BridgeReceiver.receive` yields
+rows whose backward sends their gradients. So each module runs an unmodified pipeline schedule.
 
 Both ends know all counts from the plan: no shapes are exchanged, a peer without rows gets no
 message, and there is one contiguous message per peer and direction. A message that does not come
@@ -156,7 +156,7 @@ class BridgeSender:
 
 
 class BridgeReceiver:
-    """The language model's end, on every rank of its first pipeline stage."""
+    """The language model's end, on every rank of the pipeline stage of its link."""
 
     def __init__(self, end: BridgeEnd) -> None:
         self.end = end

@@ -95,11 +95,19 @@ def build_index(
             f"placeholders / items):\n  {listed(mismatched)}\n"
             'need one content part such as {"type": "image"} per item, or one such as {"type": '
             '"video", "frames": 8} for so many, and items named <key>.0.png, <key>.1.png, ... in '
-            "order of mention; correct these samples or leave them out of the shards"
+            "order of mention; the cause may also be a text that contains the token itself "
+            f"({', '.join(sorted(_tokens(chat))) or 'none'}); correct these samples or leave them "
+            "out of the shards"
         )
     if problems:
         raise ValueError("\n".join(problems))
     return make_index(shards, media, keys, item_counts, columns, skipped, fingerprint)
+
+
+def _tokens(chat: ChatTokenizer) -> set[str]:
+    """What stands for an item in a rendered text, or for one of its rows."""
+    texts = chat.media_text.values()
+    return {token for text in texts for token in (text.written, text.placeholder)}
 
 
 class _Unusable(Exception):

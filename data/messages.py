@@ -9,7 +9,9 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-DEFAULT_FPS = 2.0  # at which Qwen's processors sample videos
+# At which Qwen's processors sample videos. Of frames whose rate it is not told, transformers takes
+# 24 for Qwen3-VL; a data set with frames of such a rate needs to say so in `fps`.
+DEFAULT_FPS = 2.0
 ANSWER_ROLES = ("assistant", "model")  # Gemma's own name for the assistant is model
 
 
@@ -23,7 +25,8 @@ class PlaceholderError(ValueError):
     def __init__(self, key: str, placeholders: int, items: int) -> None:
         super().__init__(
             f"sample {key!r} has {placeholders} placeholders but {items} items: need one content "
-            'part such as {"type": "image"} per item; fix the messages or the files of the items'
+            'part such as {"type": "image"} per item, and no text that contains the token itself; '
+            "fix the messages or the files of the items"
         )
         self.key, self.placeholders, self.items = key, placeholders, items
 

@@ -125,7 +125,9 @@ def test_a_media_without_placeholder_names_the_sample_and_the_known_ones(chat: C
 
 
 def test_a_placeholder_typed_as_text_is_no_item(chat: ChatTokenizer):
-    with pytest.raises(PlaceholderError, match="has 1 placeholders but 0 items"):
+    with pytest.raises(
+        PlaceholderError, match="has 1 placeholders but 0 items.*no text that contains the"
+    ):
         chat.encode([user("read <|image_pad|>"), assistant("1")], [], "k")
     with pytest.raises(PlaceholderError, match="has 0 placeholders but 1 items"):
         chat.encode([user("read <|image_pad|>"), assistant("1")], [1], "k")
