@@ -333,10 +333,10 @@ def train_in_world(recipe: Recipe, run_dir: Path, start: Start) -> None:
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     set_threads(recipe.train.threads_per_rank, here)
-    topology = build_topology(build_layout(recipe, dist.get_world_size()))
-    with _logging_to(run_dir / f"log_rank_{topology.rank}.txt"):
+    with _logging_to(run_dir / f"log_rank_{dist.get_rank()}.txt"):
+        topology = build_topology(build_layout(recipe, dist.get_world_size()))
         _train(recipe, topology, run_dir, start)
-    topology.close()
+        topology.close()
     release_memory()
 
 
@@ -376,15 +376,18 @@ def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Write this process's log and warnings to a file as well."""
+    """Write this process's log and warnings to a file, and not to the console.
+
+    A library that logs before any handler is there has given the root logger one for the console.
+    """
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.setLevel(logging.INFO)
-    root.addHandler(handler)
+    others, root.handlers = root.handlers, list[logging.Handler]([handler])
     logging.captureWarnings(True)
     try:
         yield
     finally:
-        root.removeHandler(handler)
+        root.handlers = others
         handler.close()

@@ -66,6 +66,17 @@ def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path)
     assert "data.max_skipped_samples" in done.stderr
 
 
+def test_the_console_shows_steps_and_the_log_files_the_rest(recipe: Path) -> None:
+    done = mimo("train", recipe, "train.steps=2", "train.log_every=1")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout + done.stderr
+    assert "step 2/2 loss" in shown
+    assert "INFO" not in shown
+    logs = sorted((recipe.parent / "runs" / "tiny").glob("log_rank_*.txt"))
+    assert len(logs) == 2
+    assert all("owns" in path.read_text() for path in logs)
+
+
 def test_sample_with_more_placeholders_than_images_is_bad_input(recipe: Path) -> None:
     shard = recipe.parent / "train-00000.tar"
     with tarfile.open(shard) as whole, tarfile.open(recipe.parent / "cut.tar", "w") as cut:
