@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from mimo.megatron import ProcessGroupCollection, TransformerConfig
 
 
-def check_tower_grid(
-    num_layers: int, num_attention_heads: int, ffn_hidden_size: int, tp: int, pp: int
-) -> list[str]:
-    """Problems of a tp × pp grid with a tower of these sizes, each one sentence."""
-    problems = [
-        f"tp={tp} must divide {key}, which is {size}"
-        for key, size in (
-            ("num_attention_heads", num_attention_heads),
-            ("ffn_hidden_size", ffn_hidden_size),
-        )
-        if size % tp
-    ]
-    if num_layers % pp:
-        problems.append(f"pp={pp} must divide num_layers, which is {num_layers}")
-    return problems
-
-
 def check_heads(hidden_size: int, num_attention_heads: int) -> None:
     """Raise ValueError unless rows and columns can each turn half of every head's channels."""
     if hidden_size % (4 * num_attention_heads):

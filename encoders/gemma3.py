@@ -12,17 +12,17 @@ patches per row, N = P/M rows, H language hidden.
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data.pan_and_scan import PanAndScan
 from data.square_images import SquareImageProcessor
 from encoders._hf import block_norms, both, check_processor, normalisation
-from encoders._patches import RowParts, check_tower_grid, frame_lengths, patch_places
+from encoders._patches import RowParts, frame_lengths, patch_places
+from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
 from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, grouped_qkv, plain
@@ -31,19 +31,23 @@ if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
 
 
+__all__ = [
+    "PROJECTOR",
+    "Settings",
+    "build",
+    "check_grid",
+    "num_levels",
+    "settings_from_hf",
+    "weights_in_hf",
+]
+
 PROJECTOR = ("projector.",)
 """How the names of the projector's weights begin; the rest is the tower."""
 
 
-class Settings(BaseModel):
+class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
     image_size: int = Field(default=896, ge=1)
     """Side of the square that every image becomes."""
     patch_size: int = Field(default=14, ge=1)
@@ -58,8 +62,6 @@ class Settings(BaseModel):
     pan_and_scan_max_num_crops: int = Field(default=4, ge=1)
     pan_and_scan_min_ratio_to_activate: float = Field(default=1.2, ge=1)
     """Of the longer side of an image to the shorter one."""
-    norm_eps: float = 1e-6
-    init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
@@ -87,10 +89,6 @@ class Settings(BaseModel):
     def merge_size(self) -> int:
         """Patches per side that become one row."""
         return self.patches_per_side // math.isqrt(self.mm_tokens_per_image)
-
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: all are alike."""
-        return ("attention",) * self.num_layers
 
     def scaled_down(self, stages: int, tp: int) -> Settings:
         """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
@@ -132,13 +130,6 @@ class Settings(BaseModel):
         )
 
 
-def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
-    """Problems of a tp × pp grid with these sizes, each one sentence."""
-    return check_tower_grid(
-        settings.num_layers, settings.num_attention_heads, settings.ffn_hidden_size, tp, pp
-    )
-
-
 def num_levels(settings: Settings) -> int:
     """None: the tower emits embeddings alone."""
     return 0
@@ -163,7 +154,7 @@ class Projector(nn.Module):
         return self.linear(self.norm(blocks.mean(1)))
 
 
-class Gemma3Tower(nn.Module):
+class Gemma3Tower(Tower):
     """Patches of many images -> rows of the language model's size."""
 
     def __init__(
@@ -173,11 +164,9 @@ class Gemma3Tower(nn.Module):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__()
+        super().__init__(config, ctx.groups, settings.merge_size)
         self.settings = settings
-        self.config = config
         size, dtype = settings.hidden_size, ctx.dtype
-        self.parts = RowParts.of(settings.merge_size, config, ctx.groups)
         self.patch_embed, self.pos_embed, self.projector = None, None, None
         if ctx.is_first_stage:
             # A convolution whose stride is its kernel is a linear map of each patch.
@@ -188,11 +177,6 @@ class Gemma3Tower(nn.Module):
         self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
         if ctx.is_last_stage:
             self.projector = Projector(settings, config, output_size, self.parts)
-
-    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Called by the schedule with what the previous stage sent; None on the first."""
-        # Megatron's annotation leaves out that it may be None.
-        self.blocks.set_input_tensor(cast("Tensor", input_tensor[0]))
 
     def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
         """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
@@ -232,24 +216,13 @@ def build(
     settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
 ) -> Gemma3Tower:
     """The tower with freshly drawn weights, the same in every layout."""
-    shape = engine.StackShape(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        ffn_hidden_size=settings.ffn_hidden_size,
-        num_heads=settings.num_attention_heads,
-        num_kv_heads=settings.num_attention_heads,
-        head_size=settings.hidden_size // settings.num_attention_heads,
-        norm_eps=settings.norm_eps,
-        normalization="LayerNorm",
-        activation=partial(nn.functional.gelu, approximate="tanh"),
-        gated=False,
-        linear_bias=True,
-        qkv_bias=True,
+    return build_tower(
+        lambda config: Gemma3Tower(settings, config, ctx, output_size),
+        settings.gelu_stack(),
+        ctx,
+        seed,
+        settings.init_std,
     )
-    config = engine.transformer_config(shape, ctx)
-    tower = Gemma3Tower(settings, config, ctx, output_size)
-    engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
-    return tower
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:

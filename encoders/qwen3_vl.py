@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data.images import ImageProcessor
@@ -30,12 +29,11 @@ from data.videos import VIDEO, TimedVideoProcessor
 from encoders._hf import block_norms, both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
-    RowParts,
     check_heads,
-    check_tower_grid,
     frame_lengths,
     patch_places,
 )
+from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
 from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain
@@ -44,19 +42,23 @@ if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
 
 
+__all__ = [
+    "PROJECTOR",
+    "Settings",
+    "build",
+    "check_grid",
+    "num_levels",
+    "settings_from_hf",
+    "weights_in_hf",
+]
+
 PROJECTOR = ("merger.", "level_mergers.")
 """How the names of the projectors' weights begin; the rest is the tower."""
 
 
-class Settings(BaseModel):
+class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
     deepstack_visual_indexes: tuple[int, ...] = ()
     """Blocks, counted from 0, whose hidden states become levels."""
     num_grid_per_side: int = Field(default=48, ge=1)
@@ -72,8 +74,6 @@ class Settings(BaseModel):
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     rotary_base: float = 10_000.0
-    norm_eps: float = 1e-6
-    init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
@@ -88,10 +88,6 @@ class Settings(BaseModel):
         for media in ("image", VIDEO):
             self.processor(media)  # raises ValueError for pixel limits that nothing can meet
         return self
-
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: all are alike, with a level behind them or not."""
-        return ("attention",) * self.num_layers
 
     def scaled_down(self, stages: int, tp: int) -> Settings:
         """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
@@ -140,13 +136,6 @@ class Settings(BaseModel):
             self.video_min_pixels or self.min_pixels,
             self.video_max_pixels or self.max_pixels,
         )
-
-
-def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
-    """Problems of a tp × pp grid with these sizes, each one sentence."""
-    return check_tower_grid(
-        settings.num_layers, settings.num_attention_heads, settings.ffn_hidden_size, tp, pp
-    )
 
 
 def num_levels(settings: Settings) -> int:
@@ -207,7 +196,7 @@ class LevelMerger(nn.Module):
         return self.mlp(self.norm(hidden.reshape(-1, self.merged)))
 
 
-class Qwen3VLTower(nn.Module):
+class Qwen3VLTower(Tower):
     """Patches of many images -> embeddings and levels of the language model's size."""
 
     def __init__(
@@ -217,11 +206,9 @@ class Qwen3VLTower(nn.Module):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__()
+        super().__init__(config, ctx.groups, settings.merge_size)
         self.settings = settings
-        self.config = config
         size, dtype = settings.hidden_size, ctx.dtype
-        self.parts = RowParts.of(settings.merge_size, config, ctx.groups)
         self.merged = size * settings.merge_size**2
         in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
         self.patch_embed, self.pos_embed = None, None
@@ -308,24 +295,13 @@ def build(
     settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
 ) -> Qwen3VLTower:
     """The tower with freshly drawn weights, the same in every layout."""
-    shape = engine.StackShape(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        ffn_hidden_size=settings.ffn_hidden_size,
-        num_heads=settings.num_attention_heads,
-        num_kv_heads=settings.num_attention_heads,
-        head_size=settings.hidden_size // settings.num_attention_heads,
-        norm_eps=settings.norm_eps,
-        normalization="LayerNorm",
-        activation=partial(nn.functional.gelu, approximate="tanh"),
-        gated=False,
-        linear_bias=True,
-        qkv_bias=True,
+    return build_tower(
+        lambda config: Qwen3VLTower(settings, config, ctx, output_size),
+        settings.gelu_stack(),
+        ctx,
+        seed,
+        settings.init_std,
     )
-    config = engine.transformer_config(shape, ctx)
-    tower = Qwen3VLTower(settings, config, ctx, output_size)
-    engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
-    return tower
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:

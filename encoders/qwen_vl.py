@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
@@ -28,13 +28,12 @@ from data.videos import VIDEO, VideoProcessor
 from encoders._hf import both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
-    RowParts,
     WindowOrder,
     check_heads,
-    check_tower_grid,
     frame_lengths,
     patch_places,
 )
+from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
 from mimo.hf.config import Config, Processors, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
@@ -42,19 +41,23 @@ from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
 
+__all__ = [
+    "PROJECTOR",
+    "Settings",
+    "build",
+    "check_grid",
+    "num_levels",
+    "settings_from_hf",
+    "weights_in_hf",
+]
+
 PROJECTOR = ("merger.",)
 """How the names of the projector's weights begin; the rest is the tower."""
 
 
-class Settings(BaseModel):
+class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
     patch_size: int = Field(default=14, ge=1)
     merge_size: int = Field(default=2, ge=1)
     temporal_patch_size: int = Field(default=2, ge=1)
@@ -72,8 +75,6 @@ class Settings(BaseModel):
     tokens_per_second: float = Field(default=2.0, gt=0)
     """Positions per second of a video."""
     rotary_base: float = 10_000.0
-    norm_eps: float = 1e-6
-    init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
@@ -171,19 +172,12 @@ class Settings(BaseModel):
         )
 
 
-def check_grid(settings: Settings, tp: int, pp: int) -> list[str]:
-    """Problems of a tp × pp grid with these sizes, each one sentence."""
-    return check_tower_grid(
-        settings.num_layers, settings.num_attention_heads, settings.ffn_hidden_size, tp, pp
-    )
-
-
 def num_levels(settings: Settings) -> int:
     """Feature levels beside the embeddings: none."""
     return 0
 
 
-class QwenVLTower(nn.Module):
+class QwenVLTower(Tower):
     """Patches of many images -> rows of the language model's size."""
 
     def __init__(
@@ -193,10 +187,8 @@ class QwenVLTower(nn.Module):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__()
+        super().__init__(config, ctx.groups, settings.merge_size)
         self.settings = settings
-        self.config = config
-        self.parts = RowParts.of(settings.merge_size, config, ctx.groups)
         self.tp_group = ctx.groups.tp
         merged = settings.hidden_size * settings.merge_size**2
         in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
@@ -222,11 +214,6 @@ class QwenVLTower(nn.Module):
             self.side = settings.window_size // (settings.patch_size * settings.merge_size)
         head_size = settings.hidden_size // settings.num_attention_heads
         self.rope = PatchRope(head_size, settings.rotary_base)
-
-    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Called by the schedule with what the previous stage sent; None on the first."""
-        # Megatron's annotation leaves out that it may be None.
-        self.blocks.set_input_tensor(cast("Tensor", input_tensor[0]))
 
     def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
         """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
@@ -288,21 +275,13 @@ def build(
     settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
 ) -> QwenVLTower:
     """The tower with freshly drawn weights, the same in every layout."""
-    shape = engine.StackShape(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        ffn_hidden_size=settings.ffn_hidden_size,
-        num_heads=settings.num_attention_heads,
-        num_kv_heads=settings.num_attention_heads,
-        head_size=settings.hidden_size // settings.num_attention_heads,
-        norm_eps=settings.norm_eps,
-        linear_bias=True,
-        qkv_bias=True,
+    return build_tower(
+        lambda config: QwenVLTower(settings, config, ctx, output_size),
+        settings.gated_stack(),
+        ctx,
+        seed,
+        settings.init_std,
     )
-    config = engine.transformer_config(shape, ctx)
-    tower = QwenVLTower(settings, config, ctx, output_size)
-    engine.initialize_parameters(tower, config, ctx.groups, seed, settings.init_std)
-    return tower
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
