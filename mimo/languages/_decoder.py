@@ -1,76 +1,94 @@
-"""Settings and construction that dense decoders of the Qwen kind share.
-
-Pre-norm layers of grouped-query attention and SwiGLU with RMSNorm, rotary positions on the three
-axes of images (mRoPE). A family adds what is its own: biases, norms on queries and keys, and which
-rotary channels follow which axis.
-"""
+"""What decoders with grouped queries and a gated MLP share: sizes, checks, construction."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from mimo import megatron as engine
-from mimo.hf.config import Config, expect
-from mimo.languages._hf import decoder_sizes
-from mimo.languages._sizes import DecoderSettings
 
 if TYPE_CHECKING:
-    from mimo.megatron import LanguageModel, StackShape
+    from mimo.megatron import (
+        LanguageModel,
+        ModuleContext,
+        ModuleSpec,
+        StackShape,
+        TransformerConfig,
+    )
+
+_SMALL_HEAD = 8
 
 
-class MRopeDecoderSettings(DecoderSettings):
-    """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+class DecoderSettings(BaseModel):
+    """Recipe keys under ``language.model`` that all families have. Numbers of elements."""
 
-    rotary_base: float = 1_000_000.0
-    mrope_section: tuple[int, int, int]
-    """Rotary channels that follow time, height and width; they sum to half the head size."""
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    ffn_hidden_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_query_groups: int = Field(ge=1)
+    head_size: int = Field(ge=2)
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Tokens that the model knows; as many as the tokenizer has when left out."""
+    vocab_multiple: int = Field(default=64, ge=1)
+    """The vocabulary is padded to a multiple of this, in every layout alike."""
     tie_word_embeddings: bool = False
+    norm_eps: float = 1e-6
+    init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Self:
-        if sum(self.mrope_section) != self.head_size // 2:
+    def _heads_form_groups(self):
+        if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
-                f"mrope_section {list(self.mrope_section)} must sum to half of head_size, "
-                f"{self.head_size // 2}"
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
+                f"num_query_groups {self.num_query_groups}"
             )
         return self
 
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: all are alike."""
-        return ("attention",) * self.num_layers
+    def num_tokens(self, tokenizer_size: int) -> int:
+        """Tokens that the model knows, with a tokenizer of this many.
 
-    def scaled_down(self, stages: int, tp: int) -> Self:
-        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+        Raises ValueError for a tokenizer with more than ``vocab_size``.
+        """
+        if self.vocab_size is None:
+            return tokenizer_size
+        if tokenizer_size > self.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer_size} tokens, but language.model.vocab_size is "
+                f"{self.vocab_size}; use the tokenizer that belongs to the model"
+            )
+        return self.vocab_size
 
-        Grouped queries stay grouped (one group stays one), the shares of the three rotary axes,
-        tied embeddings, rotary base and epsilon stay as they are. Weights are large enough for
-        every part of the model to matter to the loss.
+    def padded_vocab_size(self, num_tokens: int) -> int:
+        """Rows of the embedding for a tokenizer of ``num_tokens`` tokens."""
+        known = max(num_tokens, self.vocab_size or 0)
+        return -(-known // self.vocab_multiple) * self.vocab_multiple
+
+    def scaled_sizes(self, tp: int) -> dict[str, Any]:
+        """The sizes of a tiny copy that ``tp`` ranks divide, but for its layers.
+
+        Grouped queries stay grouped, and one group stays one.
         """
         groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
         grouped = self.num_attention_heads > self.num_query_groups
-        head_size = 8
-        return self.model_copy(
-            update={
-                "num_layers": stages,
-                "hidden_size": 32,
-                "ffn_hidden_size": math.lcm(48, tp),
-                "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
-                "num_query_groups": groups,
-                "head_size": head_size,
-                "vocab_size": None,
-                "vocab_multiple": math.lcm(16, tp),
-                "mrope_section": proportional(self.mrope_section, head_size // 2),
-                "init_std": 0.1,
-            }
-        )
+        return {
+            "hidden_size": 32,
+            "ffn_hidden_size": math.lcm(48, tp),
+            "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
+            "num_query_groups": groups,
+            "head_size": _SMALL_HEAD,
+            "vocab_size": None,
+            "vocab_multiple": math.lcm(16, tp),
+        }
 
     def stack_shape(self) -> StackShape:
-        """The engine's sizes of the stack, without biases or norms on queries and keys."""
+        """The engine's sizes of the stack, without what a family adds."""
         return engine.StackShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -81,46 +99,55 @@ class MRopeDecoderSettings(DecoderSettings):
             norm_eps=self.norm_eps,
         )
 
+    def flops_per_token(self, vocab_size: int) -> float:
+        """Forward and backward FLOPs of one token, attention scores left out (6 per weight)."""
+        heads = self.head_size * (2 * self.num_attention_heads + 2 * self.num_query_groups)
+        layer = self.hidden_size * (heads + 3 * self.ffn_hidden_size)
+        return 6.0 * (self.num_layers * layer + vocab_size * self.hidden_size)
 
-def mrope_settings_from_hf(config: Config) -> dict[str, Any]:
-    """Recipe keys under ``language.model`` for a whole model's configuration.
 
-    Raises ValueError for what we do not compute.
+def check_grid(settings: DecoderSettings, tp: int, pp: int, vocab_size: int) -> list[str]:
+    """Problems of a grid with these sizes, each one sentence that names the key.
+
+    pp: pipeline stages, virtual ones included.
     """
-    text, rope = config["text_config"], config["text_config"]["rope_parameters"]
-    expect(text, "text_config", hidden_act="silu")
-    expect(rope, "text_config.rope_parameters", rope_type="default")
-    return {
-        **decoder_sizes(config),
-        "rotary_base": float(rope["rope_theta"]),
-        "mrope_section": list(rope["mrope_section"]),
-    }
-
-
-def proportional(parts: tuple[int, int, int], total: int) -> tuple[int, int, int]:
-    """``parts`` scaled to sum to ``total``, by largest remainder; what was above 0 stays so."""
-    exact = [part * total / sum(parts) for part in parts]
-    found = [max(int(x), 1) if part else 0 for x, part in zip(exact, parts, strict=True)]
-    for axis in sorted(range(3), key=lambda a: found[a] - exact[a])[: max(0, total - sum(found))]:
-        found[axis] += 1
-    while sum(found) > total:
-        found[found.index(max(found))] -= 1
-    return found[0], found[1], found[2]
+    problems = []
+    for key, size in (
+        ("num_attention_heads", settings.num_attention_heads),
+        ("ffn_hidden_size", settings.ffn_hidden_size),
+        ("vocabulary (padded by vocab_multiple)", vocab_size),
+    ):
+        if size % tp:
+            problems.append(f"language.grid.tp={tp} must divide {key}, which is {size}")
+    if settings.num_query_groups % tp and tp % settings.num_query_groups:
+        problems.append(
+            f"language.grid.tp={tp} must divide num_query_groups, which is "
+            f"{settings.num_query_groups}, or be a multiple of it"
+        )
+    if settings.num_layers % pp:
+        problems.append(
+            f"language.grid.pp · vpp = {pp} must divide num_layers, which is {settings.num_layers}"
+        )
+    return problems
 
 
 def build_decoder(
-    settings: MRopeDecoderSettings,
+    settings: DecoderSettings,
     shape: StackShape,
     rotary: Callable[[], nn.Module],
-    ctx: engine.ModuleContext,
+    ctx: ModuleContext,
     num_tokens: int,
     max_sequence_length: int,
     seed: int,
+    embedding_scale: float | None = None,
+    layer: Callable[[TransformerConfig, ModuleContext], ModuleSpec] | None = None,
 ) -> LanguageModel:
     """This rank's chunk with freshly drawn weights, the same in every layout.
 
     shape: ``settings.stack_shape()`` with what the family adds. rotary: makes the module that
-    stands for `GPTModel.rotary_pos_emb`. The others: as of a family's ``build``.
+    stands for `GPTModel.rotary_pos_emb`. embedding_scale: factor of the embeddings of tokens.
+    layer: makes the spec of its layers; pre-norm ones without. The others: as of a family's
+    ``build``.
     """
     from mimo.megatron.language import LanguageShape, build_gpt
 
@@ -133,8 +160,10 @@ def build_decoder(
             vocab_size=settings.padded_vocab_size(num_tokens),
             max_sequence_length=max_sequence_length,
             tie_word_embeddings=settings.tie_word_embeddings,
+            embedding_scale=embedding_scale,
         ),
         rotary,
+        None if layer is None else layer(config, ctx),
     )
     engine.initialize_parameters(
         model, config, ctx.groups, seed, settings.init_std, vp_stage=ctx.vp_stage

@@ -7,7 +7,7 @@ from typing import Any
 
 from mimo.hf.config import Config
 from mimo.hf.keymap import Weight, grouped_qkv, plain, stacked
-from mimo.languages._sizes import DecoderSettings
+from mimo.languages._decoder import DecoderSettings
 
 _PREFIX = "model.language_model"
 

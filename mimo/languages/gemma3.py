@@ -8,7 +8,7 @@ by sqrt(hidden_size). Inside an item tokens see each other in both directions. S
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ from mimo import megatron as engine
 from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight
 from mimo.item_rules import ItemRules
+from mimo.languages._decoder import DecoderSettings, build_decoder, check_grid
 from mimo.languages._hf import QK_NORMS, decoder_sizes, decoder_weights
-from mimo.languages._sizes import DecoderSettings, check_grid
 
 if TYPE_CHECKING:
     from mimo.megatron import LanguageModel
@@ -71,24 +71,16 @@ class Settings(DecoderSettings):
         group stays one); rotary bases, factor, epsilon and the share of query_pre_attn_scalar in
         head_size stay. Weights are large enough for every part of the model to matter to the loss.
         """
-        groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
-        grouped = self.num_attention_heads > self.num_query_groups
         kinds = len(set(self.layer_kinds()))
         pattern = 1 if self.sliding_window_pattern == 1 else 2
         if kinds == 1 and pattern > 1:  # fewer layers than the pattern: none is global
             pattern = stages + 1
-        head_size, scalar = 8, self.query_pre_attn_scalar
+        sizes, scalar = self.scaled_sizes(tp), self.query_pre_attn_scalar
         return self.model_copy(
             update={
+                **sizes,
                 "num_layers": kinds * stages,
-                "hidden_size": 32,
-                "ffn_hidden_size": math.lcm(48, tp),
-                "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
-                "num_query_groups": groups,
-                "head_size": head_size,
-                "vocab_size": None,
-                "vocab_multiple": math.lcm(16, tp),
-                "query_pre_attn_scalar": scalar and scalar * head_size / self.head_size,
+                "query_pre_attn_scalar": scalar and scalar * sizes["head_size"] / self.head_size,
                 "sliding_window": min(self.sliding_window, _SMALL_WINDOW),
                 "sliding_window_pattern": pattern,
                 "init_std": 0.2,
@@ -107,19 +99,13 @@ def build(
 
     num_tokens: of the tokenizer, without the padding of the vocabulary.
     """
-    from mimo.megatron.language import LanguageShape, build_gpt
     from mimo.megatron.local_global import LocalGlobalRope, local_global_layer_spec
 
     scalar = settings.query_pre_attn_scalar
-    config = engine.transformer_config(
-        engine.StackShape(
-            num_layers=settings.num_layers,
-            hidden_size=settings.hidden_size,
-            ffn_hidden_size=settings.ffn_hidden_size,
-            num_heads=settings.num_attention_heads,
-            num_kv_heads=settings.num_query_groups,
-            head_size=settings.head_size,
-            norm_eps=settings.norm_eps,
+    return build_decoder(
+        settings,
+        replace(
+            settings.stack_shape(),
             activation=partial(functional.gelu, approximate="tanh"),
             qk_norm=True,
             softmax_scale=None if scalar is None else scalar**-0.5,
@@ -128,30 +114,19 @@ def build(
                 settings.sliding_window, settings.sliding_window_pattern
             ),
         ),
-        ctx,
-    )
-    model = build_gpt(
-        config,
-        ctx,
-        LanguageShape(
-            num_tokens=num_tokens,
-            vocab_size=settings.padded_vocab_size(num_tokens),
-            max_sequence_length=max_sequence_length,
-            tie_word_embeddings=settings.tie_word_embeddings,
-            embedding_scale=settings.hidden_size**0.5,
-        ),
         lambda: LocalGlobalRope(
             settings.head_size,
             settings.local_rotary_base,
             settings.rotary_base,
             settings.rotary_factor,
         ),
-        local_global_layer_spec(config, ctx.lora),
+        ctx,
+        num_tokens,
+        max_sequence_length,
+        seed,
+        embedding_scale=settings.hidden_size**0.5,
+        layer=lambda config, ctx: local_global_layer_spec(config, ctx.lora),
     )
-    engine.initialize_parameters(
-        model, config, ctx.groups, seed, settings.init_std, vp_stage=ctx.vp_stage
-    )
-    return model
 
 
 _SANDWICH_NORMS = {

@@ -13,9 +13,9 @@ from mimo import megatron as engine
 from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight
 from mimo.item_rules import ItemRules
-from mimo.languages._decoder import MRopeDecoderSettings, build_decoder, mrope_settings_from_hf
+from mimo.languages._decoder import build_decoder, check_grid
 from mimo.languages._hf import PRE_NORMS, decoder_weights
-from mimo.languages._sizes import check_grid
+from mimo.languages._mrope import MRopeDecoderSettings, mrope_settings_from_hf
 
 if TYPE_CHECKING:
     from mimo.megatron import LanguageModel

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mimo.megatron.groups import ProcessGroupCollection
     from mimo.megatron.initialize import initialize_parameters
     from mimo.megatron.language import LanguageModel, build_gpt
-    from mimo.megatron.layers import ParallelMLP, build_stack
+    from mimo.megatron.layers import ModuleSpec, ParallelMLP, build_stack
     from mimo.megatron.norms import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
     from mimo.megatron.rope import ContiguousMRope, InterleavedMRope
     from mimo.megatron.segments import PackedSegments
@@ -33,6 +33,7 @@ _HOME = {
     "InterleavedMRope": "rope",
     "LocalAttention": "config",
     "ModuleContext": "config",
+    "ModuleSpec": "layers",
     "PackedSegments": "segments",
     "ParallelMLP": "layers",
     "ProcessGroupCollection": "groups",
@@ -55,6 +56,7 @@ __all__ = [
     "LayerNorm",
     "LocalAttention",
     "ModuleContext",
+    "ModuleSpec",
     "PackedSegments",
     "ParallelMLP",
     "ProcessGroupCollection",

@@ -1,0 +1,71 @@
+"""Settings of decoders whose rotary positions have the three axes of images (mRoPE)."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from mimo.hf.config import Config, expect
+from mimo.languages._decoder import DecoderSettings
+from mimo.languages._hf import decoder_sizes
+
+
+class MRopeDecoderSettings(DecoderSettings):
+    """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+
+    rotary_base: float = 1_000_000.0
+    mrope_section: tuple[int, int, int]
+    """Rotary channels that follow time, height and width; they sum to half the head size."""
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        if sum(self.mrope_section) != self.head_size // 2:
+            raise ValueError(
+                f"mrope_section {list(self.mrope_section)} must sum to half of head_size, "
+                f"{self.head_size // 2}"
+            )
+        return self
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer: all are alike."""
+        return ("attention",) * self.num_layers
+
+    def scaled_down(self, stages: int, tp: int) -> Self:
+        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+
+        Grouped queries stay grouped (one group stays one), the shares of the three rotary axes,
+        tied embeddings, rotary base and epsilon stay as they are. Weights are large enough for
+        every part of the model to matter to the loss.
+        """
+        sizes = self.scaled_sizes(tp)
+        section = proportional(self.mrope_section, sizes["head_size"] // 2)
+        return self.model_copy(
+            update={**sizes, "num_layers": stages, "mrope_section": section, "init_std": 0.1}
+        )
+
+
+def mrope_settings_from_hf(config: Config) -> dict[str, Any]:
+    """Recipe keys under ``language.model`` for a whole model's configuration.
+
+    Raises ValueError for what we do not compute.
+    """
+    text, rope = config["text_config"], config["text_config"]["rope_parameters"]
+    expect(text, "text_config", hidden_act="silu")
+    expect(rope, "text_config.rope_parameters", rope_type="default")
+    return {
+        **decoder_sizes(config),
+        "rotary_base": float(rope["rope_theta"]),
+        "mrope_section": list(rope["mrope_section"]),
+    }
+
+
+def proportional(parts: tuple[int, int, int], total: int) -> tuple[int, int, int]:
+    """``parts`` scaled to sum to ``total``, by largest remainder; what was above 0 stays so."""
+    exact = [part * total / sum(parts) for part in parts]
+    found = [max(int(x), 1) if part else 0 for x, part in zip(exact, parts, strict=True)]
+    for axis in sorted(range(3), key=lambda a: found[a] - exact[a])[: max(0, total - sum(found))]:
+        found[axis] += 1
+    while sum(found) > total:
+        found[found.index(max(found))] -= 1
+    return found[0], found[1], found[2]
