@@ -7,8 +7,10 @@ from typing import Any
 
 from PIL import Image
 
-from mimo.hf.config import Config, Processors, expect, pixel_limits
+from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight, plain
+from mimo.hf.preprocessing import Processors, check_agreement, normalisation, pixel_limits
+from mimo.hf.rope import rope_settings
 
 
 def both(ours: str, theirs: str, rows: int, *columns: int) -> Iterator[Weight]:
@@ -24,51 +26,73 @@ def block_norms(ours: str, theirs: str, names: Mapping[str, str], size: int) -> 
         yield from both(f"{ours}.{own}", f"{theirs}.{norm}", size)
 
 
-def check_processor(processor: Config, resample: int, kind: str = "image") -> None:
-    """Raise ValueError for a processor that leaves out a step of ours.
+def check_processor(processor: Config, resample: int, kind: str, name: str) -> None:
+    """Raise ValueError for a processor that leaves out a step of ours, or is another one.
 
-    resample: pillow's number of the interpolation. kind: of processor.
+    resample: pillow's number of the interpolation. kind: "image" or "video". name: its class.
     """
     steps = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
-    where = f"the {kind} processor's configuration"
+    values = {f"{kind}_processor_type": name, "resample": resample, "rescale_factor": 1 / 255}
     expect(
-        processor, where, resample=resample, rescale_factor=1 / 255, **dict.fromkeys(steps, True)
+        processor,
+        f"the {kind} processor's configuration",
+        **values,
+        **dict.fromkeys(steps, True),
     )
 
 
-def qwen_tower_sizes(config: Config, processors: Processors) -> dict[str, Any]:
-    """The settings that the towers of all Qwen-VL models have. Raises ValueError."""
+def qwen_tower_sizes(
+    config: Config, processors: Processors, videos: Config, video_processor: str
+) -> dict[str, Any]:
+    """The settings that the towers of all Qwen-VL models have. Raises ValueError.
+
+    videos: what the family's video processor, of the class ``video_processor``, has for settings
+    that its file leaves out.
+    """
     vision = config["vision_config"]
     expect(vision, "vision_config", in_channels=3)
     expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
-    images, videos = processors.image, processors.video
-    check_processor(images, Image.Resampling.BICUBIC)
-    check_processor(videos, Image.Resampling.BICUBIC, "video")
-    # Frames are cut and normalised as images are.
-    same = ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size")
-    expect(
-        videos,
-        "the video processor's configuration",
-        cap_pixels_per_frame=False,
-        **{key: images[key] for key in same if images.get(key) is not None},
-    )
+    images = processors.image
+    check_processor(images, Image.Resampling.BICUBIC, "image", "Qwen2VLImageProcessor")
+    sizes = {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+    }
+    tokens = {key: config[key] for key in ("image_token_id", "video_token_id")}
+    check_agreement(processors, **sizes, **tokens)
     return {
         "num_layers": vision["depth"],
         "hidden_size": vision["hidden_size"],
         "ffn_hidden_size": vision["intermediate_size"],
         "num_attention_heads": vision["num_heads"],
-        "patch_size": vision["patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "temporal_patch_size": vision["temporal_patch_size"],
-        "rotary_base": float(vision["rope_parameters"]["rope_theta"]),
+        **sizes,
+        "rotary_base": _axial_base(vision),
         "init_std": vision["initializer_range"],
-        **pixel_limits(processors.image),
-        **pixel_limits(processors.video, prefix="video_"),
-        **normalisation(processors.image),
+        **pixel_limits(images),
+        **_video_limits(processors, videos, video_processor, sizes),
+        **normalisation(images),
     }
 
 
-def normalisation(processor: Config) -> dict[str, list[float]]:
-    """Means and deviations of the channels, as far as the processor's file says them."""
-    keys = ("image_mean", "image_std")
-    return {key: list(processor[key]) for key in keys if processor.get(key)}
+def _axial_base(vision: Config) -> float:
+    return rope_settings(vision["rope_parameters"], "vision_config.rope_parameters", "axial").base
+
+
+def _video_limits(
+    processors: Processors, defaults: Config, kind: str, sizes: Config
+) -> dict[str, int]:
+    """Limits of the pixels of videos; none where they are those of images, or no file says any."""
+    if not processors.video:
+        return {}
+    where = "the video processor's configuration"
+    given = {key: value for key, value in processors.video.items() if value is not None}
+    videos = {**defaults, **given}
+    check_processor(videos, Image.Resampling.BICUBIC, "video", kind)
+    expect(videos, where, cap_pixels_per_frame=False, **sizes)
+    if processors.image:
+        # Frames are cut and normalised as images are.
+        expect(normalisation(videos), where, **normalisation(processors.image))
+    if processors.share_a_file and pixel_limits(videos) == pixel_limits(processors.image):
+        return {}  # so that a recipe that changes one changes both, as in that file
+    return pixel_limits(videos, prefix="video_")

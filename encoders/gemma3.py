@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from data.pan_and_scan import PanAndScan
 from data.square_images import SquareImageProcessor
-from encoders._hf import block_norms, both, check_processor, normalisation
+from encoders._hf import block_norms, both, check_processor
 from encoders._patches import RowParts, frame_lengths, patch_places
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
-from mimo.hf.config import Config, Processors, expect
+from mimo.hf.config import Config, agree, expect
 from mimo.hf.keymap import Weight, grouped_qkv, plain
+from mimo.hf.preprocessing import WHOLE, Processors, check_agreement, normalisation
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -239,10 +240,19 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         num_channels=3,
     )
     images = processors.image
-    check_processor(images, Image.Resampling.BILINEAR)
+    check_processor(images, Image.Resampling.BILINEAR, "image", "Gemma3ImageProcessor")
     size = images.get("size") or {}
-    side = vision["image_size"]
-    expect(size, "the image processor's size", height=side, width=side)
+    side, rows = vision["image_size"], config["mm_tokens_per_image"]
+    agree(size, "the image processor's size", height=side, width=side)
+    check_agreement(
+        processors,
+        patch_size=vision["patch_size"],
+        image_token_id=config["image_token_index"],
+        image_seq_length=rows,
+    )
+    if images:
+        # What the processor writes for an image where its own file is silent.
+        agree({"image_seq_length": 256, **processors.whole}, WHOLE, image_seq_length=rows)
     return {
         "num_layers": vision["num_hidden_layers"],
         "hidden_size": vision["hidden_size"],
@@ -250,7 +260,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         "num_attention_heads": vision["num_attention_heads"],
         "image_size": side,
         "patch_size": vision["patch_size"],
-        "mm_tokens_per_image": config["mm_tokens_per_image"],
+        "mm_tokens_per_image": rows,
         "norm_eps": vision["layer_norm_eps"],
         "init_std": config["initializer_range"],
         **normalisation(images),

@@ -35,8 +35,9 @@ from encoders._patches import (
 )
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
-from mimo.hf.config import Config, Processors, expect
+from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain
+from mimo.hf.preprocessing import Processors
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -52,8 +53,11 @@ __all__ = [
     "weights_in_hf",
 ]
 
-PROJECTOR = ("merger.", "level_mergers.")
-"""How the names of the projectors' weights begin; the rest is the tower."""
+PROJECTOR = ("blocks.final_layernorm.", "merger.", "level_mergers.")
+"""How the names of the projectors' weights begin; the rest is the tower.
+
+The final norm of our stack is the merger's own.
+"""
 
 
 class Settings(TowerSettings):
@@ -304,6 +308,18 @@ def build(
     )
 
 
+# Of transformers' `Qwen3VLVideoProcessor`, for what the file of a folder leaves out.
+_VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
+_VIDEOS: Config = {
+    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+}
+
+
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Qwen3-VL's configuration.
 
@@ -312,7 +328,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
     return {
-        **qwen_tower_sizes(config, processors),
+        **qwen_tower_sizes(config, processors, _VIDEOS, _VIDEO_PROCESSOR),
         "deepstack_visual_indexes": list(vision["deepstack_visual_indexes"]),
         "num_grid_per_side": math.isqrt(vision["num_position_embeddings"]),
     }

@@ -35,8 +35,9 @@ from encoders._patches import (
 )
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
-from mimo.hf.config import Config, Processors, expect
+from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
+from mimo.hf.preprocessing import Processors
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -51,8 +52,11 @@ __all__ = [
     "weights_in_hf",
 ]
 
-PROJECTOR = ("merger.",)
-"""How the names of the projector's weights begin; the rest is the tower."""
+PROJECTOR = ("blocks.final_layernorm.", "merger.")
+"""How the names of the projector's weights begin; the rest is the tower.
+
+The final norm of our stack is the merger's own.
+"""
 
 
 class Settings(TowerSettings):
@@ -284,6 +288,18 @@ def build(
     )
 
 
+# Of transformers' `Qwen2VLVideoProcessor`, for what the file of a folder leaves out.
+_VIDEO_PROCESSOR = "Qwen2VLVideoProcessor"
+_VIDEOS: Config = {
+    "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": OPENAI_CLIP_MEAN,
+    "image_std": OPENAI_CLIP_STD,
+}
+
+
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Qwen2.5-VL's configuration.
 
@@ -292,7 +308,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="silu")
     return {
-        **qwen_tower_sizes(config, processors),
+        **qwen_tower_sizes(config, processors, _VIDEOS, _VIDEO_PROCESSOR),
         "window_size": vision["window_size"],
         "full_attention_layers": list(vision["fullatt_block_indexes"]),
         "tokens_per_second": float(vision["tokens_per_second"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +48,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-@dataclass(frozen=True)
-class Processors:
-    """How items are prepared, as files of a folder say; empty where none does."""
-
-    image: Config
-    video: Config
-
-
-def read_processors(folder: Path) -> Processors:
-    """From the file that transformers would take: today's one file, else those of old versions."""
-    found: dict[str, Any] = {}
-    if (folder / "processor_config.json").is_file():
-        both = read_json(folder / "processor_config.json")
-        found = {kind: both.get(f"{kind}_processor") for kind in ("image", "video")}
-    for kind, name in (("image", "preprocessor"), ("video", "video_preprocessor")):
-        path = folder / f"{name}_config.json"
-        if not found.get(kind) and path.is_file():
-            found[kind] = read_json(path)
-    return Processors(found.get("image") or {}, found.get("video") or {})
-
-
 def expect(section: Config, where: str, **values: object) -> None:
     """Raise ValueError for keys of ``section`` that have another value than the one we compute.
 
     A key that is absent or null has the value that is expected.
     """
+    _compare(section, where, "only {value!r} is supported", values)
+
+
+def agree(section: Config, where: str, **values: object) -> None:
+    """The same for values that ``config.json`` says too."""
+    _compare(section, where, "but config.json says {value!r}", values)
+
+
+def _compare(section: Config, where: str, reason: str, values: Config) -> None:
     wrong = [
-        f"{where}.{key} is {section[key]!r}; only {value!r} is supported"
+        f"{where}.{key} is {section[key]!r}; {reason.format(value=value)}"
         for key, value in values.items()
         if section.get(key) not in (None, value)
     ]
@@ -84,14 +71,15 @@ def expect(section: Config, where: str, **values: object) -> None:
         raise ValueError("; ".join(wrong))
 
 
-def pixel_limits(processor: Config, prefix: str = "") -> dict[str, int]:
-    """``min_pixels`` and ``max_pixels`` of Qwen's processors, in old and new files.
-
-    prefix: of the names in the result.
-    """
-    size = processor.get("size") or {}
-    found = {
-        "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
-        "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
-    }
-    return {f"{prefix}{key}": value for key, value in found.items() if value is not None}
+def refuse_dropout(config: Config) -> None:
+    """Raise ValueError for dropout anywhere: we train without."""
+    sections = {"": config, "text_config.": config["text_config"]}
+    sections["vision_config."] = config["vision_config"]
+    wrong = [
+        f"{where}{key} is {value!r}; dropout is not supported, set it to 0"
+        for where, section in sections.items()
+        for key, value in section.items()
+        if "dropout" in key and value
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))

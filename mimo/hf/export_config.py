@@ -9,7 +9,8 @@ from typing import Any
 
 from mimo.families import encoder_settings, language_settings
 from mimo.hf.architectures import Architecture
-from mimo.hf.config import read_config, read_json, read_processors
+from mimo.hf.config import read_config, read_json
+from mimo.hf.preprocessing import TOKENIZER, image_defaults_of_processor, read_processors
 from mimo.layout import LANGUAGE
 from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError
@@ -63,8 +64,10 @@ def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -
 
 
 def write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:
-    """Write settings from `changed_settings` into the file of the image processor in ``folder``."""
-    for path, content, section in _image_sections(folder) if changed else ():
+    """Write settings from `changed_settings` into the files that decide in ``folder``."""
+    if not changed:
+        return
+    for path, content, section in _image_sections(folder):
         for key, value in changed.items():
             if key in _IMAGE_KEYS:
                 section[_IMAGE_KEYS[key]] = value
@@ -73,7 +76,16 @@ def write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:
             size[_LIMITS[key]] = value
             if section.get(key) is not None:
                 section[key] = value
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write_json(path, content)
+    # Where the whole processor has a default, only what the tokenizer is made with counts more.
+    fixed = image_defaults_of_processor(folder)
+    stronger = {_IMAGE_KEYS[k]: v for k, v in changed.items() if _IMAGE_KEYS.get(k) in fixed}
+    if stronger:
+        _write_json(folder / TOKENIZER, {**read_json(folder / TOKENIZER), **stronger})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _image_sections(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mimo.hf.architectures import Architecture, architecture_of
-from mimo.hf.config import read_config, read_processors
+from mimo.hf.config import read_config
+from mimo.hf.preprocessing import read_processors
 from mimo.recipe_errors import InputError
 from mimo.yaml_source import Location
 
 DEFAULT_ENCODER = "vision"
+_UNREAD = "unread"
 
 
 def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
@@ -24,22 +26,31 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     Yields the location and the message of every problem.
     """
     given = data.get("init_from")
+    if given is None:
+        return
     if not isinstance(given, str):
-        return  # absent, or of a wrong type, which the schema reports
+        _stand_in(data)
+        return  # the schema reports it
     folder = Path(given)
     if not folder.is_dir():
         if not _is_resolved(data):
             message = f"{folder}: no such folder; give a checkpoint in Hugging Face format"
             yield ("init_from",), message
+            _stand_in(data)
         return
     try:
         config = read_config(folder)
         architecture = architecture_of(config.get("model_type"))
         language = architecture.language_family().settings_from_hf(config)
         tower = architecture.encoder_family().settings_from_hf(config, read_processors(folder))
-    except (InputError, ValueError, KeyError) as error:
+    except InputError as error:  # which names the file
+        yield ("init_from",), str(error)
+        _stand_in(data)
+        return
+    except (ValueError, KeyError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        yield ("init_from",), f"{folder / 'config.json'}: {reason}"
+        yield ("init_from",), f"{folder}: {reason}"
+        _stand_in(data)
         return
     section = _section(data, "language")
     yield from _fill_module(("language",), section, architecture.language, language)
@@ -57,6 +68,18 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
         for key, value in architecture.encoder_keys.items():
             section.setdefault(key, copy.deepcopy(value))
+
+
+def _stand_in(data: dict[str, Any]) -> None:
+    """Give what only the folder could say, in place, so that it is not reported as missing, too.
+
+    The recipe is refused anyway.
+    """
+    _section(data, "data").setdefault("tokenizer", _UNREAD)
+    encoders = data.get("encoders")
+    for section in encoders.values() if isinstance(encoders, dict) else ():
+        if isinstance(section, dict):
+            section.setdefault("family", _UNREAD)
 
 
 def _is_resolved(data: dict[str, Any]) -> bool:

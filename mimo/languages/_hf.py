@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mimo.hf.config import Config
+from mimo.hf.config import Config, refuse_dropout
 from mimo.hf.keymap import Weight, grouped_qkv, plain, stacked
 from mimo.languages._decoder import DecoderSettings
 
@@ -13,7 +13,11 @@ _PREFIX = "model.language_model"
 
 
 def decoder_sizes(config: Config) -> dict[str, Any]:
-    """The settings that all decoders have, from a whole model's configuration."""
+    """The settings that all decoders have, from a whole model's configuration.
+
+    Raises ValueError for dropout, also of the tower.
+    """
+    refuse_dropout(config)
     text = config["text_config"]
     heads = text["num_attention_heads"]
     return {

@@ -7,6 +7,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from mimo.hf.config import Config, expect
+from mimo.hf.rope import rope_settings
 from mimo.languages._decoder import DecoderSettings
 from mimo.languages._hf import decoder_sizes
 
@@ -45,18 +46,18 @@ class MRopeDecoderSettings(DecoderSettings):
         )
 
 
-def mrope_settings_from_hf(config: Config) -> dict[str, Any]:
+def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]:
     """Recipe keys under ``language.model`` for a whole model's configuration.
 
-    Raises ValueError for what we do not compute.
+    section: ``mrope_section`` of the family where the configuration says none. Raises ValueError
+    for what we do not compute.
     """
     text, rope = config["text_config"], config["text_config"]["rope_parameters"]
     expect(text, "text_config", hidden_act="silu")
-    expect(rope, "text_config.rope_parameters", rope_type="default")
     return {
         **decoder_sizes(config),
-        "rotary_base": float(rope["rope_theta"]),
-        "mrope_section": list(rope["mrope_section"]),
+        "rotary_base": rope_settings(rope, "text_config.rope_parameters", "default").base,
+        "mrope_section": list(rope.get("mrope_section", section)),
     }
 
 

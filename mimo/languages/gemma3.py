@@ -18,6 +18,7 @@ from torch.nn import functional
 from mimo import megatron as engine
 from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight
+from mimo.hf.rope import rope_settings
 from mimo.item_rules import ItemRules
 from mimo.languages._decoder import DecoderSettings, build_decoder, check_grid
 from mimo.languages._hf import QK_NORMS, decoder_sizes, decoder_weights
@@ -149,15 +150,9 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
         final_logit_softcapping=None,
         use_bidirectional_attention=False,
     )
-    local, whole = (
-        text["rope_parameters"][kind] for kind in ("sliding_attention", "full_attention")
-    )
-    expect(local, "text_config.rope_parameters.sliding_attention", rope_type="default")
-    if whole["rope_type"] not in ("default", "linear"):
-        raise ValueError(
-            f"text_config.rope_parameters.full_attention.rope_type is {whole['rope_type']!r}; "
-            f"only 'default' and 'linear' are supported"
-        )
+    where, rope = "text_config.rope_parameters", text["rope_parameters"]
+    local = rope_settings(rope["sliding_attention"], f"{where}.sliding_attention", "default")
+    whole = rope_settings(rope["full_attention"], f"{where}.full_attention", "default", "linear")
     kinds = ["global" if kind == "full_attention" else "sliding" for kind in text["layer_types"]]
     found = {
         **decoder_sizes(config),
@@ -165,9 +160,9 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
         "sliding_window": text["sliding_window"],
         # Without any global layer, all that counts is that the first would come later.
         "sliding_window_pattern": (kinds.index("global") if "global" in kinds else len(kinds)) + 1,
-        "local_rotary_base": float(local["rope_theta"]),
-        "rotary_base": float(whole["rope_theta"]),
-        "rotary_factor": float(whole.get("factor", 1.0)),
+        "local_rotary_base": local.base,
+        "rotary_base": whole.base,
+        "rotary_factor": whole.factor,
     }
     if list(Settings(**found).layer_kinds()) != kinds:
         raise ValueError(

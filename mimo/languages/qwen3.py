@@ -62,9 +62,7 @@ def build(
 def settings_from_hf(config: Config) -> dict[str, Any]:
     """Recipe keys under ``language.model`` for Qwen3-VL's configuration. Raises ValueError."""
     expect(config["text_config"], "text_config", attention_bias=False)
-    rope = config["text_config"]["rope_parameters"]
-    expect(rope, "text_config.rope_parameters", mrope_interleaved=True)
-    return mrope_settings_from_hf(config)
+    return mrope_settings_from_hf(config, section=[24, 20, 20])
 
 
 def weights_in_hf(settings: Settings) -> list[Weight]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -16,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mimo.megatron.optimizer_state import Share, share_of, tensors_to_load, tensors_to_save
 
@@ -115,11 +117,30 @@ def stored_names(directory: Path) -> set[str]:
     return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
+def _check_vocabulary(state: State, directory: Path) -> None:
+    """Megatron would fill missing rows of an embedding or head, and leave out others, in silence.
+
+    It allows that for another padding of the vocabulary; ours is the same in every layout.
+    """
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    for wanted in state.values():
+        if not (isinstance(wanted, ShardedTensor) and wanted.allow_shape_mismatch):
+            continue
+        found = stored.get(wanted.key)
+        if isinstance(found, TensorStorageMetadata) and found.size[0] != wanted.global_shape[0]:
+            raise ValueError(
+                f"checkpoint {directory}: {wanted.key} has {found.size[0]} rows, but the model has "
+                f"{wanted.global_shape[0]}; give the tokenizer, language.model.vocab_size and "
+                f"language.model.vocab_multiple of its training"
+            )
+
+
 def load_sharded(state: State, directory: Path) -> State:
     """Read the parts that ``state`` describes; every rank of the world calls it.
 
-    Raises ValueError when the checkpoint lacks something.
+    Raises ValueError when the checkpoint lacks something, or has another vocabulary.
     """
+    _check_vocabulary(state, directory)
     try:
         return cast("State", dist_checkpointing.load(state, str(directory)))
     except Exception as error:

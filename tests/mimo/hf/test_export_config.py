@@ -11,7 +11,8 @@ import torch
 
 from mimo.assets import ASSETS, collect_assets
 from mimo.hf import from_hf, to_hf
-from mimo.hf.config import read_config, read_processors
+from mimo.hf.config import read_config
+from mimo.hf.preprocessing import read_processors
 from mimo.recipe import load_recipe
 from mimo.recipe_errors import InputError, RecipeError
 from tests.mimo.hf import folders

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.hf.architectures import ARCHITECTURES
-from mimo.hf.config import read_config, read_processors
+from mimo.hf.config import read_config
 from mimo.hf.keymap import Weight, check_complete, fused_qkv, grouped_qkv, plain, stacked
+from mimo.hf.preprocessing import read_processors
 from tests.mimo.hf import folders
 
 SIZES = st.integers(1, 4)
