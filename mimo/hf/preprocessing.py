@@ -7,7 +7,7 @@ that file says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Processors:
     image: Config
     video: Config
     whole: Config
-    files: dict[str, Config] = field(default_factory=dict)
+    files: Mapping[str, Config] = field(default_factory=dict)
 
     @property
     def share_a_file(self) -> bool:
@@ -66,7 +66,7 @@ def _names(folder: Path) -> Iterator[str]:
             yield name
 
 
-def _said(files: dict[str, Config], kind: str) -> Config | None:
+def _said(files: Mapping[str, Config], kind: str) -> Config | None:
     """From today's one file, else from those of older versions."""
     nested = files.get(WHOLE, {}).get(f"{kind}_processor")
     if nested is not None:

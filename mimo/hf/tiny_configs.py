@@ -1,7 +1,9 @@
 """Sizes of tiny checkpoints: about a million weights, and a layer of every kind that a family has.
 
 What differs inside a published model differs here too: heads from groups, the scale of Gemma's
-attention from its head size, its two rotary bases, windows from images.
+attention from its head size, its two rotary bases, windows from images. And no number is what
+transformers or our settings have for it when nothing is said: an importer that overlooks it would
+compute the same.
 """
 
 from __future__ import annotations
@@ -20,20 +22,24 @@ _TEXT: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
+    "rms_norm_eps": 3e-4,
     "max_position_embeddings": 2048,
+    "initializer_range": 0.03,
 }
 _QWEN_VISION: dict[str, Any] = {
     "depth": 4,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_heads": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
+    "spatial_merge_size": 3,
+    "temporal_patch_size": 3,
     "out_hidden_size": _HIDDEN,
+    "initializer_range": 0.03,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 500.0},
 }
 _HEAD_SIZE = 32
-_GEMMA_SIDE, _GEMMA_ROWS = 56, 4  # pixels of an image, and its rows
+_PATCH_2_5, _PATCH_3, _PATCH_GEMMA = 9, 10, 10  # pixels
+_GEMMA_SIDE, _GEMMA_ROWS = 40, 4  # pixels of an image, and its rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Family:
     """How a family's tiny checkpoint is made.
 
     config(vocab_size, ids of tokens by word, tied) makes the config of transformers.
-    tied: whether its small published models tie the output layer to the embedding.
+    tied: whether the output layer is tied to the embedding; not what the family does by default.
     files: the JSON files of its processors, by name.
     """
 
@@ -77,10 +83,10 @@ def _qwen2_5_vl(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrain
         # Windows of 2 x 2 rows, every second layer sees the whole image.
         vision_config={
             **_QWEN_VISION,
-            "patch_size": 14,
-            "window_size": 56,
+            "patch_size": _PATCH_2_5,
+            "window_size": 6 * _PATCH_2_5,
             "fullatt_block_indexes": [1, 3],
-            "tokens_per_second": 2,
+            "tokens_per_second": 3,
         },
         tie_word_embeddings=tied,
         **_qwen_ids(ids),
@@ -105,7 +111,7 @@ def _qwen3_vl(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrained
         },
         vision_config={
             **_QWEN_VISION,
-            "patch_size": 16,
+            "patch_size": _PATCH_3,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 2],
         },
@@ -127,7 +133,7 @@ def _gemma3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedCo
             "sliding_window": 3,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3_000.0},
                 "full_attention": {
                     "rope_type": "linear",
                     "factor": 2.0,
@@ -146,9 +152,11 @@ def _gemma3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedCo
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
             "image_size": _GEMMA_SIDE,
-            "patch_size": 14,
+            "patch_size": _PATCH_GEMMA,
+            "layer_norm_eps": 2e-4,
             "vision_use_head": False,
         },
+        initializer_range=0.025,
         mm_tokens_per_image=_GEMMA_ROWS,
         boi_token_index=ids["<start_of_image>"],
         eoi_token_index=ids["<end_of_image>"],
@@ -157,11 +165,10 @@ def _gemma3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedCo
     )
 
 
-_MEAN_QWEN2, _STD_QWEN2 = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-_HALF = [0.5, 0.5, 0.5]
-_PATCHES = {"merge_size": 2, "temporal_patch_size": 2}
+_PIXELS = {"image_mean": [0.45, 0.47, 0.43], "image_std": [0.3, 0.27, 0.33]}
+_PATCHES = {"merge_size": 3, "temporal_patch_size": 3}
 # From one row to four by four.
-_ROW_2_5, _ROW_3 = 28**2, 32**2  # pixels
+_ROW_2_5, _ROW_3 = (3 * _PATCH_2_5) ** 2, (3 * _PATCH_3) ** 2  # pixels
 _SIZE_3 = {"shortest_edge": _ROW_3, "longest_edge": 16 * _ROW_3}
 
 # Files beside the weights, with the keys that the published folders have.
@@ -169,32 +176,29 @@ _QWEN2_5_FILES: dict[str, dict[str, Any]] = {
     "preprocessor_config.json": {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
-        "patch_size": 14,
+        "patch_size": _PATCH_2_5,
         **_PATCHES,
         "min_pixels": _ROW_2_5,
         "max_pixels": 16 * _ROW_2_5,
-        "image_mean": _MEAN_QWEN2,
-        "image_std": _STD_QWEN2,
+        **_PIXELS,
     }
 }
 _QWEN3_FILES: dict[str, dict[str, Any]] = {
     "preprocessor_config.json": {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "processor_class": "Qwen3VLProcessor",
-        "patch_size": 16,
+        "patch_size": _PATCH_3,
         **_PATCHES,
         "size": _SIZE_3,
-        "image_mean": _HALF,
-        "image_std": _HALF,
+        **_PIXELS,
     },
     "video_preprocessor_config.json": {
         "video_processor_type": "Qwen3VLVideoProcessor",
         "processor_class": "Qwen3VLProcessor",
-        "patch_size": 16,
+        "patch_size": _PATCH_3,
         **_PATCHES,
         "size": {"shortest_edge": _ROW_3, "longest_edge": 64 * _ROW_3},
-        "image_mean": _HALF,
-        "image_std": _HALF,
+        **_PIXELS,
     },
 }
 _GEMMA3_FILES: dict[str, dict[str, Any]] = {
@@ -206,8 +210,7 @@ _GEMMA3_FILES: dict[str, dict[str, Any]] = {
         "do_pan_and_scan": None,
         "do_rescale": True,
         "do_resize": True,
-        "image_mean": _HALF,
-        "image_std": _HALF,
+        **_PIXELS,
         "image_seq_length": _GEMMA_ROWS,
         "pan_and_scan_max_num_crops": None,
         "pan_and_scan_min_crop_size": None,
@@ -223,7 +226,7 @@ _GEMMA3_FILES: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES = {
-    "qwen2_5_vl": Family(_qwen2_5_vl, tied=False, files=_QWEN2_5_FILES),
+    "qwen2_5_vl": Family(_qwen2_5_vl, tied=True, files=_QWEN2_5_FILES),
     "qwen3_vl": Family(_qwen3_vl, tied=True, files=_QWEN3_FILES),
-    "gemma3": Family(_gemma3, tied=True, files=_GEMMA3_FILES),
+    "gemma3": Family(_gemma3, tied=False, files=_GEMMA3_FILES),
 }

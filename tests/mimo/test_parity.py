@@ -149,6 +149,14 @@ LAYOUTS = {
         3,
         ["language.freeze=true", "encoders.vision.freeze=tower", "encoders.vision.grid.pp=2"],
     ),
+    "only the projector of an encoder with pp2, tp2 and sp learns": (
+        5,
+        [
+            "language.freeze=true",
+            "encoders.vision.freeze=tower",
+            "encoders.vision.grid={tp: 2, sp: true, pp: 2, dp: 1}",
+        ],
+    ),
     "the tower is frozen, colocated": (
         2,
         [*COLOCATED, "encoders.vision.freeze=tower", "language.grid.pp=2"],

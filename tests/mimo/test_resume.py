@@ -156,3 +156,18 @@ def test_adapters_of_a_checkpoint_are_not_left_out_without_a_word(
     name = module.rpartition(".")[2]
     with pytest.raises(RanksFailed, match=rf"has adapters of {name}, but .* no {module}\.lora"):
         run(run_ranks, recipe, *settings, "train.steps=2", resume_from=checkpoint)
+
+
+@pytest.mark.parametrize("multiple", [16, 256])
+def test_a_checkpoint_with_another_number_of_vocabulary_rows_is_refused(
+    run_ranks: RunRanks, recipe: Path, multiple: int
+) -> None:
+    """Megatron would leave rows as they were drawn, or rows of the checkpoint out."""
+    settings = [*LAYOUT, "train.steps=1"]
+    run(run_ranks, recipe, *settings)
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_1"
+    settings += [f"language.model.vocab_multiple={multiple}", "train.steps=2"]
+    with pytest.raises(
+        RanksFailed, match=r"word_embeddings\.weight has 64 rows, but the model has"
+    ):
+        run(run_ranks, recipe, *settings, resume_from=checkpoint)

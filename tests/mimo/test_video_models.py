@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from encoders import qwen_vl
 from tests.conftest import RunRanks
 from tests.mimo.hf.folders import make
 from tests.mimo.test_videos import write_samples
@@ -33,17 +34,21 @@ train: {{steps: 1, global_batch_size: 4, micro_batch_size: 4}}
 """
 
 
-def run_both(rank: int, path: Path, folder: Path) -> list[tuple[Tensor, Tensor]]:
+def run_both(
+    rank: int, path: Path, folder: Path, overrides: list[str]
+) -> list[tuple[Tensor, Tensor]]:
     """Logits (L, V) of each sample: ours, and those of transformers."""
     from transformers import AutoModelForImageTextToText
 
     from data.batch import pack_lane
     from mimo.dataset import item_processors, open_dataset, open_tokenizer
+    from mimo.families import encoder_settings
     from mimo.hf.initial import initial_weights
     from mimo.local import LocalModel
     from mimo.recipe import load_recipe
 
-    recipe = load_recipe(path)
+    recipe = load_recipe(path, overrides)
+    frames = encoder_settings(recipe, "vision").temporal_patch_size
     chat = open_tokenizer(recipe)
     dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
     assert dataset is not None
@@ -71,7 +76,7 @@ def run_both(rank: int, path: Path, folder: Path) -> list[tuple[Tensor, Tensor]]
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for number, sample in enumerate(samples):
-        given = given_to_transformers(reader, items[number], patches)
+        given = given_to_transformers(reader, items[number], patches, frames)
         kinds = np.zeros(len(sample.input_ids), np.int32)
         kinds[sample.input_ids == chat.placeholder_ids["image"]] = 1
         kinds[sample.input_ids == chat.placeholder_ids["video"]] = 2
@@ -86,8 +91,10 @@ def run_both(rank: int, path: Path, folder: Path) -> list[tuple[Tensor, Tensor]]
     return found
 
 
-def given_to_transformers(reader: Any, items: range, patches: list[np.ndarray]) -> dict[str, Any]:
-    """A sample's pixels and grids; the items of one video are one grid."""
+def given_to_transformers(
+    reader: Any, items: range, patches: list[np.ndarray], frames: int
+) -> dict[str, Any]:
+    """A sample's pixels and grids; the items of one video are one grid. frames: of a patch."""
     index = reader.index
     values: dict[str, list[np.ndarray]] = {"image": [], "video": []}
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}
@@ -100,7 +107,7 @@ def given_to_transformers(reader: Any, items: range, patches: list[np.ndarray]) 
             continue
         grids[media].append(list(reader.grid(item)))
         if media == "video":
-            seconds.append(2 / index.part(item).fps)
+            seconds.append(frames / index.part(item).fps)
     given: dict[str, Any] = {}
     for media, key in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if grids[media]:
@@ -117,8 +124,23 @@ def test_logits_over_images_and_videos_equal_those_of_transformers(
     write_samples(tmp_path, SAMPLES)
     path = tmp_path / "videos.yaml"
     path.write_text(RECIPE.format(folder=folder, directory=tmp_path))
-    (found,) = run_ranks(run_both, 1, path, folder)
+    (found,) = run_ranks(run_both, 1, path, folder, [])
     assert len(found) == len(SAMPLES)
     for ours, theirs in found:
         assert theirs.std() > 0.1, "an absolute tolerance needs logits of order one"
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_positions_per_second_that_the_importer_overlooks_are_found(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    folder = make("qwen2_5_vl", tmp_path / "checkpoint")
+    write_samples(tmp_path, SAMPLES)
+    path = tmp_path / "videos.yaml"
+    path.write_text(RECIPE.format(folder=folder, directory=tmp_path))
+    unsaid = qwen_vl.Settings.model_fields["tokens_per_second"].default
+    override = f"encoders.vision.model.tokens_per_second={unsaid}"
+    (found,) = run_ranks(run_both, 1, path, folder, [override])
+    with_video = [any(one > 0 for one in sample) for sample in SAMPLES]
+    for (ours, theirs), differs in zip(found, with_video, strict=True):
+        assert bool((ours - theirs).abs().max() > 100 * TOLERANCE) == differs

@@ -61,7 +61,7 @@ train:
 """
 LANGUAGE_LORA = "lora: {rank: 4, alpha: 8}"
 VISION_LORA = "lora: {rank: 2, alpha: 5}"
-_QWEN_MERGER = [f"model.visual.merger.{name}" for name in ("linear_fc1", "linear_fc2")]
+_QWEN_MERGER = [f"model.visual.merger.{name}" for name in ("linear_fc1", "linear_fc2", "norm")]
 _LEVEL_MERGERS = [
     f"model.visual.deepstack_merger_list.{level}.{name}"
     for level in range(2)
@@ -84,7 +84,7 @@ class Case:
 CASES = {
     "qwen2_5_vl": Case(
         *("qwen2_5_vl", LANGUAGE_LORA, VISION_LORA),
-        saved=["model.visual.merger.mlp.0", "model.visual.merger.mlp.2"],
+        saved=[f"model.visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2")],
         adapted=4 * 7 + 4 * 5,
     ),
     "qwen3_vl": Case(

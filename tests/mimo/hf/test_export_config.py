@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from mimo.assets import ASSETS, collect_assets
 from mimo.hf import from_hf, to_hf
 from mimo.hf.config import read_config
 from mimo.hf.preprocessing import read_processors
+from mimo.hf.processor import load_processor
 from mimo.recipe import load_recipe
 from mimo.recipe_errors import InputError, RecipeError
 from tests.mimo.hf import folders
@@ -46,9 +48,15 @@ def test_limits_of_pixels_that_were_trained_with_are_exported(tmp_path: Path) ->
 
 def test_pan_and_scan_that_was_trained_with_is_exported(tmp_path: Path) -> None:
     ours = converted("gemma3", tmp_path)
-    set_in_recipe(ours, "encoders.vision.model.pan_and_scan=true")
+    crops = {"": "true", "_min_crop_size": "20", "_max_num_crops": "3"}
+    keys = [f"encoders.vision.model.pan_and_scan{key}={value}" for key, value in crops.items()]
+    set_in_recipe(ours, *keys)
     to_hf.convert(ours, tmp_path / "exported", GB)
     assert read_processors(tmp_path / "exported").image["do_pan_and_scan"] is True
+    processor = load_processor(tmp_path / "exported")
+    image = [[Image.new("RGB", (120, 40))]]
+    ids = processor(text=[processor.boi_token], images=image)["input_ids"][0]
+    assert list(ids).count(processor.image_token_ids[0]) == 4 * 4, "an image and its three crops"
 
 
 def test_settings_that_no_file_of_theirs_says_are_refused(tmp_path: Path) -> None:

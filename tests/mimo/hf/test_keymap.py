@@ -107,3 +107,26 @@ def test_the_map_of_a_model_covers_every_tensor_that_transformers_writes(
     written = {key: tuple(tensor.shape) for key, tensor in folders.tensors(folder).items()}
     to_disk = architecture.layouts[0].on_disk
     assert {to_disk(s.key): s.shape for w in every for s in w.sources} == written
+
+
+# What the models of transformers call it.
+PROJECTORS = {
+    "qwen2_5_vl": ("model.visual.merger.",),
+    "qwen3_vl": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+    "gemma3": ("model.multi_modal_projector.",),
+}
+
+
+@pytest.mark.parametrize("family", folders.FAMILIES)
+def test_the_projector_is_what_the_checkpoint_calls_so_norm_included(
+    family: str, tmp_path: Path
+) -> None:
+    folder = folders.make(family, tmp_path / "model")
+    tower: Any = ARCHITECTURES[family].encoder_family()
+    settings = tower.settings_from_hf(read_config(folder), read_processors(folder))
+    weights = tower.weights_in_hf(tower.Settings(**settings), 128)
+    ours = {w.name for w in weights if w.name.startswith(tower.PROJECTOR)}
+    theirs = {w.name for w in weights if w.sources[0].key.startswith(PROJECTORS[family])}
+    assert ours == theirs
+    assert any("norm" in name for name in ours)
+    assert len(ours) < len(weights)

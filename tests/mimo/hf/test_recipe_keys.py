@@ -90,45 +90,127 @@ def test_what_contradicts_the_folder_is_refused_by_key(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("text_config", "attention_bias", True),
-        ("text_config", "hidden_act", "gelu"),
-        ("vision_config", "in_channels", 1),
-        (None, "model_type", "qwen2_vl"),
-    ],
-)
-def test_models_that_are_not_computed_here_are_refused(
-    folder: Path, tmp_path: Path, section: str | None, key: str, value: object
+@pytest.mark.parametrize("value", ["3", "nowhere", "broken"])
+def test_a_folder_that_is_refused_gives_its_own_reason_and_what_else_is_wrong(
+    folder: Path, tmp_path: Path, value: str
 ) -> None:
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (config if section is None else config[section])[key] = value
-    (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RecipeError, match=rf"init_from: .*{key} is"):
-        recipe_of(copy, tmp_path)
+    """Not what the recipe lacks because the folder could not be read."""
+    if value == "broken":
+        broken = changed(folder, tmp_path, "config.json", ["text_config", "attention_bias"], True)
+        value = str(broken)
+    with pytest.raises(RecipeError) as caught:
+        recipe_of(folder, tmp_path, f"init_from={value}", "train.steps=none")
+    assert [line.split(": ")[1] for line in caught.value.problems] == ["init_from", "train.steps"]
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("preprocessor", "do_resize", False),
-        ("preprocessor", "resample", 0),
-        ("video_preprocessor", "cap_pixels_per_frame", True),
-        ("video_preprocessor", "image_mean", [0.1, 0.2, 0.3]),
-    ],
-)
-def test_processors_that_do_something_else_are_refused(
-    folder: Path, tmp_path: Path, name: str, key: str, value: object
-) -> None:
-    copy = tmp_path / "model"
+def changed(folder: Path, path: Path, file: str, keys: list[str], value: object) -> Path:
+    """A copy of a folder with one value of a JSON file set, or removed where it is `...`."""
+    copy = path / "model"
     shutil.copytree(folder, copy)
-    path = copy / f"{name}_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    with pytest.raises(RecipeError, match=rf"processor's configuration\.{key} is"):
+    content = json.loads((copy / file).read_text())
+    section = content
+    for key in keys[:-1]:
+        section = section[key]
+    section[keys[-1]] = value
+    if value is ...:
+        del section[keys[-1]]
+    (copy / file).write_text(json.dumps(content))
+    return copy
+
+
+ROPE = "rope_parameters"
+GLOBAL = f"text_config.{ROPE}.full_attention"
+# What transformers would compute otherwise: family, file, keys, value, and what the message says.
+REFUSED = [
+    ("qwen3_vl", "config.json", "text_config.attention_bias", True, None),
+    ("qwen3_vl", "config.json", "text_config.hidden_act", "gelu", None),
+    ("qwen3_vl", "config.json", "vision_config.in_channels", 1, None),
+    ("qwen3_vl", "config.json", "model_type", "qwen2_vl", None),
+    # Dropout.
+    ("qwen2_5_vl", "config.json", "text_config.attention_dropout", 0.1, None),
+    ("qwen3_vl", "config.json", "text_config.attention_dropout", 0.1, None),
+    ("gemma3", "config.json", "vision_config.attention_dropout", 0.1, None),
+    ("gemma3", "config.json", "text_config.hidden_dropout_prob", 0.1, None),
+    # Rotary settings.
+    ("qwen2_5_vl", "config.json", f"text_config.{ROPE}.rope_type", "other", None),
+    ("qwen3_vl", "config.json", f"text_config.{ROPE}.something", 2, None),
+    ("qwen3_vl", "config.json", f"vision_config.{ROPE}.rope_type", "other", None),
+    ("qwen2_5_vl", "config.json", f"vision_config.{ROPE}.something", 2, None),
+    ("gemma3", "config.json", f"text_config.{ROPE}.full_attention.rope_type", "yarn", None),
+    (
+        "gemma3",
+        "config.json",
+        f"text_config.{ROPE}.full_attention.partial_rotary_factor",
+        0.5,
+        None,
+    ),
+    ("gemma3", "config.json", f"text_config.{ROPE}.sliding_attention.rope_type", "other", None),
+    # Processors that do something else.
+    ("qwen3_vl", "preprocessor_config.json", "do_resize", False, None),
+    ("qwen3_vl", "preprocessor_config.json", "resample", 0, None),
+    ("qwen3_vl", "preprocessor_config.json", "image_processor_type", "CLIPImageProcessor", None),
+    ("qwen3_vl", "video_preprocessor_config.json", "cap_pixels_per_frame", True, None),
+    ("qwen3_vl", "video_preprocessor_config.json", "image_mean", [0.1, 0.2, 0.3], None),
+    # What contradicts config.json.
+    ("qwen2_5_vl", "preprocessor_config.json", "patch_size", 14, 9),
+    ("qwen2_5_vl", "preprocessor_config.json", "merge_size", 2, 3),
+    ("qwen3_vl", "preprocessor_config.json", "temporal_patch_size", 2, 3),
+    ("qwen3_vl", "preprocessor_config.json", "image_token_id", 63, None),
+    ("qwen3_vl", "video_preprocessor_config.json", "merge_size", 2, 3),
+    ("gemma3", "preprocessor_config.json", "patch_size", 14, 10),
+    ("gemma3", "preprocessor_config.json", "image_seq_length", 256, 4),
+    ("gemma3", "processor_config.json", "image_seq_length", 256, 4),
+    ("gemma3", "processor_config.json", "image_token_id", 63, None),
+    # What transformers has for a key that is missing contradicts it too.
+    ("qwen3_vl", "preprocessor_config.json", "patch_size", ..., 10),
+    ("gemma3", "processor_config.json", "image_seq_length", ..., 4),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("made")
+    others = {one: folders.make(one, path / one) for one in folders.FAMILIES if one != "qwen3_vl"}
+    return {"qwen3_vl": folder, **others}
+
+
+@pytest.mark.parametrize(("family", "file", "key", "value", "config"), REFUSED)
+def test_what_is_not_computed_here_is_refused_by_key(
+    made: dict[str, Path],
+    tmp_path: Path,
+    family: str,
+    file: str,
+    key: str,
+    value: object,
+    config: int | None,
+) -> None:
+    copy = changed(made[family], tmp_path, file, key.split("."), value)
+    with pytest.raises(RecipeError, match=rf"init_from: .*{key.rpartition('.')[2]} is") as caught:
         recipe_of(copy, tmp_path)
+    assert len(caught.value.problems) == 1
+    if config is not None:
+        assert f"but config.json says {config}" in str(caught.value)
+
+
+# Of families that pay no attention to a key where the kind of rotary settings does not read it.
+IGNORED = [
+    ("qwen2_5_vl", f"text_config.{ROPE}", {"factor": 8.0, "mrope_interleaved": True}),
+    ("qwen3_vl", f"text_config.{ROPE}", {"factor": 8.0, "partial_rotary_factor": 0.5}),
+    ("qwen3_vl", f"vision_config.{ROPE}", {"factor": 8.0, "attention_factor": 2.0}),
+]
+
+
+@pytest.mark.parametrize(("family", "section", "keys"), IGNORED)
+def test_rotary_keys_that_transformers_does_not_read_change_nothing(
+    made: dict[str, Path], tmp_path: Path, family: str, section: str, keys: dict[str, object]
+) -> None:
+    config = json.loads((made[family] / "config.json").read_text())
+    first, second = section.split(".")
+    rope = {**config[first][second], **keys}
+    copy = changed(made[family], tmp_path, "config.json", [first, second], rope)
+    plain, other = (recipe_of(one, tmp_path) for one in (made[family], copy))
+    assert other.language.model == plain.language.model
+    assert other.encoders["vision"].model == plain.encoders["vision"].model
 
 
 def test_sizes_that_contradict_the_weights_are_listed_before_any_rank_starts(
