@@ -28,8 +28,8 @@ _TEXT: dict[str, Any] = {
 }
 _QWEN_VISION: dict[str, Any] = {
     "depth": 4,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 96,
     "num_heads": 4,
     "spatial_merge_size": 3,
     "temporal_patch_size": 3,
