@@ -102,7 +102,10 @@ def test_a_round_trip_keeps_every_bit(folder: Path, tmp_path: Path, shard_bytes:
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("qwen3_vl", {"tied": False, "dtype": "bfloat16"}), ("gemma3", {"shard_size": "500KB"})],
+    [
+        ("qwen3_vl", {"tied": False, "dtype": "bfloat16"}),
+        ("gemma3", {"tied": True, "shard_size": "500KB"}),
+    ],
 )
 def test_other_forms_of_a_checkpoint_keep_every_bit_too(
     tmp_path: Path, family: str, settings: dict[str, Any]
@@ -143,6 +146,7 @@ OTHER_NAMES = {
         "gemma3",
         {
             "language_model.model.": "model.language_model.",
+            "language_model.lm_head.": "lm_head.",
             "vision_tower.": "model.vision_tower.vision_model.",
             "multi_modal_projector.": "model.multi_modal_projector.",
         },
