@@ -152,15 +152,15 @@ def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
 ) -> None:
     corrupt(recipe)  # sample 0 of 12
     fours = [*LAYOUT, *ADAM, "train.global_batch_size=4", "train.save_every=2"]
-    one_lane = ["train.global_batch_size=6", "train.micro_batch_size=2", "encoders.vision.grid.dp=2"]
+    sixes = [*ADAM, "train.global_batch_size=6", "train.micro_batch_size=2"]
     checkpoints = recipe.parent / "runs" / "tiny" / "checkpoints"
 
     run(run_ranks, recipe, *fours, "train.steps=2")  # samples 0-3, 4-7
     # 8-11, and in the next epoch 0-3.
     run(run_ranks, recipe, *fours, "train.steps=4", resume_from=checkpoints / "step_2")
     # In another layout, by sixes, which do not divide the 16 samples that are done: 4-9, 10-3.
-    resume = checkpoints / "step_4"
-    run(run_ranks, recipe, *one_lane, *ADAM, "train.steps=6", resume_from=resume)
+    other = ["encoders.vision.grid.dp=2", "train.steps=6"]
+    run(run_ranks, recipe, *sixes, *other, resume_from=checkpoints / "step_4")
     assert [m["step"] for m in metrics(recipe)] == [0, 1, 2, 3, 4, 5]
     assert [m["skipped_samples"] for m in metrics(recipe)] == [1] * 6
     done = read_progress(checkpoints / "step_6")
