@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from data.messages import (
     mentions,
 )
 
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
 IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats
 
@@ -36,7 +40,7 @@ class EncodedSample:
 
     input_ids: np.ndarray  # (L,) int64
     labels: np.ndarray  # (L,) int64: labels[i] = input_ids[i + 1], the last one is padding
-    loss_mask: np.ndarray  # (L,) float32: 1 where labels[i] belongs to an assistant's answer
+    loss_mask: np.ndarray  # (L,) float32: 1 where labels[i] is one that the model is to write
     item_offsets: np.ndarray  # (I,) int64: first placeholder of each item
 
 
@@ -97,6 +101,9 @@ class ChatTokenizer:
         self.eos_token_id = self._required_id(eos, "the end of a turn")
         ends = (self.eos_token_id, tokenizer.eos_token_id, *generation_ends(self.directory))
         self.stop_token_ids = frozenset(end for end in ends if end is not None)
+        added = backend.get_added_tokens_decoder()
+        special = {token_id for token_id, token in added.items() if token.special}
+        self._around_items = sorted(special - self.stop_token_ids)
         pad = tokenizer.pad_token
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
@@ -123,6 +130,8 @@ class ChatTokenizer:
         """Tokenize a finished conversation; the loss is on every assistant answer.
 
         An answer reaches from behind the template's generation prompt to its end of turn, included.
+        What stands for an item in it does not count, nor a special token that the template writes
+        to open or close it: the model cannot write items.
         rows_per_item: rows of each item, in order of mention over all media; that many
         placeholders of its media stand for it.
         key: names the sample in errors.
@@ -134,12 +143,14 @@ class ChatTokenizer:
         be cut at the answers, or it writes another placeholder.
         """
         parts = self._parts(messages, rows_per_item, key, part_texts)
-        ids = self._tokens(messages, parts, key)
+        encoding, spans = self._encoding(messages, parts, key)
+        ids = encoding.ids
         answer = np.zeros(len(ids), dtype=bool)
         for number, message in enumerate(messages):
             if is_answer(message):
                 start, end = self._answer_span(messages, number, ids, parts, key)
                 answer[start:end] = True
+        answer &= ~self._of_items(encoding, spans)
         return self._expand(ids, answer, parts, rows_per_item, key)
 
     def encode_prompt(
@@ -217,7 +228,17 @@ class ChatTokenizer:
         key: str,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of rendered messages, one placeholder per item.
+        """Token ids of rendered messages, one placeholder per item."""
+        return self._encoding(messages, parts, key, add_generation_prompt)[0].ids
+
+    def _encoding(
+        self,
+        messages: Sequence[Message],
+        parts: Sequence[tuple[str, str]],
+        key: str,
+        add_generation_prompt: bool = False,
+    ) -> tuple[Encoding, list[tuple[int, int]]]:
+        """Rendered messages in tokens, and the characters [start, end) of each part.
 
         parts: as of `_parts`; `messages` may be a beginning of those that they belong to.
         """
@@ -230,8 +251,9 @@ class ChatTokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-            text = write_items(text, parts[: len(item_parts(messages))], self.media_text, key)
-            return self._backend.encode(text, add_special_tokens=False).ids
+            own = parts[: len(item_parts(messages))]
+            text, spans = write_items(text, own, self.media_text, key)
+            return self._backend.encode(text, add_special_tokens=False), spans
         except TemplateError as error:
             raise MessagesError(
                 f"sample {key!r}: the chat template refuses the messages: {error}"
@@ -243,6 +265,22 @@ class ChatTokenizer:
                 f"({type(error).__name__}: {error}); need contents that the chat template takes, "
                 "of whole Unicode characters (no lone surrogate such as \\ud83d)"
             ) from error
+
+    def _of_items(self, encoding: Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """bool per token: whether it stands for an item, or opens or closes one.
+
+        spans: characters [start, end) that stand for items. A special token right beside them, such
+        as Qwen's <|vision_start|>, belongs to the item; an end of turn does not.
+        """
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        found = np.zeros(len(starts), dtype=bool)
+        for start, end in spans:
+            found |= (starts < end) & (ends > start)
+        before = np.flatnonzero(found[1:] & ~found[:-1])
+        after = np.flatnonzero(found[:-1] & ~found[1:]) + 1
+        beside = np.concatenate([before, after])
+        found[beside] = np.isin(np.array(encoding.ids)[beside], self._around_items)
+        return found
 
     def _answer_span(
         self,

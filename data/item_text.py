@@ -8,6 +8,7 @@ Source: transformers `ProcessorMixin.get_text_with_replacements`.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,9 +62,10 @@ def write_items(
     parts: Sequence[tuple[str, str]],
     media_text: Mapping[str, MediaText],
     key: str,
-) -> str:
+) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text with the k-th token that the template wrote replaced by the k-th part.
 
+    Also where each part stands in it: characters [start, end).
     parts: (media, text of the part) in order of mention. key: names the sample in errors.
 
     Raises PlaceholderError when tokens and parts differ in number, as when a user's text contains
@@ -73,7 +75,7 @@ def write_items(
     # The longest first: one may be contained in another.
     written = sorted(media_of, key=len, reverse=True)
     if not written:
-        return rendered
+        return rendered, []
     pieces = re.split("(" + "|".join(re.escape(token) for token in written) + ")", rendered)
     found = [media_of[token] for token in pieces[1::2]]
     if len(found) != len(parts):
@@ -85,4 +87,5 @@ def write_items(
             f"of {', '.join(media for media, _ in parts)}, in this order"
         )
     pieces[1::2] = [media_text[media].of_part(text) for media, text in parts]
-    return "".join(pieces)
+    ends = [*itertools.accumulate(map(len, pieces))]
+    return "".join(pieces), [*zip(ends[0::2], ends[1::2], strict=False)]

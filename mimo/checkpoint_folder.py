@@ -9,7 +9,8 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mimo.recipe_errors import InputError
@@ -21,16 +22,33 @@ _STAGE_FOLDER = re.compile(r"stage_(\d+)_[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. The schedule follows from the step, the data from the samples."""
+    """Where a run stands. The schedule follows from the step, the data from the samples.
+
+    skipped: (data source, sample) of those that could not be read, numbered as the order of
+    samples numbers them, so that it does not depend on the layout or the batch size.
+    skipped_samples: how many there are. It is more than `skipped` names where a checkpoint had
+    the count alone.
+    """
 
     step: int
     samples: int
     skipped_samples: int = 0
+    skipped: frozenset[tuple[int, int]] = frozenset()
+
+    def with_skipped(self, found: Set[tuple[int, int]]) -> Progress:
+        """The same with these samples skipped; each counts once, however often its turn comes."""
+        new = found - self.skipped
+        return replace(
+            self,
+            skipped_samples=self.skipped_samples + len(new),
+            skipped=self.skipped | new,
+        )
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
     """Say in a checkpoint's folder where the run stood."""
-    (folder / _PROGRESS).write_text(json.dumps(asdict(progress)))
+    document = vars(progress) | {"skipped": sorted(progress.skipped)}
+    (folder / _PROGRESS).write_text(json.dumps(document))
 
 
 def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> Path:
@@ -111,4 +129,6 @@ def find_checkpoint(path: Path) -> Path:
 
 def read_progress(checkpoint: Path) -> Progress:
     """Where the run stood when ``checkpoint`` was written."""
-    return Progress(**json.loads((checkpoint / _PROGRESS).read_text()))
+    document = json.loads((checkpoint / _PROGRESS).read_text())
+    skipped = frozenset((source, sample) for source, sample in document.pop("skipped", ()))
+    return Progress(**document, skipped=skipped)

@@ -207,11 +207,17 @@ def generate(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
     split: Annotated[str, typer.Option("--split", help="validation or test.")] = "test",
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", min=1, help="Tokens of an answer; default: of the longest expected."
+        ),
+    ] = None,
 ) -> int | None:
     """Answer the held-out samples of a run's recipe and compare with the expected answers."""
     from mimo.evaluate import main as compare
 
-    return compare(run, split)
+    return compare(run, split, max_new_tokens)
 
 
 @app.command()

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
+from data.chat import EncodedSample
 from data.images import to_rgb
 from data.messages import Message, is_answer, item_parts
 from data.reader import SampleReader, UnreadableSample
@@ -56,11 +58,15 @@ def score(answered: Sequence[Answered]) -> Score:
     return Score(exact / max(len(seen), 1), right / max(total, 1))
 
 
-def answer_split(run: Path, split: str = "test") -> list[Answered]:
+def answer_split(
+    run: Path, split: str = "test", max_new_tokens: int | None = None
+) -> list[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint.
 
+    max_new_tokens: at which an answer is cut; None for the length of the longest expected answer.
+    None goes beyond `data.sequence_length` with its prompt, where every expected answer fits.
     Prints which samples cannot be read, or do not end with an answer in text, and are left out,
-    and how many there are.
+    and how many there are; and how many expected answers are too long for `max_new_tokens`.
     Raises RecipeError when the recipe names no shards for the split, InputError with the name of a
     sample that cannot be answered.
     """
@@ -73,6 +79,7 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
     waiting: list[tuple[Request, str, str]] = []
+    lengths: list[int] = []
     skipped = [
         f"sample {one.key!r} of {one.shard}: {one.reason}"
         for index in dataset.indexes
@@ -82,6 +89,7 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
         for sample in range(len(reader.index)):
             try:
                 messages, images = _read(reader, sample)
+                lengths.append(_answer_length(reader.sample(sample)))
             except UnreadableSample as error:
                 skipped.append(str(error))
                 continue
@@ -92,10 +100,19 @@ def answer_split(run: Path, split: str = "test") -> list[Answered]:
         for reason in skipped:
             print(f"skipped {reason}")
         print(f"skipped_samples={len(skipped)}", flush=True)
+    if max_new_tokens is None:
+        max_new_tokens = max(lengths, default=1)
+    if too_long := sum(length > max_new_tokens for length in lengths):
+        print(
+            f"{too_long} of {len(lengths)} expected answers are longer than --max-new-tokens "
+            f"{max_new_tokens}, the longest has {max(lengths)}; what is given for them is cut",
+            flush=True,
+        )
     answered = []
     for first in range(0, len(waiting), _BATCH):
         batch = waiting[first : first + _BATCH]
-        given = generator.answer([request for request, _, _ in batch], max_new_tokens=16)
+        requests = [request for request, _, _ in batch]
+        given = generator.answer(requests, max_new_tokens, recipe.data.sequence_length)
         answered += [
             Answered(request.images, question, answer, expected)
             for (request, question, expected), answer in zip(batch, given, strict=True)
@@ -125,6 +142,12 @@ def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Image.Ima
     return messages, images
 
 
+def _answer_length(sample: EncodedSample) -> int:
+    """Tokens of the last answer, its end of turn included."""
+    counted = np.flatnonzero(sample.loss_mask)
+    return int(np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)[-1].size)
+
+
 def _not_a_question_with_answer(messages: Sequence[Message]) -> str:
     """Why the last message cannot be compared with an answer of the model, or nothing."""
     if len(messages) < 2:
@@ -140,9 +163,9 @@ def _shard(reader: SampleReader, sample: int) -> str:
     return reader.index.shards[reader.index.shard[sample]]
 
 
-def main(run: Path, split: str) -> int:
+def main(run: Path, split: str, max_new_tokens: int | None = None) -> int:
     """`mimo evaluate RUN`: draws a picture into the folder and prints the score as last line."""
-    answered = answer_split(run, split)
+    answered = answer_split(run, split, max_new_tokens)
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
     draw(answered, picture)
     result = score(answered)

@@ -91,9 +91,15 @@ class Generator:
         self.model = LocalModel.from_checkpoint(path, self.chat.vocab_size)
 
     @torch.no_grad()
-    def answer(self, requests: Sequence[Request], max_new_tokens: int = 64) -> list[str]:
+    def answer(
+        self,
+        requests: Sequence[Request],
+        max_new_tokens: int = 64,
+        max_length: int | None = None,
+    ) -> list[str]:
         """Greedy answers, one per request; all requests run packed together.
 
+        max_length: tokens of a prompt and its answer together, at which the answer is cut, too.
         Every step runs over the whole sequences; there is no cache of keys and values.
         Raises InputError for a request that the tokenizer or a processor cannot take.
         """
@@ -110,7 +116,7 @@ class Generator:
             open_requests = [
                 r
                 for r, token in zip(open_requests, nexts, strict=True)
-                if token not in self.chat.stop_token_ids
+                if token not in self.chat.stop_token_ids and len(sequences[r]) != max_length
             ]
             if not open_requests:
                 break

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -179,8 +180,6 @@ class Trainer:
         ahead = self.recipe.data.prefetch_steps
         loader = self._loader(dataset, planner, first, train.steps, ahead)
         flops = self._flops_per_token()
-        # A sample that stays unreadable counts once, however often its turn comes.
-        skipped_before, skipped_here = self.progress.skipped_samples, set[tuple[int, int]]()
         try:
             loaded = loader.next() if first < train.steps else None
             flags = sum_over_world(self._flags(loaded, planner)) if loaded else []
@@ -189,8 +188,8 @@ class Trainer:
                 synchronize()
                 started = time.perf_counter()
                 plan = self._finish_plan(loaded, flags, planner)
-                skipped_here |= _samples_at(loaded, flags, planner)
-                skipped = skipped_before + len(skipped_here)
+                progress = self.progress.with_skipped(_samples_at(loaded, flags, planner))
+                skipped = progress.skipped_samples
                 self._check_skipped(skipped)
                 loss = self._run(loaded, plan, dataset, check=self._checks(step - first))
                 self.model.finish_gradients(plan.num_loss_tokens)
@@ -201,7 +200,9 @@ class Trainer:
                 )
                 _check_finite(step, "loss", loss)
                 norm = self._update(step, squared_norm)
-                self.progress = Progress(step + 1, planner.samples_before(step + 1), skipped)
+                self.progress = replace(
+                    progress, step=step + 1, samples=planner.samples_before(step + 1)
+                )
                 synchronize()
                 seconds = time.perf_counter() - started
                 result = StepResult(plan, loss, norm, self._rates(step), idle, seconds, skipped)

@@ -118,6 +118,19 @@ def test_items_of_several_media_each_get_their_own_placeholder(two_media_chat: C
     assert sample.input_ids[sample.item_offsets].tolist() == [video, image, video]
 
 
+def test_items_of_every_media_in_an_answer_do_not_count(two_media_chat: ChatTokenizer):
+    content = [{"type": "text", "text": "3"}, {"type": "video"}, {"type": "image"}]
+    content.append({"type": "text", "text": "7"})
+    messages = [user("read", 1), {"role": "assistant", "content": content}]
+    sample = two_media_chat.encode(messages, [2, 4, 3], "k")
+    expected = ["3", "7", "<|im_end|>"]
+    assert learned(two_media_chat, sample.labels[sample.loss_mask == 1]) == expected
+    # An answer that ends with an item still has its end of turn to learn.
+    drawn = [messages[0], {"role": "assistant", "content": [{"type": "image"}]}]
+    sample = two_media_chat.encode(drawn, [2, 3], "k")
+    assert learned(two_media_chat, sample.labels[sample.loss_mask == 1]) == ["<|im_end|>"]
+
+
 def test_a_media_without_placeholder_names_the_sample_and_the_known_ones(chat: ChatTokenizer):
     messages = [{"role": "user", "content": [{"type": "video"}]}, assistant("3")]
     with pytest.raises(UnknownMediaError, match=r"'k' has .* 'video', .* encoders for image only"):

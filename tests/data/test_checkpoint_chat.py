@@ -103,6 +103,25 @@ def test_finished_chats_have_the_ids_of_transformers_and_learn_each_answer_to_it
     assert spoken == "".join(words + end for words in told)
 
 
+def test_images_in_an_answer_are_not_learned_and_the_words_around_them_are(
+    family: str, folders: dict[str, Path]
+):
+    messages = [
+        user(image(0), SEE),
+        {"role": "assistant", "content": [text("the first"), image(1), text("and"), image(2)]},
+        user(SEE),
+        {"role": "assistant", "content": [text("the next one ."), image(0)]},
+    ]
+    chat = open_chat(family, folders[family])
+    counts = rows(family, messages)
+    assert min(counts) > 1
+    sample = chat.encode(messages, counts, "k")
+    learned = sample.labels[sample.loss_mask == 1].tolist()
+    spoken = chat._backend.decode(learned, skip_special_tokens=False)
+    end = "<end_of_turn>" if family == "gemma3" else "<|im_end|>"
+    assert spoken == f"the firstand{end}the next one .{end}"
+
+
 def test_an_image_of_gemma_joins_the_line_breaks_around_it_into_one_token(folders: dict[str, Path]):
     chat = open_chat("gemma3", folders["gemma3"])
     prompt = chat.encode_prompt([user(image(0), SEE)], [4])

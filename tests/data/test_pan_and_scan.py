@@ -128,6 +128,17 @@ def test_token_ids_equal_transformers(tmp_path: Path, sizes: list[tuple[int, int
     assert len(prompt.item_offsets) == len(rows)
 
 
+def test_crops_in_an_answer_and_what_introduces_them_are_not_learned(tmp_path: Path):
+    chat = ChatTokenizer(write_folder("gemma3", tmp_path), {"image": GEMMA_IMAGE})
+    plan = OURS.plan(Part(130, 70))
+    assert plan.num_items > 1
+    content = [{"type": "text", "text": "the first"}, {"type": "image"}]
+    messages = [{"role": "user", "content": "please"}, {"role": "assistant", "content": content}]
+    sample = chat.encode(messages, [plan.num_rows] * plan.num_items, "k", [plan.text])
+    learned = sample.labels[sample.loss_mask == 1].tolist()
+    assert chat._backend.decode(learned, skip_special_tokens=False) == "the first<end_of_turn>"
+
+
 def test_images_with_crops_go_through_index_and_reader(tmp_path: Path, write_shard: WriteShard):
     chat = ChatTokenizer(write_folder("gemma3", tmp_path / "t"), {"image": GEMMA_IMAGE})
     images = [noise(*size) for size in SIZES]

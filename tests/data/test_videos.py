@@ -230,6 +230,23 @@ def test_token_ids_and_positions_equal_transformers(
     np.testing.assert_array_equal(positions, expected[:, 0].numpy())
 
 
+def test_frames_of_a_video_in_an_answer_are_not_learned(name: str, family: Family, tmp_path: Path):
+    chat = ChatTokenizer(write_folder(name, tmp_path), {"video": family.video_text})
+    clip = Clip(4, (60, 40))
+    plan = family.ours.plan(clip.part())
+    shown = [{"type": "text", "text": "the next one"}, clip.content()]
+    messages = [{"role": "user", "content": "please"}, {"role": "assistant", "content": shown}]
+    sample = chat.encode(messages, [plan.num_rows] * plan.num_items, "k", [plan.text])
+    assert (sample.input_ids == chat.placeholder_ids["video"]).sum() == (
+        plan.num_rows * plan.num_items
+    )
+    spoken = chat._backend.decode(
+        sample.labels[sample.loss_mask == 1].tolist(), skip_special_tokens=False
+    )
+    # Qwen3-VL's times of the frames are not learned either.
+    assert spoken == "the next one<|im_end|>"
+
+
 def transformers_ids(
     name: str, folder: Path, clips: list[Clip], plans: list[Any]
 ) -> tuple[list[int], dict[str, list[tuple[int, int, int]]], list[float]]:

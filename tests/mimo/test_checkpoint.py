@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.checkpoint_folder import drop_old
+from mimo.checkpoint_folder import Progress, drop_old, read_progress, write_progress
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -42,7 +42,7 @@ def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:
         dataset.order,
         2,
         1,
-        done=(5, 60),
+        done=(5, 61),
     )
     first = planner.microbatches(5)[0].samples.sample[0]
     return planner.samples_before(5), planner.samples_before(6), int(first)
@@ -52,7 +52,17 @@ def test_another_batch_size_goes_on_with_the_sample_after_the_last_one(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     tiny.write_samples(tmp_path)
-    # Five steps of 12 samples are done; the sixth has 2: samples 60 and 61 of the order.
+    # 61 samples are done, which steps of 2 do not divide; the next has samples 61 and 62.
     before, after, first = run_ranks(positions_after_resume, 1, tiny.write_recipe(tmp_path))[0]
-    assert (before, after) == (60, 62)
-    assert first == 60 % len(tiny.IMAGES_PER_SAMPLE)
+    assert (before, after) == (61, 63)
+    assert first == 61 % len(tiny.IMAGES_PER_SAMPLE)
+
+
+def test_a_count_of_skipped_samples_without_their_names_still_loads(tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text('{"step": 5, "samples": 60, "skipped_samples": 3}')
+    before = read_progress(tmp_path)
+    assert before == Progress(step=5, samples=60, skipped_samples=3)
+    after = before.with_skipped({(0, 7)}).with_skipped({(0, 7), (1, 7)})
+    assert after.skipped_samples == 5
+    write_progress(tmp_path, after)
+    assert read_progress(tmp_path) == after

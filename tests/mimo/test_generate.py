@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,74 @@ def _evaluate(rank: int, folder: Path) -> str:
     with redirect_stdout(io.StringIO()):
         assert len(answer_split(folder)) == 2
     return printed.getvalue()
+
+
+def test_evaluate_lets_a_model_finish_the_longest_answer_and_cuts_where_it_is_told(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    chats = [_two_turns("read", "3 7"), _two_turns("write", " ".join("0123456789" * 3))]
+    with tarfile.open(recipe.parent / "test-00000.tar", "w") as tar:
+        for number, messages in enumerate(chats):
+            data = json.dumps({"messages": messages}).encode()
+            member = tarfile.TarInfo(f"{number}.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    test = f"data.test=[{{path: '{recipe.parent}/test-*.tar'}}]"
+    run(run_ranks, recipe, "train.steps=1", "data.sequence_length=48", test)
+    run_ranks(_evaluate_long_answers, 1, recipe.parent / "runs" / "tiny", chats)
+
+
+def _two_turns(question: str, answer: str) -> list[dict]:
+    turns = [("user", "see"), ("assistant", "3"), ("user", question), ("assistant", answer)]
+    return [{"role": role, "content": text} for role, text in turns]
+
+
+def _evaluate_long_answers(rank: int, folder: Path, chats: list[list[dict]]) -> None:
+    from mimo.evaluate import answer_split
+    from mimo.generate import Generator
+
+    expected = [messages[-1]["content"].split() for messages in chats]
+    longest = len(expected[1])
+    steps: list[int] = []
+
+    def given(token: Callable[[Generator, list[int]], int], limit: int | None) -> list[list[str]]:
+        """What a model that writes ``token`` after its sequence answers."""
+
+        def next_tokens(
+            self: Generator, requests: list[int], sequences: list[list[int]], *_: object
+        ) -> list[int]:
+            steps.append(max(len(sequences[r]) for r in requests))
+            return [token(self, sequences[r]) for r in requests]
+
+        steps.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Generator, "_next_tokens", next_tokens)
+            with redirect_stdout(printed):
+                return [one.given.split() for one in answer_split(folder, "test", limit)]
+
+    def knows(self: Generator, sequence: list[int]) -> int:
+        for messages in chats:
+            whole = self.chat.encode(messages, [], "k").input_ids.tolist()
+            if whole[: len(sequence)] == sequence:
+                return whole[len(sequence)]
+        raise AssertionError("no sample goes on like this")
+
+    def babbles(self: Generator, sequence: list[int]) -> int:
+        nine = self.chat.encode_prompt([{"role": "user", "content": "9"}], []).input_ids
+        return next(token for token in nine.tolist() if self.chat.decode([token]) == "9")
+
+    printed = io.StringIO()
+    assert given(knows, None) == expected
+    assert len(steps) == longest + 1, "the longest answer and its end of turn"
+    assert not printed.getvalue()
+    assert given(knows, 5) == [expected[0], expected[1][:5]]
+    assert printed.getvalue().startswith(
+        f"1 of 2 expected answers are longer than --max-new-tokens 5, the longest has {longest + 1}"
+    )
+    # Answers that do not end are cut where they would leave the sequence length.
+    prompt = 14
+    assert given(babbles, 1000) == [["9"] * (48 - prompt)] * 2
+    assert steps == [*range(prompt, 48)]
 
 
 # The template of the tiny tokenizer, for at most two images.

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from mimo.checkpoint_folder import Progress, read_progress
 from mimo.job import check_recipe
 from mimo.rank_processes import RanksFailed
 from mimo.recipe import load_recipe
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import ADAM, LAYOUT, command, metrics, mimo, run
+from tests.mimo.runs import ADAM, LAYOUT, command, corrupt, metrics, mimo, run
 from tests.ranks import MarkedJob
 
 
@@ -144,6 +145,26 @@ def test_checkpoint_of_one_layout_resumes_in_another(
     for got, expected in zip(metrics(recipe, "other"), whole[2:], strict=True):
         assert got["loss"] == pytest.approx(expected["loss"], rel=loss)
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
+
+
+def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    corrupt(recipe)  # sample 0 of 12
+    fours = [*LAYOUT, *ADAM, "train.global_batch_size=4", "train.save_every=2"]
+    sixes = [*ADAM, "train.global_batch_size=6", "train.micro_batch_size=2"]
+    checkpoints = recipe.parent / "runs" / "tiny" / "checkpoints"
+
+    run(run_ranks, recipe, *fours, "train.steps=2")  # samples 0-3, 4-7
+    # 8-11, and in the next epoch 0-3.
+    run(run_ranks, recipe, *fours, "train.steps=4", resume_from=checkpoints / "step_2")
+    # In another layout, by sixes, which do not divide the 16 samples that are done: 4-9, 10-3.
+    other = ["encoders.vision.grid.dp=2", "train.steps=6"]
+    run(run_ranks, recipe, *sixes, *other, resume_from=checkpoints / "step_4")
+    assert [m["step"] for m in metrics(recipe)] == [0, 1, 2, 3, 4, 5]
+    assert [m["skipped_samples"] for m in metrics(recipe)] == [1] * 6
+    done = read_progress(checkpoints / "step_6")
+    assert done == Progress(step=6, samples=28, skipped_samples=1, skipped=frozenset({(0, 0)}))
 
 
 @pytest.mark.parametrize("module", ["language", "encoders.vision"])

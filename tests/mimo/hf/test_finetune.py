@@ -18,7 +18,7 @@ from tests.conftest import RunRanks
 from tests.mimo import runs
 from tests.mimo.hf import folders
 
-NEW_TOKENS = 16  # as `mimo evaluate` asks for
+NEW_TOKENS = 16
 NUM_QUESTIONS = 16
 SPLITS = {"sources": "train", "validation": "validation", "test": "test"}
 RECIPES = Path("recipes")
@@ -87,7 +87,7 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
     assert losses[-1] < losses[0] - 0.5, "the answers should not be those of random weights"
 
     to_hf.convert(run, tmp_path / "exported", 10**9)
-    answered = [*answer_split(run, "test")]
+    answered = [*answer_split(run, "test", NEW_TOKENS)]
     with_images = [one for one in answered if one.images]
     text_only = [one for one in answered if not one.images]
     chosen = [*with_images[: NUM_QUESTIONS - 4], *text_only[:4]]
