@@ -7,12 +7,20 @@ import pytest
 from hypothesis import settings
 
 from mimo.launch import rank_environment, run_on_cpu, warm_up_on_cpu
+from mimo.megatron.notices import WARNINGS
 
 RunRanks = Callable[..., list[Any]]
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # pytest begins every test with filters of its own.
+    for message, module in WARNINGS:
+        for category in ("UserWarning", "DeprecationWarning"):
+            config.addinivalue_line("filterwarnings", f"ignore:{message}:{category}:{module}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

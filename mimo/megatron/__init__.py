@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mimo.megatron.notices import leave_out_notices
+
 if TYPE_CHECKING:
     from mimo.megatron.config import (
         LocalAttention,
@@ -71,6 +73,8 @@ __all__ = [
     "initialize_parameters",
     "transformer_config",
 ]
+
+leave_out_notices()  # whoever imports the engine comes through here first
 
 
 def __getattr__(name: str) -> Any:

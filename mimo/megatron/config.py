@@ -170,5 +170,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         persist_layer_norm=False,
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=pipeline > 1,
+        # No CUDA graphs; the default is a name that Megatron itself calls deprecated.
+        cuda_graph_modules=[],
         **recompute,  # type: ignore[arg-type]
     )

@@ -9,6 +9,7 @@ happens here.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def adapt_to_machine() -> None:
     if torch.cuda.is_available():
         return
     CudaToCpu().__enter__()
+    # Megatron's linears ask for it under tensor parallelism; only a GPU takes notice.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None

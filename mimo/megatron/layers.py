@@ -68,7 +68,11 @@ def layer_spec(
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
     )
-    mlp = MLPSubmodules(linear_fc1=linears["fc1"], linear_fc2=linears["fc2"])
+    mlp = partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=linears["fc1"], linear_fc2=linears["fc2"]),
+        ffn_hidden_size=config.ffn_hidden_size,
+    )
     return ModuleSpec(
         module=DeepStackLayer if causal else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -78,7 +82,7 @@ def layer_spec(
             ),
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             pre_mlp_layernorm=norm,  # type: ignore[arg-type]
-            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),  # type: ignore[arg-type]
+            mlp=mlp,  # type: ignore[arg-type]
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
         ),
     )

@@ -25,7 +25,7 @@ from mimo.recipe import Recipe
 from mimo.step_plan import StepPlan, StepPlanner
 from mimo.topology import Topology, build_topology
 from mimo.train import join_world
-from mimo.verify.results import Fault, RankSteps, be_quiet
+from mimo.verify.results import Fault, RankSteps
 from mimo.verify.run import WatchedTrainer
 
 
@@ -34,7 +34,6 @@ def run_ours(recipe: Recipe, names: Collection[str], fault: Fault | None = None)
 
     names: of the parameters whose gradients and weights are wanted. fault: a deliberate bug.
     """
-    be_quiet()
     if fault is not None:
         fault()
     join_world(recipe)

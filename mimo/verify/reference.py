@@ -25,13 +25,12 @@ from mimo.learning_rate import learning_rate
 from mimo.local import LocalModel
 from mimo.recipe import Recipe
 from mimo.train import join_world
-from mimo.verify.results import Reference, ReferenceParameter, be_quiet
+from mimo.verify.results import Reference, ReferenceParameter
 from mimo.verify.workload import Workload
 
 
 def run_reference(recipe: Recipe, num_steps: int, workload: Workload | None = None) -> Reference:
     """The one rank of a world that is launched for it. ``workload``: written first, if given."""
-    be_quiet()
     join_world(recipe)
     if workload is not None:
         workload.write(Path(recipe.data.tokenizer).parent)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,9 +68,3 @@ class Reference:
 
     steps: list[dict[str, float]]
     parameters: dict[str, ReferenceParameter]
-
-
-def be_quiet() -> None:
-    """Keep a rank's notices of the engine out of a report; called in the rank."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)

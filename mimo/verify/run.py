@@ -21,12 +21,11 @@ from mimo.step_plan import StepPlan
 from mimo.topology import Topology, build_topology
 from mimo.train import Trainer, join_world
 from mimo.verify.minimums import check_minimums
-from mimo.verify.results import Fault, RankSteps, Shard, be_quiet
+from mimo.verify.results import Fault, RankSteps, Shard
 
 
 def run_layout(recipe: Recipe, num_steps: int, fault: Fault | None = None) -> RankSteps:
     """One rank of a layout in a world that is launched for it."""
-    be_quiet()
     if fault is not None:
         fault()
     join_world(recipe)

@@ -60,11 +60,13 @@ def check_rows_and_gradients(rank: int, case: Case) -> None:
                 assert gradient.dtype == torch.float32
                 assert torch.equal(gradient, expected), f"gradient of microbatch {m}"
         else:
-            lane, t = divmod(rank - case.encoder_ranks, case.language_tp)
+            lane, number = case.place(rank)
             for m, hidden in enumerate(receive_all(end, case)):
                 expected = case.only_rows(m, case.dense(m, seed=0)).to(case.wire_dtype).float()
                 assert hidden.dtype == torch.float32
-                assert torch.equal(hidden, local_slice(case, expected[lane], t)), f"microbatch {m}"
+                assert torch.equal(hidden, local_slice(case, expected[lane], number)), (
+                    f"microbatch {m}"
+                )
         end.finish()
 
 
@@ -93,7 +95,7 @@ def messages_of_frozen(rank: int, case: Case) -> list[tuple[str, int, bool]]:
         if isinstance(end, BridgeSender):
             send_all(end, case)
         else:
-            lane, _ = divmod(rank - case.encoder_ranks, case.language_tp)
+            lane, _ = case.place(rank)
             for m, hidden in enumerate(receive_all(end, case)):
                 assert torch.equal(hidden, case.only_rows(m, case.dense(m, seed=0))[lane])
         end.finish()

@@ -43,11 +43,14 @@ class Case:
     tp: int
     language_lanes: int
     language_tp: int
+    language_cp: int = 1
     sequence_parallel: bool = False
     sequence_sharded: bool = False  # the encoder's output
     wire_dtype: torch.dtype = torch.float32
     trainable: bool = True
     timeout_seconds: float | None = None
+    samples: tuple[tuple[int, ...], ...] = SAMPLES
+    hidden: int = HIDDEN
 
     @property
     def encoder_ranks(self) -> int:
@@ -55,11 +58,15 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return self.encoder_ranks + self.language_lanes * self.language_tp
+        return self.encoder_ranks + self.language_lanes * self.language_cp * self.language_tp
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """A language rank's lane, and its number there."""
+        return divmod(rank - self.encoder_ranks, self.language_cp * self.language_tp)
 
     def runs(self, microbatch: int) -> ItemRuns:
         """One item per sample with rows, dealt out over lanes; a placeholder run per sample."""
-        rows = np.array(SAMPLES[microbatch])
+        rows = np.array(self.samples[microbatch])
         sample = np.flatnonzero(rows)
         per_lane = len(rows) // self.language_lanes
         return ItemRuns(
@@ -74,7 +81,7 @@ class Case:
     @property
     def tokens(self) -> int:
         """T, for every lane."""
-        return 16 * len(SAMPLES[0]) // self.language_lanes
+        return 16 * len(self.samples[0]) // self.language_lanes
 
     def plan(self, microbatch: int) -> BridgePlan:
         runs = self.runs(microbatch)
@@ -84,24 +91,24 @@ class Case:
         ranks = np.arange(self.encoder_ranks, self.num_ranks)
         destination = sharded_destination(
             LaneSegments.whole([self.tokens] * self.language_lanes),
-            ranks.reshape(self.language_lanes, 1, self.language_tp),
+            ranks.reshape(self.language_lanes, self.language_cp, self.language_tp),
             self.sequence_parallel,
             runs,
         )
         return BridgePlan.build(runs, source, destination)
 
     def plans(self) -> list[BridgePlan]:
-        return [self.plan(microbatch) for microbatch in range(len(SAMPLES))]
+        return [self.plan(microbatch) for microbatch in range(len(self.samples))]
 
     def dense(self, microbatch: int, seed: int) -> torch.Tensor:
         """(language_lanes, T, H) random numbers, by position."""
         generator = torch.Generator().manual_seed(seed + microbatch)
-        return torch.randn(self.language_lanes, self.tokens, HIDDEN, generator=generator)
+        return torch.randn(self.language_lanes, self.tokens, self.hidden, generator=generator)
 
     def of_lane(self, microbatch: int, lane: int, dense: torch.Tensor) -> torch.Tensor:
         """(N, H) the numbers at the positions of one encoder lane's rows, in its order."""
         runs = self.runs(microbatch)
-        parts = [dense.new_zeros(0, HIDDEN)]
+        parts = [dense.new_zeros(0, self.hidden)]
         for i in np.flatnonzero(runs.source_lane == lane):
             start = int(runs.position[i])
             parts.append(dense[runs.destination_lane[i], start : start + int(runs.rows[i])])
@@ -141,7 +148,8 @@ def build_end(rank: int, case: Case) -> BridgeSender | BridgeReceiver:
     ranks = list(range(case.num_ranks))
     forward, backward = (cast("dist.ProcessGroup", dist.new_group(ranks)) for _ in range(2))
     gather = None
-    sides = ((0, case.lanes, case.tp), (case.encoder_ranks, case.language_lanes, case.language_tp))
+    language = case.language_lanes * case.language_cp
+    sides = ((0, case.lanes, case.tp), (case.encoder_ranks, language, case.language_tp))
     for first, lanes, tp in sides:
         for lane in range(lanes):
             own = [first + lane * tp + t for t in range(tp)]
@@ -161,7 +169,7 @@ def make_end(case: Case, rank: int, forward: Any, backward: Any, gather: Any = N
         rank=rank,
         forward=forward,
         backward=backward,
-        hidden_size=HIDDEN,
+        hidden_size=case.hidden,
         dtype=torch.float32,
         wire_dtype=case.wire_dtype,
         device=torch.device("cpu"),
@@ -176,7 +184,7 @@ def encoder_part(case: Case, rows: torch.Tensor, t: int) -> torch.Tensor:
     if not case.sequence_sharded:
         return rows
     part = -(-len(rows) // case.tp)
-    padded = torch.cat((rows, rows.new_zeros(case.tp * part - len(rows), HIDDEN)))
+    padded = torch.cat((rows, rows.new_zeros(case.tp * part - len(rows), case.hidden)))
     return padded[t * part : (t + 1) * part]
 
 
@@ -195,7 +203,7 @@ def rows_of(case: Case, microbatch: int, rank: int) -> FlatEmbeddings:
 
 def send_all(sender: BridgeSender, case: Case) -> list[torch.Tensor | None]:
     """Every microbatch forward, then every one backward; the gradients of this lane's rows."""
-    rows = [rows_of(case, m, sender.end.rank) for m in range(len(SAMPLES))]
+    rows = [rows_of(case, m, sender.end.rank) for m in range(len(case.samples))]
     tokens = [sender.send(m, own) for m, own in enumerate(rows)]
     for token in tokens:
         if case.trainable:
@@ -205,11 +213,11 @@ def send_all(sender: BridgeSender, case: Case) -> list[torch.Tensor | None]:
 
 def receive_all(receiver: BridgeReceiver, case: Case) -> list[torch.Tensor]:
     """Every microbatch forward and backward; (T or T/tp, H) with the rows in place."""
-    lane, t = divmod(receiver.end.rank - case.encoder_ranks, case.language_tp)
+    lane, number = case.place(receiver.end.rank)
     found = []
-    for m in range(len(SAMPLES)):
+    for m in range(len(case.samples)):
         rows, positions = receiver.receive(m)
-        weights = local_slice(case, case.dense(m, seed=100)[lane], t)
+        weights = local_slice(case, case.dense(m, seed=100)[lane], number)
         hidden = torch.zeros_like(weights).index_copy(0, positions, rows)
         if case.trainable:
             (hidden * weights).sum().backward()
@@ -217,7 +225,10 @@ def receive_all(receiver: BridgeReceiver, case: Case) -> list[torch.Tensor]:
     return found
 
 
-def local_slice(case: Case, sequence: torch.Tensor, t: int) -> torch.Tensor:
-    if not case.sequence_parallel:
-        return sequence
-    return sequence.chunk(case.language_tp)[t]
+def local_slice(case: Case, sequence: torch.Tensor, number: int) -> torch.Tensor:
+    """What one of a language lane's ranks holds of the lane's sequence (T, H)."""
+    c, t = divmod(number, case.language_tp)
+    if case.language_cp > 1:
+        chunks = sequence.chunk(2 * case.language_cp)
+        sequence = torch.cat((chunks[c], chunks[2 * case.language_cp - 1 - c]))
+    return sequence.chunk(case.language_tp)[t] if case.sequence_parallel else sequence

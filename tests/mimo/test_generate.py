@@ -31,7 +31,8 @@ def test_generate_answers_from_a_run_of_any_layout(run_ranks: RunRanks, recipe: 
     run(run_ranks, recipe, "train.steps=1", "language.grid.pp=2", "language.grid.tp=2")
     folder = recipe.parent / "runs" / "tiny"
     done = mimo("generate", folder, "--image", image, "--prompt", "what is this ?")
-    assert done.returncode == 0, done.stderr
+    # No notice of a library either: the engine loads, and reads the checkpoint, in this process.
+    assert (done.returncode, done.stderr) == (0, "")
     (expected,) = run_ranks(_answer, 1, folder, image)
     assert done.stdout.strip() == expected.strip()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 from pathlib import Path
 
@@ -66,15 +67,28 @@ def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path)
     assert "data.max_skipped_samples" in done.stderr
 
 
-def test_the_console_shows_steps_and_the_log_files_the_rest(recipe: Path) -> None:
-    done = mimo("train", recipe, "train.steps=2", "train.log_every=1")
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout + done.stderr
-    assert "step 2/2 loss" in shown
-    assert "INFO" not in shown
+# All that training may print; a notice of a library is none of it.
+CONSOLE = re.compile(
+    r"run folder: \S+"
+    r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+"
+    r"|validation after step \d+: loss \S+"
+)
+
+
+def test_the_console_shows_our_lines_alone_and_the_log_files_the_rest(recipe: Path) -> None:
+    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    settings = [shard, "train.validate_every=2", "train.log_every=1", "train.save_every=1"]
+    for arguments, steps in ((["train.steps=2"], "12"), (["train.steps=3", "--resume"], "3")):
+        done = mimo("train", recipe, *settings, *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = done.stdout.splitlines()
+        assert [line for line in lines if not CONSOLE.fullmatch(line)] == []
+        assert "".join(re.findall(r"^step (\d)/", done.stdout, re.MULTILINE)) == steps
     logs = sorted((recipe.parent / "runs" / "tiny").glob("log_rank_*.txt"))
     assert len(logs) == 2
     assert all("owns" in path.read_text() for path in logs)
+    # A file holds what the console does not; what nobody can act on is in neither.
+    assert [path.name for path in logs if "WARNING" in path.read_text()] == []
 
 
 def test_sample_with_more_placeholders_than_images_is_bad_input(recipe: Path) -> None:

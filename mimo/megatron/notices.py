@@ -1,0 +1,50 @@
+"""Notices of libraries that tell nobody anything: each is named, and only that one is left out.
+
+They come from inside the engine and torch, however we call them. What our own arguments
+cause is mended there. Everything else is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+# (message, module that warns), both regular expressions that match from the start.
+WARNINGS = (
+    # Optional packages. What stands in for them is ours, or torch's, and is tested.
+    (r"Transformer Engine and Apex are not installed", r"megatron\.core"),
+    (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core"),
+    # The engine's load strategy calls torch so: every rank reads its own part, with the old order
+    # of arguments.
+    (r"torch\.distributed is disabled, unavailable or", r"torch\.distributed\.checkpoint"),
+    (r"The argument order of load has been changed", r"torch\.distributed\.checkpoint"),
+    # One of the engine's packages imports from another in a way that it is giving up.
+    (r"The following imports from `dynamic_context\.py` will", r"megatron\.core\.inference"),
+)
+# (logger, how the message begins)
+RECORDS = (
+    # A CUDA toolkit on a machine without a GPU.
+    ("torch.utils.cpp_extension", "No CUDA runtime is found"),
+    # Its successor in the engine is for hybrids of attention and state spaces.
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    # The engine writes synchronous checkpoints in no other way.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
+)
+
+
+def leave_out_notices() -> None:
+    """Call before the engine is imported, once per process; forks inherit it."""
+    for message, module in WARNINGS:
+        for category in (UserWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", message, category, module)
+    for name, beginning in RECORDS:
+        logging.getLogger(name).addFilter(_Without(beginning))
+
+
+class _Without(logging.Filter):
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self.beginning = beginning
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self.beginning)
