@@ -112,15 +112,18 @@ def latest_checkpoint(path: Path) -> Path | None:
     return None
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
-
-    Of a run with stages, the latest of the last stage that has any.
-    Raises InputError when there is none.
-    """
+def newest_checkpoint(path: Path) -> Path | None:
+    """As `latest_checkpoint`; of a run with stages, the latest of the last stage that has any."""
     for folder in (path, *reversed(stage_folders(path).values())):
         if (checkpoint := latest_checkpoint(folder)) is not None:
             return checkpoint
+    return None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """As `newest_checkpoint`. Raises InputError when there is none."""
+    if (checkpoint := newest_checkpoint(path)) is not None:
+        return checkpoint
     raise InputError(
         f"{path}: no checkpoint there; give a run folder or a checkpoint folder such as "
         f"runs/<name>/checkpoints/step_<n>"

@@ -134,7 +134,10 @@ def train(
     overrides: OverridesArgument = None,
     num_ranks: NumRanksOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the run's latest checkpoint.")
+        bool,
+        typer.Option(
+            "--resume", help="Continue from the run's latest checkpoint; without any, start anew."
+        ),
     ] = False,
     resume_from: Annotated[
         Path | None, typer.Option("--resume-from", help="Continue from this checkpoint.")

@@ -11,6 +11,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 def has_gpu() -> bool:
@@ -48,10 +49,15 @@ def backend() -> str:
 
 
 def initialize_distributed(
-    rank: int, world_size: int, init_method: str, timeout_seconds: float, local_rank: int = 0
+    rank: int,
+    world_size: int,
+    rendezvous: str | Store,
+    timeout_seconds: float,
+    local_rank: int = 0,
 ) -> None:
     """Join the world. Called once by every rank.
 
+    ``rendezvous`` is where the ranks meet: an ``init_method`` or a store that they share.
     ``timeout_seconds`` bounds every collective and every bridge transfer: a peer that is gone
     becomes an error of this rank, not a hang.
     """
@@ -59,7 +65,8 @@ def initialize_distributed(
     os.environ.setdefault("WORLD_SIZE", str(world_size))
     dist.init_process_group(
         backend=backend(),
-        init_method=init_method,
+        init_method=rendezvous if isinstance(rendezvous, str) else None,
+        store=None if isinstance(rendezvous, str) else rendezvous,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),

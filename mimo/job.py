@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from mimo.checkpoint_folder import latest_checkpoint
 from mimo.dataset import check_media, item_processors, open_dataset, open_tokenizer
 from mimo.device import choose_before_fork
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.hf.initial import initial_weights
-from mimo.launch import launch, rank_environment
+from mimo.launch import RankEnv, launch, rank_environment
 from mimo.layout import Layout, build_layout
-from mimo.rank_processes import end_with_failed_thread, print_and_exit
+from mimo.rank_processes import end_with_failed_thread, exit_code_of
 from mimo.recipe import Recipe
-from mimo.recipe_errors import RecipeError
+from mimo.recipe_errors import InputError, RecipeError
+from mimo.run_lock import run_lock
 from mimo.stage_runs import Run, runs_to_do
 from mimo.stages import StagedRecipe, load_stages
 from mimo.start import FromScratch
 
+if TYPE_CHECKING:
+    from mimo.meeting import Meeting
+
 # What the forkserver imports once, so that ranks start in a tenth of a second.
 PRELOAD = ("mimo.megatron.preload", "mimo.train", "transformers")
+# How far apart ranks may come, where no recipe that can be read says so.
+_MEETING_SECONDS = 600.0
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
@@ -99,8 +109,8 @@ def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
 def make_run_dirs(staged: StagedRecipe, runs: Sequence[Run], resumes: bool) -> None:
     """The folders of all runs that a job has to do.
 
-    resumes: whether the job was begun before. Then only what it does anew steps aside; a stage that
-    was ended before its first checkpoint begins again in its folder.
+    resumes: whether the job was begun before. Then only what it does anew steps aside; what was
+    ended before its first checkpoint begins again in its folder.
     """
     if staged.has_stages:
         if not resumes:
@@ -110,6 +120,10 @@ def make_run_dirs(staged: StagedRecipe, runs: Sequence[Run], resumes: bool) -> N
     for run in runs:
         has_nothing = resumes and latest_checkpoint(run.recipe.run_dir) is None
         make_run_dir(run.recipe, resumes=run.resumes or has_nothing)
+    if resumes and isinstance(runs[0].start, FromScratch):
+        print(f"no checkpoint in {staged.run_dir} yet: starting anew")
+    elif resumes and not staged.has_stages:
+        print(f"the run {runs[0].begins}")
     print(f"run folder: {staged.run_dir}", flush=True)
 
 
@@ -132,23 +146,59 @@ def main(
     resume_from: Path | None = None,
 ) -> int:
     """`mimo train`: run the recipe on this machine, or be one rank of a torchrun or srun job."""
+    request = Request(path, overrides, num_ranks, resume, resume_from)
     environment = rank_environment()
-    staged = load_stages(path, overrides)
-    ranks = environment.world_size if environment else num_ranks
-    layouts = staged.each(lambda recipe: check_recipe(recipe, ranks))
-    staged.each(check_data)
-    resumes = resume or resume_from is not None
-    runs = runs_to_do(staged, layouts, resume, resume_from)
-    for run in runs:
-        if isinstance(run.start, FromScratch):
-            initial_weights(run.recipe)  # so that a wrong folder is named before any rank starts
     if environment is not None:
-        return _run_in_place(staged, runs, resumes)
-    if (note := choose_before_fork(max(layout.world_size for layout in layouts))) is not None:
+        return _be_a_rank(request, environment)
+    job = request.check()
+    with run_lock(job.staged.run_dir):
+        return train_here(job)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks `mimo train` for."""
+
+    path: Path
+    overrides: Sequence[str] = ()
+    num_ranks: int | None = None
+    resume: bool = False
+    resume_from: Path | None = None
+
+    def check(self) -> Job:
+        """Check all that can be checked without ranks. Raises RecipeError with all problems."""
+        staged = load_stages(self.path, self.overrides)
+        layouts = staged.each(lambda recipe: check_recipe(recipe, self.num_ranks))
+        staged.each(check_data)
+        return Job(staged, layouts, self.resume, self.resume_from)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked recipe, on which layout each of its stages trains, and whether it goes on."""
+
+    staged: StagedRecipe
+    layouts: Sequence[Layout]
+    resume: bool = False
+    resume_from: Path | None = None
+
+    def begin(self) -> list[Run]:
+        """The runs to do, with their folders; called by one process, which holds the run's lock."""
+        runs = runs_to_do(self.staged, self.layouts, self.resume, self.resume_from)
+        for run in runs:
+            if isinstance(run.start, FromScratch):
+                initial_weights(run.recipe)  # so that a wrong folder is named before any rank reads
+        make_run_dirs(self.staged, runs, self.resume or self.resume_from is not None)
+        return runs
+
+
+def train_here(job: Job) -> int:
+    """Train on ranks of this machine; returns an exit code."""
+    note = choose_before_fork(max(layout.world_size for layout in job.layouts))
+    if note is not None:
         print(note)
-    make_run_dirs(staged, runs, resumes)
-    for run in runs:
-        if staged.has_stages:
+    for run in job.begin():
+        if job.staged.has_stages:
             print(run, flush=True)
         run_dir = run.recipe.run_dir
         args = (run.recipe, run_dir, run.start)
@@ -158,23 +208,56 @@ def main(
     return 0
 
 
-def _run_in_place(staged: StagedRecipe, runs: Sequence[Run], resumes: bool) -> int:
-    """This process is a rank already; once all have joined, rank 0 makes the run folders.
+def _be_a_rank(request: Request, environment: RankEnv) -> int:
+    """Train as a rank that torchrun or srun has started; returns an exit code.
 
-    The same ranks do all runs, one after another.
+    All ranks check the recipe; rank 0 makes the run folders, and speaks for all.
     """
-    import torch.distributed as dist
+    job, problem = None, ""
+    try:
+        job = replace(request, num_ranks=environment.world_size).check()
+    except InputError as error:
+        problem = str(error)
+    from mimo.meeting import Meeting, Refused
 
+    recipes = [stage.recipe for stage in job.staged.stages] if job else []
+    timeouts = [recipe.bridge.timeout_seconds for recipe in recipes]
+    meeting = Meeting(environment, max(timeouts, default=_MEETING_SECONDS))
+    with ExitStack() as stack:
+
+        def begin() -> list[Run]:
+            assert job is not None, "a rank without a job has a problem"
+            stack.enter_context(run_lock(job.staged.run_dir))
+            return job.begin()
+
+        try:
+            meeting.agree(problem)
+            runs = meeting.from_rank_0(begin)
+        except Refused:
+            return InputError.exit_code
+        _train_in_place(runs, meeting)
+    return 0
+
+
+def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
+    """The same ranks do all runs, one after another. Does not return when one of them fails."""
     from mimo.train import join_world, leave_world, train_in_world
 
-    end_with_failed_thread(print_and_exit)
-    rank = join_world(*(run.recipe for run in runs)).rank
-    if rank == 0:
-        make_run_dirs(staged, runs, resumes)
-    dist.barrier()
-    for run in runs:
-        if staged.has_stages and rank == 0:
-            print(run, flush=True)
-        train_in_world(run.recipe, run.recipe.run_dir, run.start)
-    leave_world()
-    return 0
+    run_dir = runs[0].recipe.run_dir
+
+    def end(error: BaseException) -> NoReturn:
+        meeting.last_words(error, run_dir)
+        # Not by way of the interpreter, which may wait for a backend that waits for other ranks.
+        os._exit(exit_code_of(error))
+
+    end_with_failed_thread(end)
+    try:
+        rank = join_world(*(run.recipe for run in runs), store=meeting.store).rank
+        for run in runs:
+            run_dir = run.recipe.run_dir
+            if run.stage.name and rank == 0:
+                print(run, flush=True)
+            train_in_world(run.recipe, run_dir, run.start)
+        leave_world()
+    except Exception as error:
+        end(error)

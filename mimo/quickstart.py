@@ -10,6 +10,7 @@ from mimo import job
 from mimo.device import choose_before_fork
 from mimo.launch import warm_up
 from mimo.prepare import prepare
+from mimo.run_lock import run_lock
 from mimo.stages import load_stages
 
 
@@ -25,15 +26,19 @@ def main(overrides: Sequence[str]) -> int:
     staged = load_stages(path, overrides)
     layouts = staged.each(lambda recipe: job.check_recipe(recipe, None))
     choose_before_fork(max(layout.world_size for layout in layouts))
-    # The engine loads in the background while the data is prepared.
-    warm_up(job.PRELOAD)
-    staged.each(prepare)
-    code = job.main(path, overrides)
-    if code != 0:
-        return code
+    with run_lock(staged.run_dir):
+        # The engine loads in the background while the data is prepared.
+        warm_up(job.PRELOAD)
+        staged.each(prepare)
+        staged.each(job.check_data)
+        code = job.train_here(job.Job(staged, layouts))
+        return code or _show(staged.run_dir)
+
+
+def _show(run_dir: Path) -> int:
+    """Answer held-out samples, draw some of them, and print the scores."""
     from mimo.evaluate import answer_split, draw, score
 
-    run_dir = staged.run_dir
     print("answering held-out samples ...", flush=True)
     answered = answer_split(run_dir)
     picture = run_dir / "held_out.png"

@@ -300,14 +300,8 @@ def end_with_failed_thread(end: Callable[[BaseException], None]) -> None:
     threading.excepthook = failed
 
 
-def print_and_exit(error: BaseException) -> None:
-    """The end of a rank that nobody of ours has started: torchrun and srun see the exit code."""
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    os._exit(_exit_code(error))
-
-
-def _exit_code(error: BaseException) -> int:
+def exit_code_of(error: BaseException) -> int:
+    """What a process that ``error`` ends says to who started it."""
     return error.exit_code if isinstance(error, InputError) else 1
 
 
@@ -320,17 +314,26 @@ def _resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def _describe(rank: int, error: BaseException) -> RankError:
     summary = "".join(traceback.format_exception_only(error)).strip()
-    is_network_error = isinstance(error, RuntimeError | OSError)
-    waits_for = tuple(getattr(error, "waits_for", ()))
     return RankError(
         rank=rank,
         reason=f"failed: {summary}",
         traceback="".join(traceback.format_exception(error)),
-        exit_code=_exit_code(error),
+        exit_code=exit_code_of(error),
         time_seconds=time.monotonic(),
-        is_consequence=bool(waits_for) or (is_network_error and bool(_CONSEQUENCE.search(summary))),
-        waits_for=waits_for,
+        is_consequence=is_consequence(error),
+        waits_for=_waits_for(error),
     )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether ``error`` comes of another rank that is gone or does not answer."""
+    if not isinstance(error, RuntimeError | OSError):
+        return False
+    return bool(_waits_for(error)) or _CONSEQUENCE.search(str(error)) is not None
+
+
+def _waits_for(error: BaseException) -> tuple[int, ...]:
+    return tuple(getattr(error, "waits_for", ()))
 
 
 def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:

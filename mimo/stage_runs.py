@@ -9,6 +9,7 @@ from pathlib import Path
 from mimo.checkpoint_folder import (
     final_checkpoint,
     find_checkpoint,
+    newest_checkpoint,
     read_progress,
     stage_folders,
 )
@@ -40,14 +41,18 @@ class Run:
     def __str__(self) -> str:
         """For the console: the stage, its layout, and where it begins."""
         grids = ", ".join(f"{name} {grid}" for name, grid in self.layout.grids.items())
+        return f"{self.stage.title}: {grids}; {self.begins}"
+
+    @property
+    def begins(self) -> str:
+        """Where, in words."""
         match self.start:
             case Resume(checkpoint):
-                begins = f"continues from {checkpoint}"
+                return f"continues from {checkpoint}"
             case FromWeights(checkpoint):
-                begins = f"begins with the weights of {checkpoint}"
+                return f"begins with the weights of {checkpoint}"
             case FromScratch():
-                begins = "begins from scratch"
-        return f"{self.stage.title}: {grids}; {begins}"
+                return "begins from scratch"
 
 
 def runs_to_do(
@@ -56,9 +61,9 @@ def runs_to_do(
     """The stages that are left, in order; only folders are looked at.
 
     layouts: of all stages. resume: continue the last stage that has a checkpoint, or begin the one
-    after it where that is done. resume_from: continue the stage whose checkpoint this is; the
-    stages after it run anew.
-    Raises InputError when there is no such checkpoint, or when it belongs to no stage.
+    after it where that is done; without any checkpoint, begin the first. resume_from: continue the
+    stage whose checkpoint this is; the stages after it run anew.
+    Raises InputError when that checkpoint is not there, or when it belongs to no stage.
     """
     first, start = _first(staged, resume, resume_from)
     runs: list[Run] = []
@@ -73,7 +78,12 @@ def _first(staged: StagedRecipe, resume: bool, resume_from: Path | None) -> tupl
     if not resume and resume_from is None:
         return 0, FromScratch()
     _check_folders(staged)
-    checkpoint = find_checkpoint(resume_from or staged.run_dir)
+    if resume_from is None:
+        checkpoint = newest_checkpoint(staged.run_dir)
+        if checkpoint is None:
+            return 0, FromScratch()
+    else:
+        checkpoint = find_checkpoint(resume_from)
     if not staged.has_stages:
         return 0, Resume(checkpoint)
     index = _stage_of(staged, checkpoint)

@@ -10,12 +10,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from mimo.build import build_model
 from mimo.checkpoint import begin, save_checkpoint
@@ -39,6 +40,7 @@ from mimo.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.megatron.parallel import squared_gradient_norm, step_optimizer
 from mimo.metrics import MetricsWriter, StepResult, step_metrics
 from mimo.model import MimoModel
+from mimo.presence import Presence
 from mimo.recipe import Recipe
 from mimo.start import FromScratch, Start
 from mimo.step_plan import StepPlan, StepPlanner
@@ -61,8 +63,11 @@ class Trainer:
         topology: Topology,
         run_dir: Path,
         initial: InitialWeights | None = None,
+        at: Callable[[int, str], None] = lambda step, phase: None,
     ) -> None:
+        """at: told the step and one of `presence.PHASES` before each begins."""
         self.recipe = recipe
+        self._at = at
         self.topology = topology
         self.run_dir = run_dir
         self.chat = open_tokenizer(recipe)
@@ -191,14 +196,19 @@ class Trainer:
                 progress = self.progress.with_skipped(_samples_at(loaded, flags, planner))
                 skipped = progress.skipped_samples
                 self._check_skipped(skipped)
+                self._at(step, "forward and backward")
                 loss = self._run(loaded, plan, dataset, check=self._checks(step - first))
+                self._at(step, "gradients")
                 self.model.finish_gradients(plan.num_loss_tokens)
+                self._at(step, "data of the next step")
                 loaded = loader.next() if step + 1 < train.steps else None
                 idle = sum(s.take_waited_seconds() for s in self.model.senders.values())
+                self._at(step, "norm and loss")
                 squared_norm, loss, idle, *flags = sum_over_world(
                     [self._squared_norm(), loss, idle, *self._flags(loaded, planner)]
                 )
                 _check_finite(step, "loss", loss)
+                self._at(step, "update")
                 norm = self._update(step, squared_norm)
                 self.progress = replace(
                     progress, step=step + 1, samples=planner.samples_before(step + 1)
@@ -209,8 +219,10 @@ class Trainer:
                 yield {"step": step, **step_metrics(result, self.topology.layout, flops)}
                 done = step + 1
                 if validation and train.validate_every and done % train.validate_every == 0:
+                    self._at(step, "validation")
                     yield {"step": done, "validation_loss": self.validate(validation)}
                 if done == train.steps or (train.save_every and done % train.save_every == 0):
+                    self._at(step, "checkpoint")
                     self.save()
         finally:
             loader.close()
@@ -303,10 +315,11 @@ def run_rank(recipe: Recipe, run_dir: Path, start: Start) -> None:
     leave_world()
 
 
-def join_world(recipe: Recipe, *later: Recipe) -> RankEnv:
+def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> RankEnv:
     """Join torch.distributed with the rank that the environment names.
 
-    later: what the same world trains afterwards; the longest of all timeouts holds.
+    later: what the same world trains afterwards; the longest of all timeouts holds. store: where
+    the ranks have met already; else they meet as the environment says.
     """
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
@@ -314,7 +327,7 @@ def join_world(recipe: Recipe, *later: Recipe) -> RankEnv:
     initialize_distributed(
         environment.rank,
         environment.world_size,
-        environment.rendezvous,
+        store or environment.rendezvous,
         timeout_seconds * _COLLECTIVE_PATIENCE,
         environment.local_rank,
     )
@@ -335,16 +348,22 @@ def train_in_world(recipe: Recipe, run_dir: Path, start: Start) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     set_threads(recipe.train.threads_per_rank, here)
     with _logging_to(run_dir / f"log_rank_{dist.get_rank()}.txt"):
-        topology = build_topology(build_layout(recipe, dist.get_world_size()))
-        _train(recipe, topology, run_dir, start)
-        topology.close()
+        layout = build_layout(recipe, dist.get_world_size())
+        timeout_seconds = recipe.bridge.timeout_seconds
+        presence = Presence(run_dir / "ranks", layout, dist.get_rank(), timeout_seconds)
+        with presence.watched():
+            topology = build_topology(layout)
+            _train(recipe, topology, run_dir, start, presence)
+            topology.close()
     release_memory()
 
 
-def _train(recipe: Recipe, topology: Topology, run_dir: Path, start: Start) -> None:
+def _train(
+    recipe: Recipe, topology: Topology, run_dir: Path, start: Start, presence: Presence
+) -> None:
     # Where weights come from a checkpoint of ours, those to start from need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
-    trainer = Trainer(recipe, topology, run_dir, initial)
+    trainer = Trainer(recipe, topology, run_dir, initial, presence.at)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"

@@ -203,11 +203,14 @@ def test_a_stalled_peer_ends_the_run_with_its_rows_although_the_main_thread_is_s
     assert error.traceback.endswith("in step 7, 0\n")
 
 
-def test_a_rank_of_torchrun_prints_a_failed_threads_error_and_exits_1() -> None:
+def test_a_failed_thread_ends_its_process_though_the_main_thread_is_busy() -> None:
     code = """
-import threading, time
-from mimo.rank_processes import end_with_failed_thread, print_and_exit
-end_with_failed_thread(print_and_exit)
+import os, threading, time, traceback
+from mimo.rank_processes import end_with_failed_thread
+def end(error):
+    traceback.print_exception(error)
+    os._exit(1)
+end_with_failed_thread(end)
 threading.Thread(target=lambda: 1 / 0, daemon=True).start()
 time.sleep(30)
 """

@@ -120,9 +120,28 @@ def _plan_in_another_order(struck: Path) -> None:
     StepPlanner.microbatches = lambda self, step: plan(self, step)[::-1]  # type: ignore[method-assign]
 
 
+def _stop_before_the_norm(struck: Path) -> None:
+    """SIGSTOP this rank in step 1, after its last transfer and before a collective of the world."""
+    from mimo import train
+
+    sum_over_world, calls = train.sum_over_world, 0
+
+    def stop_or_sum(values):
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # the first is for the flags of step 0
+            time.sleep(1.0)  # where it is gets written about twice a second
+            struck.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return sum_over_world(values)
+
+    train.sum_over_world = stop_or_sum
+
+
 FAULTS: dict[str, Callable[[Path], None]] = {
     "killed": lambda struck: _when_sending(_kill, struck),
     "stalled": lambda struck: _when_sending(lambda: time.sleep(600), struck),
+    "stopped": _stop_before_the_norm,
     "other plan": _plan_in_another_order,
 }
 
@@ -157,6 +176,19 @@ def test_stalled_peer_ends_the_run_with_edge_microbatch_peer_rows_and_samples(
     assert len(ended.named_samples()) == len(SAMPLES) // MICROBATCHES
     assert set(ended.named_samples()) < set(SAMPLES)
     assert TIMEOUT_SECONDS - 1 < ended.seconds < TIMEOUT_SECONDS + 10
+
+
+def test_a_rank_that_is_stopped_outside_of_a_transfer_is_named_with_its_last_place(
+    run_with: Callable[..., Ended],
+) -> None:
+    ended = run_with("stopped")
+    assert ended.exit_code == 1
+    assert re.fullmatch(
+        r"rank [12] failed: mimo\.presence\.RankLost: rank 0 \(vision, lane 0\) does not answer, "
+        r"last seen at step 1, in 'norm and loss'; stopped or killed, or its host is down",
+        ended.last_line,
+    )
+    assert ended.seconds < 1.5 * TIMEOUT_SECONDS + 10
 
 
 def test_mismatched_plans_name_the_ranks_the_microbatch_and_its_samples(

@@ -275,8 +275,6 @@ def test_a_new_job_runs_all_stages_each_from_the_last_weights_of_the_one_before(
 def test_an_interrupted_stage_is_resumed_and_no_earlier_one_runs_again(
     staged: StagedRecipe,
 ) -> None:
-    with pytest.raises(InputError, match="no checkpoint there"):
-        left(staged, resume=True)
     inside = write_checkpoint(staged, 0, 2)
     assert left(staged, resume=True)[0].start == Resume(inside)
     assert len(left(staged, resume=True)) == 2
@@ -288,6 +286,28 @@ def test_an_interrupted_stage_is_resumed_and_no_earlier_one_runs_again(
     (only,) = left(staged, resume=True)
     assert (only.stage.name, only.start) == ("everything", Resume(own))
     assert find_checkpoint(staged.run_dir) == own
+
+
+@pytest.mark.parametrize("stages", [True, False])
+def test_resuming_before_the_first_checkpoint_begins_anew_in_the_same_folder(
+    staged: StagedRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], stages: bool
+) -> None:
+    if not stages:
+        staged = load_stages(tiny.write_recipe(tmp_path), ["name=plain"])
+    # At the very first start as well as after one that was ended early.
+    for _ in range(2):
+        capsys.readouterr()
+        runs = left(staged, resume=True)
+        make_run_dirs(staged, runs, resumes=True)
+        assert runs[0].start == FromScratch()
+        assert [run.stage for run in runs] == list(staged.stages)
+        folder = staged.run_dir
+        assert capsys.readouterr().out == (
+            f"no checkpoint in {folder} yet: starting anew\nrun folder: {folder}\n"
+        )
+    assert not list(folder.parent.glob(f"{folder.name}.*")), "nothing is to be moved aside"
+    with pytest.raises(InputError, match="no checkpoint there"):
+        left(staged, resume_from=folder)
 
 
 def test_an_explicit_checkpoint_belongs_to_the_stage_whose_folder_it_is_in(
