@@ -32,7 +32,11 @@ def recipe(tmp_path: Path) -> Path:
 def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
-    settings = [*LAYOUT, *ADAM, "train.steps=6", "train.save_every=3"]
+    # Both sources are in every step, and each begins new epochs before and after the checkpoint.
+    tiny.write_samples(recipe.parent, (1, 0, 2, 0, 1), name="other")
+    paths = ", ".join(f'{{path: "{recipe.parent}/{name}-*.tar"}}' for name in ("train", "other"))
+    sources = [f"data.sources=[{paths}]", "data.shuffle_block=1"]
+    settings = [*LAYOUT, *ADAM, *sources, "train.steps=6", "train.save_every=3"]
     run(run_ranks, recipe, *settings, "name=whole")
     # The interrupted run: same recipe, ended after its checkpoint at step 3.
     folder = recipe.parent / "runs" / "part"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,33 @@ def _loss_without_first_sample(rank: int, recipe: Path) -> float:
     return tiny.run_reference_steps(
         rank, recipe, [tiny.SECOND_ENCODER], unusable=frozenset({"sample0000"})
     )["steps"][0]["loss"]
+
+
+def test_the_seed_of_the_recipe_changes_every_matrix_of_every_module(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    run_ranks(_weights_follow_the_seed, 1, recipe)
+
+
+def _weights_follow_the_seed(rank: int, path: Path) -> None:
+    from mimo.local import LocalModel
+    from mimo.recipe import load_recipe
+
+    def weights(seed: int) -> dict[str, Any]:
+        modules = LocalModel(
+            load_recipe(path, [f"train.seed={seed}"]), 48, freeze=True
+        ).model.modules
+        return {
+            f"{module}.{name}": parameter
+            for module, one in modules.items()
+            for name, parameter in one.raw[0].named_parameters()
+        }
+
+    first, same, other = weights(1), weights(1), weights(2)
+    matrices = {name for name, parameter in first.items() if parameter.dim() > 1}
+    assert {name.partition(".")[0] for name in matrices} == {"language", "vision"}
+    assert all(first[name].equal(same[name]) for name in first)
+    assert {name for name in first if not first[name].equal(other[name])} == matrices
 
 
 def test_validation_loss_is_the_mean_over_held_out_tokens(
