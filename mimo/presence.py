@@ -21,8 +21,10 @@ from bridge import BridgeError
 from mimo.layout import Layout
 from mimo.rank_processes import is_consequence
 
-# A rank is lost that has not written for so many of the times after which it should have.
+# A rank is lost that has missed so many of the times at which it should have written; a busy
+# machine may keep a thread from its turn for seconds.
 _MISSED = 4
+_LOST_SECONDS = 5.0  # at least
 _BEATS_PER_TIMEOUT = 20
 _BEAT_SECONDS = (0.5, 10.0)  # at least, at most
 
@@ -85,6 +87,7 @@ class Presence:
         )
         least, most = _BEAT_SECONDS
         self._beat_seconds = min(most, max(least, timeout_seconds / _BEATS_PER_TIMEOUT))
+        self._lost_seconds = max(_LOST_SECONDS, _MISSED * self._beat_seconds)
         self._place = (0, PHASES[0])
         self._failure = ""
         self._writing = threading.Lock()
@@ -152,7 +155,7 @@ class Presence:
 
     def _find(self) -> tuple[str, list[int]] | None:
         """Who is to blame, in words, and the ranks; None if all ranks are at the same place."""
-        deadline = time.monotonic() + (_MISSED + 1) * self._beat_seconds
+        deadline = time.monotonic() + self._lost_seconds + self._beat_seconds
         while True:
             if failed := [one for one in self._others() if one.failure]:
                 told = "; ".join(f"{one} failed {one.where}: {one.failure}" for one in failed)
@@ -170,8 +173,7 @@ class Presence:
         return f"{told}; all ranks answer", [one.rank for one in behind]
 
     def _lost(self) -> list[_Rank]:
-        limit = _MISSED * self._beat_seconds
-        return [one for one in self._others() if one.age_seconds > limit]
+        return [one for one in self._others() if one.age_seconds > self._lost_seconds]
 
     def _others(self) -> list[_Rank]:
         """All ranks but this one that have a file. One that ended well has none."""
