@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mimo.recipe import Recipe
-from mimo.recipe_errors import RecipeError, suggestion
+from mimo.recipe_errors import RecipeError, shown, suggestion
 from mimo.yaml_source import Location
 
 
@@ -55,6 +55,8 @@ def _settings(family: ModuleType, values: dict[str, Any], location: Location, re
                 message = "this key is required"
             else:
                 message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+                if not isinstance(details["input"], dict):
+                    message += f"; got {shown(details['input'])}"
             problems.append(recipe.problem(where, message))
         raise RecipeError(*problems) from error
 

@@ -13,15 +13,47 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     PlainValidator,
     PrivateAttr,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
 from ruamel.yaml import YAML
 
+from mimo.bounds import (
+    MAX_MICROBATCH_TOKENS,
+    STRICT,
+    AdapterRank,
+    AdapterScale,
+    Batch,
+    Checkpoints,
+    Decay,
+    Epsilon,
+    Layers,
+    LearningRate,
+    Microbatches,
+    ModuleName,
+    Norm,
+    PathText,
+    PrefetchSteps,
+    RankOffset,
+    Ranks,
+    RunName,
+    Samples,
+    Seconds,
+    Seed,
+    SequenceLength,
+    Share,
+    SkippedSamples,
+    SourceWeight,
+    Steps,
+    Threads,
+    WarmupSteps,
+    WeightDecay,
+    Word,
+)
 from mimo.not_yet import refusals
 from mimo.recipe_errors import RecipeError, nearest
 from mimo.recipe_findings import STAGES, describe
@@ -29,30 +61,26 @@ from mimo.yaml_source import Location, YamlSource, dotted, read_yaml
 
 __all__ = ["Recipe", "RecipeError", "load_recipe", "nearest"]
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NotNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Recompute = Literal["none", "selective", "full"]
+_MAX_ENTRIES = 64  # encoders of a model, media of an encoder
 
 
 class Section(BaseModel):
     """A part of a recipe: nothing unknown, nothing coerced, nothing changed afterwards."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
 
 class Grid(Section):
     """Sizes of a module's axes, as numbers of ranks. The module has `tp · cp · pp · dp` ranks."""
 
-    tp: Positive = 1
+    tp: Ranks = 1
     sp: bool = False
-    cp: Positive = 1
-    pp: Positive = 1
-    vpp: Positive = 1
-    dp: Positive | None = None
-    rank_offset: NotNegative | None = None
+    cp: Ranks = 1
+    pp: Layers = 1
+    vpp: Layers = 1
+    dp: Ranks | None = None
+    rank_offset: RankOffset | None = None
 
     @model_validator(mode="after")
     def _sequence_needs_tensor_parallel_ranks(self) -> "Grid":
@@ -80,8 +108,8 @@ class LoRA(Section):
     multiplied by `alpha` / `rank`.
     """
 
-    rank: Positive = 16
-    alpha: PositiveFloat = 32.0
+    rank: AdapterRank = 16
+    alpha: AdapterScale = 32.0
     # A list in YAML: only the container is converted, not its entries.
     targets: Annotated[tuple[Target, ...], Field(strict=False), AfterValidator(_targets)] = (
         get_args(Target)
@@ -102,11 +130,11 @@ class Language(Section):
     `lora`: only its adapters learn; embeddings, norms, head and the layers' own weights do not.
     """
 
-    family: str = "qwen3"
+    family: Word = "qwen3"
     grid: Grid = Grid()
     freeze: bool = False
     lora: LoRA | None = None
-    learning_rate: PositiveFloat | None = None
+    learning_rate: LearningRate | None = None
     recompute: Recompute = "none"
     model: dict[str, Any] = {}
 
@@ -121,10 +149,21 @@ class Language(Section):
         return not self.freeze
 
 
+def _number_or(word: str, number: Any, value: Any) -> Any:
+    """`value` if it is `word` or a valid `number`; pydantic alone would report two errors."""
+    if value != word or not isinstance(value, str):
+        try:
+            return TypeAdapter(number).validate_python(value, strict=True)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Input ")
+            raise ValueError(
+                f"needs '{word}' or a number of microbatches; a number {reason}"
+            ) from None
+    return value
+
+
 def _run_ahead(value: Any) -> int | Literal["auto"]:
-    if value == "auto" or (type(value) is int and value >= 0):
-        return value
-    raise ValueError("needs 'auto' or a number of microbatches, 0 or more")
+    return _number_or("auto", Microbatches, value)
 
 
 def _freeze(value: Any) -> bool | Literal["tower"]:
@@ -134,9 +173,7 @@ def _freeze(value: Any) -> bool | Literal["tower"]:
 
 
 def _encode_group(value: Any) -> int | Literal["all"]:
-    if value == "all" or (type(value) is int and value >= 1):
-        return value
-    raise ValueError("needs 'all' or a number of microbatches, 1 or more")
+    return _number_or("all", Batch, value)
 
 
 def _item_text(value: str) -> str:
@@ -156,9 +193,9 @@ class MediaTokens(Section):
     `item_text`: what stands for an item in the text, `{placeholder}` where the rows go.
     """
 
-    placeholder: str
-    template_token: Annotated[str, Field(min_length=1)] | None = None
-    item_text: Annotated[str, AfterValidator(_item_text)] = "{placeholder}"
+    placeholder: Word
+    template_token: Word | None = None
+    item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
 
 
 class Encoder(Section):
@@ -173,20 +210,24 @@ class Encoder(Section):
     `encode_group`: microbatches encoded in one go, where ranks are colocated.
     """
 
-    family: str
-    media: str = "image"
-    placeholder: str = "<|image_pad|>"
-    template_token: Annotated[str, Field(min_length=1)] | None = None
-    item_text: Annotated[str, AfterValidator(_item_text)] = "{placeholder}"
+    family: Word
+    media: Word = "image"
+    placeholder: Word = "<|image_pad|>"
+    template_token: Word | None = None
+    item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
     placement: Literal["disjoint", "colocated"] = "disjoint"
     grid: Grid = Grid()
     freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze)] = False
     lora: LoRA | None = None
-    learning_rate: PositiveFloat | None = None
+    learning_rate: LearningRate | None = None
     recompute: Recompute = "none"
-    other_media: dict[str, MediaTokens] = {}
-    run_ahead: Annotated[int | Literal["auto"], PlainValidator(_run_ahead)] = "auto"
-    encode_group: Annotated[int | Literal["all"], PlainValidator(_encode_group)] = "all"
+    other_media: Annotated[dict[Word, MediaTokens], Field(max_length=_MAX_ENTRIES)] = {}
+    run_ahead: Annotated[
+        int | Literal["auto"], PlainValidator(_run_ahead, Microbatches | Literal["auto"])
+    ] = "auto"
+    encode_group: Annotated[
+        int | Literal["all"], PlainValidator(_encode_group, Batch | Literal["all"])
+    ] = "all"
     model: dict[str, Any] = {}
 
     @model_validator(mode="after")
@@ -224,14 +265,14 @@ class Bridge(Section):
     delivery: Literal["sharded", "replicated"] = "sharded"
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     check: Literal["first_steps", "always", "never"] = "first_steps"
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: Seconds = 600.0
 
 
 class Source(Section):
     """Shards of samples: a path or a glob, and how often its samples are drawn."""
 
-    path: str
-    weight: PositiveFloat = 1.0
+    path: PathText
+    weight: SourceWeight = 1.0
 
 
 # YAML has lists, a frozen model wants tuples: only the container is converted, not its entries.
@@ -253,18 +294,18 @@ class Data(Section):
     microbatch share one sequence; without it each is one, padded to the longest.
     """
 
-    prepare: str | None = None
+    prepare: Word | None = None
     prepare_settings: dict[str, Any] = {}
-    directory: str | None = None
+    directory: PathText | None = None
     sources: Annotated[Sources, AfterValidator(_at_least_one)]
     validation: Sources = ()
     test: Sources = ()
-    tokenizer: str
-    sequence_length: Positive
-    shuffle_block: Positive = 1
+    tokenizer: PathText
+    sequence_length: SequenceLength
+    shuffle_block: Samples = 1
     packing: bool = True
-    max_skipped_samples: NotNegative = 100
-    prefetch_steps: NotNegative = 2
+    max_skipped_samples: SkippedSamples = 100
+    prefetch_steps: PrefetchSteps = 2
 
 
 class Train(Section):
@@ -274,29 +315,29 @@ class Train(Section):
     `distributed_optimizer`: each data-parallel rank keeps its share of Adam's state only.
     """
 
-    steps: Positive
-    global_batch_size: Positive
-    micro_batch_size: Positive = 1
+    steps: Steps
+    global_batch_size: Batch
+    micro_batch_size: Batch = 1
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
-    seed: NotNegative = 1
-    learning_rate: PositiveFloat = 1e-3
-    warmup_steps: NotNegative = 0
-    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    seed: Seed = 1
+    learning_rate: LearningRate = 1e-3
+    warmup_steps: WarmupSteps = 0
+    min_learning_rate_ratio: Share = 0.1
     optimizer: Literal["adam", "sgd"] = "adam"
-    weight_decay: NotNegativeFloat = 0.0
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.95
-    adam_eps: PositiveFloat = 1e-8
-    clip_grad_norm: PositiveFloat | None = 1.0
+    weight_decay: WeightDecay = 0.0
+    adam_beta1: Decay = 0.9
+    adam_beta2: Decay = 0.95
+    adam_eps: Epsilon = 1e-8
+    clip_grad_norm: Norm | None = 1.0
     overlap_grad_reduce: bool = False
     distributed_optimizer: bool = False
-    log_every: Positive = 10
-    validate_every: Positive | None = None
-    validation_batches: Positive = 4
-    save_every: Positive | None = None
-    keep_checkpoints: Positive = 2
-    run_dir: str = "runs"
-    threads_per_rank: Positive | None = None
+    log_every: Steps = 10
+    validate_every: Steps | None = None
+    validation_batches: Steps = 4
+    save_every: Steps | None = None
+    keep_checkpoints: Checkpoints = 2
+    run_dir: PathText = "runs"
+    threads_per_rank: Threads | None = None
 
     @model_validator(mode="after")
     def _state_can_be_distributed(self) -> "Train":
@@ -320,10 +361,10 @@ class Recipe(Section):
     recipe leaves out: families, sizes, tokenizer, placeholders, an encoder on a rank of its own.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    init_from: str | None = None
+    name: RunName
+    init_from: PathText | None = None
     language: Language = Language()
-    encoders: dict[str, Encoder] = {}
+    encoders: Annotated[dict[ModuleName, Encoder], Field(max_length=_MAX_ENTRIES)] = {}
     bridge: Bridge = Bridge()
     data: Data
     train: Train
@@ -334,6 +375,17 @@ class Recipe(Section):
     def _module_names_are_distinct(self) -> "Recipe":
         if "language" in self.encoders:
             raise ValueError("encoders.language: the name 'language' is the language model's own")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_can_be_counted(self) -> "Recipe":
+        longest, samples = self.data.sequence_length, self.train.micro_batch_size
+        if longest * samples > MAX_MICROBATCH_TOKENS:
+            raise ValueError(
+                f"train.micro_batch_size {samples} · data.sequence_length {longest} makes "
+                f"{longest * samples} tokens of a microbatch, but at most {MAX_MICROBATCH_TOKENS} "
+                f"can be counted; lower one of them"
+            )
         return self
 
     @property
