@@ -5,11 +5,12 @@ tp varies fastest, then cp, then dp, then pp. Disjoint encoders come first, then
 model, unless a recipe gives `rank_offset`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
+from mimo.bounds import MAX_RANKS
 from mimo.families import num_language_layers, num_levels
 from mimo.levels import Link, level_places, links_of, minimum_run_ahead
 from mimo.not_yet import refusals
@@ -121,12 +122,14 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     deadlock, and what this version does not support yet.
     """
     problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
-    if world_size is not None and world_size < 1:
-        raise RecipeError(f"world size: got {world_size}, needs at least 1 rank", *problems)
+    if world_size is not None and not 1 <= world_size <= MAX_RANKS:
+        message = f"world size: got {world_size}, needs 1 to {MAX_RANKS} ranks"
+        raise RecipeError(message, *problems)
     colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
     names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
     num_problems = len(problems)
     grids = {name: _grid(name, _module(recipe, name).grid) for name in names}
+    problems += _too_many_ranks(recipe, grids)
     grids = _derive_lanes(recipe, grids, world_size, problems)
     if len(problems) > num_problems:
         raise RecipeError(*problems)
@@ -194,6 +197,26 @@ def _grid(module: str, grid: Grid) -> GridSpec:
     return GridSpec(
         module, tp=grid.tp, sp=grid.sp, cp=grid.cp, pp=grid.pp, vpp=grid.vpp, dp=grid.dp or 1
     )
+
+
+def _too_many_ranks(recipe: Recipe, grids: dict[str, GridSpec]) -> Iterator[str]:
+    """Grids beyond any machine, found by their sizes before anything is enumerated."""
+    needed = sum(grid.size for grid in grids.values())
+    if needed > MAX_RANKS:
+        largest = max(grids.values(), key=lambda grid: grid.size)
+        others = f", all modules together {needed}" if needed > largest.size else ""
+        yield recipe.problem(
+            (*_key(largest.module), "grid"),
+            f"got {largest}{others}, but at most {MAX_RANKS} ranks are possible; "
+            f"lower tp, cp, pp or dp",
+        )
+    for name, grid in grids.items():
+        offset = _module(recipe, name).grid.rank_offset or 0
+        if needed <= MAX_RANKS < offset + grid.size:
+            yield recipe.problem(
+                (*_key(name), "grid", "rank_offset"),
+                f"got {offset}, but ranks end at {MAX_RANKS}; remove rank_offset",
+            )
 
 
 def _derive_lanes(
@@ -327,13 +350,23 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"remove rank_offset",
         )
     if layout.world_size == needed and not any(overlaps):
-        unused = [rank for rank in range(needed) if not layout.modules_of(rank)]
+        unused = _unused(grids.values(), needed)
         if unused:
             yield recipe.problem(
                 (*_key(culprit), "grid", "rank_offset"),
                 f"{_text(unused)} of {needed} would be used by no module ({places}); "
                 f"remove rank_offset",
             )
+
+
+def _unused(grids: Iterable[GridSpec], needed: int) -> list[int]:
+    """The first and the last of `needed` ranks that no grid has; grids do not overlap."""
+    gaps, position = [], 0
+    for grid in sorted(grids, key=lambda grid: grid.rank_offset):
+        gaps.append(range(position, min(grid.rank_offset, needed)))
+        position = grid.ranks.stop
+    gaps = [gap for gap in (*gaps, range(position, needed)) if gap]
+    return sorted({gaps[0][0], gaps[-1][-1]}) if gaps else []
 
 
 def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
