@@ -23,7 +23,7 @@ from data.tar_shards import pattern_root
 
 Processors = Mapping[str, ItemProcessor]  # by media
 
-INDEX_VERSION = 4  # raise it whenever the arrays, their meaning or what is left out change
+INDEX_VERSION = 5  # raise it whenever the arrays, their meaning or what is left out change
 _SHOWN = 10  # bad samples named in one message
 
 

@@ -123,13 +123,15 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     """
     problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
     if world_size is not None and not 1 <= world_size <= MAX_RANKS:
-        message = f"world size: got {world_size}, needs 1 to {MAX_RANKS} ranks"
-        raise RecipeError(message, *problems)
+        raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}", *problems)
     colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
     names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
     num_problems = len(problems)
     grids = {name: _grid(name, _module(recipe, name).grid) for name in names}
-    problems += _too_many_ranks(recipe, grids)
+    if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
+        culprit = max(grids, key=lambda name: grids[name].size)
+        message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
+        raise RecipeError(recipe.problem((*_key(culprit), "grid"), message), *problems)
     grids = _derive_lanes(recipe, grids, world_size, problems)
     if len(problems) > num_problems:
         raise RecipeError(*problems)
@@ -197,26 +199,6 @@ def _grid(module: str, grid: Grid) -> GridSpec:
     return GridSpec(
         module, tp=grid.tp, sp=grid.sp, cp=grid.cp, pp=grid.pp, vpp=grid.vpp, dp=grid.dp or 1
     )
-
-
-def _too_many_ranks(recipe: Recipe, grids: dict[str, GridSpec]) -> Iterator[str]:
-    """Grids beyond any machine, found by their sizes before anything is enumerated."""
-    needed = sum(grid.size for grid in grids.values())
-    if needed > MAX_RANKS:
-        largest = max(grids.values(), key=lambda grid: grid.size)
-        others = f", all modules together {needed}" if needed > largest.size else ""
-        yield recipe.problem(
-            (*_key(largest.module), "grid"),
-            f"got {largest}{others}, but at most {MAX_RANKS} ranks are possible; "
-            f"lower tp, cp, pp or dp",
-        )
-    for name, grid in grids.items():
-        offset = _module(recipe, name).grid.rank_offset or 0
-        if needed <= MAX_RANKS < offset + grid.size:
-            yield recipe.problem(
-                (*_key(name), "grid", "rank_offset"),
-                f"got {offset}, but ranks end at {MAX_RANKS}; remove rank_offset",
-            )
 
 
 def _derive_lanes(
@@ -361,11 +343,10 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 def _unused(grids: Iterable[GridSpec], needed: int) -> list[int]:
     """The first and the last of `needed` ranks that no grid has; grids do not overlap."""
-    gaps, position = [], 0
-    for grid in sorted(grids, key=lambda grid: grid.rank_offset):
-        gaps.append(range(position, min(grid.rank_offset, needed)))
-        position = grid.ranks.stop
-    gaps = [gap for gap in (*gaps, range(position, needed)) if gap]
+    placed = sorted((grid.ranks for grid in grids), key=lambda ranks: ranks.start)
+    starts = [0, *(ranks.stop for ranks in placed)]
+    stops = [*(min(ranks.start, needed) for ranks in placed), needed]
+    gaps = [range(*pair) for pair in zip(starts, stops, strict=True) if pair[0] < pair[1]]
     return sorted({gaps[0][0], gaps[-1][-1]}) if gaps else []
 
 

@@ -25,6 +25,7 @@ def main(overrides: Sequence[str]) -> int:
     staged = load_stages(path, overrides)
     layouts = staged.each(lambda recipe: job.check_recipe(recipe, None))
     choose_before_fork(max(layout.world_size for layout in layouts))
+    job.check_room(staged, layouts, None)
     # The engine loads in the background while the data is prepared.
     warm_up(job.PRELOAD)
     staged.each(prepare)
