@@ -28,7 +28,8 @@ _SHOWN = 200  # characters of an override in a message
 
 def dotted(location: Location) -> str:
     """`("data", "sources", 0)` as people type it: `data.sources.0`."""
-    return ".".join(str(part) for part in location)
+    parts = (str(part) for part in location)
+    return ".".join(part if len(part) <= _SHOWN else f"{part[:_SHOWN]}..." for part in parts)
 
 
 @dataclass
@@ -167,8 +168,12 @@ def _step(container: Any, part: str) -> str | int | _Refusal:
         # Not `isdigit`: that also knows digits such as ², which are no numbers.
         if part.isascii() and part.isdecimal() and len(part) < 10 and int(part) < len(container):
             return int(part)
-        return _Refusal(f"has {len(container)} entries, so '{part}' is not the index of one")
-    return _Refusal(f"is the value {shown(container)}, so '{part}' cannot be set inside it")
+        return _Refusal(
+            f"has {len(container)} entries, so '{part[:_SHOWN]}' is not the index of one"
+        )
+    return _Refusal(
+        f"is the value {shown(container)}, so '{part[:_SHOWN]}' cannot be set inside it"
+    )
 
 
 def _reason(error: Exception) -> str:
