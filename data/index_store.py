@@ -174,7 +174,7 @@ def _read_meta(directory: Path) -> dict[str, Any]:
             isinstance(s, str) for s in meta["shards"]
         ):
             raise ValueError("fingerprint or shards are malformed")
-        if any(Path(name).name != name for name in meta["files"].values()):
+        if not all(re.fullmatch(r"\w+-\w+\.parquet", name) for name in meta["files"].values()):
             raise ValueError("it names files of other folders")
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise _unreadable(directory, error) from error

@@ -121,7 +121,7 @@ def _add_member(samples: dict[str, RawSample], member: tarfile.TarInfo) -> None:
         return
     key = folder + slash + stem
     sample = samples.setdefault(key, RawSample(key))
-    if folder.startswith("/") or ".." in folder.split("/") or not key.isprintable():
+    if key.startswith("/") or ".." in folder.split("/") or not key.isprintable():
         sample.problem = "the name leaves the folder of the shard, or has control characters"
     place = Member(member.offset_data, member.size)
     item = _ITEM_SUFFIX.fullmatch(suffix)

@@ -116,7 +116,7 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
     largest = max(needs, key=lambda name: needs[name])
     key = (LANGUAGE,) if largest == LANGUAGE else ("encoders", largest)
     sizes = ", ".join(
-        f"{name} {found[name].parameters:.3g} parameters · {found[name].bytes_per_parameter:.3g} B"
+        f"{name} {found[name].parameters:,} parameters · {found[name].bytes_per_parameter:.3g} B"
         for name in needs
         if needs[name]
     )

@@ -122,4 +122,5 @@ def _files(path: Path) -> list[Path]:
 
 def _is_file_name(name: object) -> bool:
     """Whether it names a file in a folder, not one elsewhere."""
-    return isinstance(name, str) and name.isprintable() and Path(name).name == name
+    is_text = isinstance(name, str) and name.isprintable()
+    return is_text and name not in ("", ".", "..") and Path(name).name == name

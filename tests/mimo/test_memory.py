@@ -92,7 +92,7 @@ def test_ranks_are_refused_once_their_modules_need_more_than_they_share(tmp_path
     for is_of_processes, more in ((False, 0), (True, 4 * RANK_BYTES)):
         enough = int(needed + more) + 1
         check_memory(recipe, layout, range(4), Memory("it", enough, is_of_processes))
-        with pytest.raises(RecipeError, match=r"language.model: .* but it has .* bf16"):
+        with pytest.raises(RecipeError, match=r"vision.model: .* but it has .* bf16"):
             check_memory(recipe, layout, range(4), Memory("it", enough - 2, is_of_processes))
 
 

@@ -54,7 +54,7 @@ def test_a_sample_whose_name_leaves_its_folder_is_unusable(tmp_path: Path, key: 
 def test_an_index_that_names_files_elsewhere_is_not_read(tmp_path: Path) -> None:
     home = tmp_path / "home"
     tiny.write_samples(home, images_per_sample=(0, 0))
-    pattern, chat = str(home / "train-*.tar"), ChatTokenizer(home / "tokenizer")
+    pattern, chat = str(home / "train-*.tar"), ChatTokenizer(home / "tokenizer", {})
     built = load_or_build_index(pattern, chat, {})
     meta = index_directory(pattern) / "meta.json"
     whole = json.loads(meta.read_text())
