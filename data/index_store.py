@@ -125,6 +125,9 @@ def load_or_build_index(
         meta = None  # none yet, or unreadable: build
     if meta is not None:
         paths = [_resolve(directory, shard) for shard in meta["shards"]]
+        root = os.path.normpath(pattern_root(pattern).absolute())
+        if not all(Path(path).is_relative_to(root) for path in paths):
+            paths, meta = [], None  # not an index of this pattern, whoever wrote it: build
         missing = [path for path in paths if not os.path.isfile(path)]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -133,7 +136,7 @@ def load_or_build_index(
                 "them back, or delete that folder to go on with the shards that are left"
             )
         expected = index_fingerprint(pattern, match_shards(pattern), chat, processors)
-        if meta["fingerprint"] == expected:
+        if meta is not None and meta["fingerprint"] == expected:
             try:
                 return load_index(directory)
             except ValueError:
@@ -171,7 +174,9 @@ def _read_meta(directory: Path) -> dict[str, Any]:
             isinstance(s, str) for s in meta["shards"]
         ):
             raise ValueError("fingerprint or shards are malformed")
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        if not all(re.fullmatch(r"\w+-\w+\.parquet", name) for name in meta["files"].values()):
+            raise ValueError("it names files of other folders")
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise _unreadable(directory, error) from error
     return meta
 

@@ -1,8 +1,9 @@
 """Webdataset tar shards: which files a pattern names, and the samples in one file by byte offset.
 
 A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
-items `<key>.0.png`, `<key>.1.jpg`, ... in order of mention, whatever their media. Members are
-stored uncompressed, so that any of them can be read later by one seek.
+items `<key>.0.png`, `<key>.1.jpg`, ... in order of mention, whatever their media. Members
+are stored uncompressed, so that any of them can be read later by one seek. Nothing is ever
+unpacked; all the same a name that leaves its folder (`../x.json`) makes a sample unusable.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ def _add_member(samples: dict[str, RawSample], member: tarfile.TarInfo) -> None:
         return
     key = folder + slash + stem
     sample = samples.setdefault(key, RawSample(key))
+    if key.startswith("/") or ".." in folder.split("/") or not key.isprintable():
+        sample.problem = "the name leaves the folder of the shard, or has control characters"
     place = Member(member.offset_data, member.size)
     item = _ITEM_SUFFIX.fullmatch(suffix)
     if suffix == "json":

@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from encoders._patches import RowParts
 from mimo import megatron as engine
+from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Width
 
 if TYPE_CHECKING:
     from mimo.megatron import TransformerConfig
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 class TowerSettings(BaseModel):
     """Recipe keys under ``encoders.<name>.model`` that all towers have. Numbers of elements."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT
 
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    norm_eps: float = 1e-6
-    init_std: float = Field(default=0.02, gt=0)
+    num_layers: Layers
+    hidden_size: Width
+    ffn_hidden_size: Width
+    num_attention_heads: Heads
+    norm_eps: Epsilon = 1e-6
+    init_std: InitStd = 0.02
 
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer: all are alike, but where a family says otherwise."""

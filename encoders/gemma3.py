@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from data.pan_and_scan import PanAndScan
@@ -24,6 +24,7 @@ from encoders._hf import block_norms, both, check_processor
 from encoders._patches import RowParts, frame_lengths, patch_places
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
+from mimo.bounds import Crops, Means, Rows, Side, SideRatio, Stds
 from mimo.hf.config import Config, agree, expect
 from mimo.hf.keymap import Weight, grouped_qkv, plain
 from mimo.hf.preprocessing import WHOLE, Processors, check_agreement, normalisation
@@ -49,19 +50,19 @@ PROJECTOR = ("projector.",)
 class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
-    image_size: int = Field(default=896, ge=1)
+    image_size: Side = 896
     """Side of the square that every image becomes."""
-    patch_size: int = Field(default=14, ge=1)
-    mm_tokens_per_image: int = Field(default=256, ge=1)
+    patch_size: Side = 14
+    mm_tokens_per_image: Rows = 256
     """Rows of every image, a square number."""
-    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_mean: Means = (0.5, 0.5, 0.5)
+    image_std: Stds = (0.5, 0.5, 0.5)
     pan_and_scan: bool = False
     """Whether a long image is shown whole and again in crops, each with rows of its own."""
-    pan_and_scan_min_crop_size: int = Field(default=256, ge=1)
+    pan_and_scan_min_crop_size: Side = 256
     """Pixels of the shorter side of a crop."""
-    pan_and_scan_max_num_crops: int = Field(default=4, ge=1)
-    pan_and_scan_min_ratio_to_activate: float = Field(default=1.2, ge=1)
+    pan_and_scan_max_num_crops: Crops = 4
+    pan_and_scan_min_ratio_to_activate: SideRatio = 1.2
     """Of the longer side of an image to the shorter one."""
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -35,6 +35,7 @@ from encoders._patches import (
 )
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
+from mimo.bounds import LayerIndex, Means, Patches, Pixels, RotaryBase, Side, Stds
 from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain
 from mimo.hf.preprocessing import Processors
@@ -63,21 +64,21 @@ The final norm of our stack is the merger's own.
 class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
-    deepstack_visual_indexes: tuple[int, ...] = ()
+    deepstack_visual_indexes: Annotated[tuple[LayerIndex, ...], Field(strict=False)] = ()
     """Blocks, counted from 0, whose hidden states become levels."""
-    num_grid_per_side: int = Field(default=48, ge=1)
+    num_grid_per_side: Side = 48
     """Learned positions per side; the whole grid is stretched over every image."""
-    patch_size: int = Field(default=16, ge=1)
-    merge_size: int = Field(default=2, ge=1)
-    temporal_patch_size: int = Field(default=2, ge=1)
-    min_pixels: int = Field(default=256 * 256, ge=1)
-    max_pixels: int = Field(default=4096 * 4096, ge=1)
-    video_min_pixels: int | None = Field(default=None, ge=1)
+    patch_size: Side = 16
+    merge_size: Patches = 2
+    temporal_patch_size: Patches = 2
+    min_pixels: Pixels = 256 * 256
+    max_pixels: Pixels = 4096 * 4096
+    video_min_pixels: Pixels | None = None
     """Of all resized frames of a video together; without one, as of an image."""
-    video_max_pixels: int | None = Field(default=None, ge=1)
-    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    rotary_base: float = 10_000.0
+    video_max_pixels: Pixels | None = None
+    image_mean: Means = (0.5, 0.5, 0.5)
+    image_std: Stds = (0.5, 0.5, 0.5)
+    rotary_base: RotaryBase = 10_000.0
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:

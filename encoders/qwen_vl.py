@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from encoders._patches import (
 )
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo import megatron as engine
+from mimo.bounds import LayerIndex, Means, Patches, Pixels, Rate, RotaryBase, Side, Stds
 from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
 from mimo.hf.preprocessing import Processors
@@ -62,23 +63,23 @@ The final norm of our stack is the merger's own.
 class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
-    patch_size: int = Field(default=14, ge=1)
-    merge_size: int = Field(default=2, ge=1)
-    temporal_patch_size: int = Field(default=2, ge=1)
-    window_size: int | None = Field(default=None, ge=1)
+    patch_size: Side = 14
+    merge_size: Patches = 2
+    temporal_patch_size: Patches = 2
+    window_size: Side | None = None
     """Pixels along the edge of a window; without one every layer attends to whole frames."""
-    full_attention_layers: tuple[int, ...] = ()
+    full_attention_layers: Annotated[tuple[LayerIndex, ...], Field(strict=False)] = ()
     """Layers, counted from 0, that attend to whole frames all the same."""
-    min_pixels: int = Field(default=56 * 56, ge=1)
-    max_pixels: int = Field(default=28 * 28 * 1280, ge=1)
-    image_mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
-    image_std: tuple[float, float, float] = OPENAI_CLIP_STD
-    video_min_pixels: int | None = Field(default=None, ge=1)
+    min_pixels: Pixels = 56 * 56
+    max_pixels: Pixels = 28 * 28 * 1280
+    image_mean: Means = OPENAI_CLIP_MEAN
+    image_std: Stds = OPENAI_CLIP_STD
+    video_min_pixels: Pixels | None = None
     """Of each resized frame of a video; without one, as of an image."""
-    video_max_pixels: int | None = Field(default=None, ge=1)
-    tokens_per_second: float = Field(default=2.0, gt=0)
+    video_max_pixels: Pixels | None = None
+    tokens_per_second: Rate = 2.0
     """Positions per second of a video."""
-    rotary_base: float = 10_000.0
+    rotary_base: RotaryBase = 10_000.0
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:

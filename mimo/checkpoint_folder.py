@@ -17,6 +17,7 @@ from mimo.recipe_errors import InputError
 
 _LATEST = "latest"
 _PROGRESS = "progress.json"
+_STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
 _STAGE_FOLDER = re.compile(r"stage_(\d+)_[A-Za-z0-9_-]+")
 
 
@@ -101,12 +102,21 @@ def final_checkpoint(run_dir: Path, steps: int) -> Path:
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder."""
+    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
+
+    Raises InputError where ``latest`` names anything else than a checkpoint beside it.
+    """
     for folder in (path, path / "checkpoints"):
         if (folder / _PROGRESS).is_file():
             return folder
         if (folder / _LATEST).is_file():
-            latest = folder / (folder / _LATEST).read_text().strip()
+            name = (folder / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
+            if not _STEP_FOLDER.fullmatch(name):
+                raise InputError(
+                    f"{folder / _LATEST}: names {name[:80]!r}, which is no checkpoint of this "
+                    f"folder; write the name of one there, such as step_100"
+                )
+            latest = folder / name
             if (latest / _PROGRESS).is_file():
                 return latest
     return None

@@ -4,6 +4,7 @@ Exit code 2 and a message for bad input, before any process group exists; 1 for 
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mimo.bounds import MAX_RANKS
 from mimo.recipe_errors import InputError
 
 if TYPE_CHECKING:
@@ -37,7 +39,9 @@ OverridesArgument = Annotated[
 ]
 NumRanksOption = Annotated[
     int | None,
-    typer.Option("--num-ranks", min=1, help="Ranks of the job; default: what the grids need."),
+    typer.Option(
+        "--num-ranks", min=1, max=MAX_RANKS, help="Ranks of the job; default: what the grids need."
+    ),
 ]
 
 
@@ -67,6 +71,13 @@ def main() -> None:
     app()
 
 
+def _number(value: float | None) -> float | None:
+    """NaN is neither below a minimum nor above a maximum."""
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("nan is not a number")
+    return value
+
+
 def _readable_errors[**P](command: Callable[P, int | None]) -> Callable[P, None]:
     """Turn an InputError into a message on stderr, and a command's result into the exit code."""
 
@@ -92,30 +103,39 @@ def check(
     """Validate a recipe and print which rank does what."""
     from mimo.job import check_recipe
     from mimo.layout import num_microbatches
+    from mimo.memory import in_words, module_memory
     from mimo.stages import load_stages
 
     staged = load_stages(recipe, overrides or [])
     layouts = staged.each(lambda recipe: check_recipe(recipe, num_ranks))
     for stage, layout in zip(staged.stages, layouts, strict=True):
-        print_layout(layout, num_microbatches(stage.recipe, layout), stage.title)
+        needs = module_memory(stage.recipe, layout)
+        memory = {name: in_words(need.bytes_per_rank) for name, need in needs.items()}
+        print_layout(layout, num_microbatches(stage.recipe, layout), memory, stage.title)
 
 
-def print_layout(layout: "Layout", microbatches: int, stage: str = "") -> None:
-    """Print a table with one row per module: its ranks, its grid and its lanes."""
+def print_layout(
+    layout: "Layout", microbatches: int, memory: dict[str, str], stage: str = ""
+) -> None:
+    """Print a table with one row per module: its ranks, its grid, its lanes and its memory.
+
+    memory: what each rank needs for weights, gradients and optimizer state, by module.
+    """
     from rich.console import Console
     from rich.table import Table
 
     sizes = f"{layout.world_size} ranks · {microbatches} microbatches per step"
     table = Table(title=f"{stage}: {sizes}" if stage else sizes)
-    for column in ("module", "ranks", "grid", "lanes"):
+    for column in ("module", "ranks", "grid", "lanes", "per rank"):
         table.add_column(column)
     for name, grid in layout.grids.items():
         last = f"-{grid.ranks[-1]}" if grid.size > 1 else ""
         sequence = " · sp" if grid.sp else ""
         virtual = f" · vpp {grid.vpp}" if grid.vpp > 1 else ""
         axes = f"tp {grid.tp}{sequence} · cp {grid.cp} · pp {grid.pp}{virtual} · dp {grid.dp}"
-        table.add_row(name, f"{grid.ranks[0]}{last}", axes, str(grid.dp))
+        table.add_row(name, f"{grid.ranks[0]}{last}", axes, str(grid.dp), memory[name])
     Console().print(table)
+    print("per rank: weights, gradients and optimizer state; activations come on top")
 
 
 @app.command()
@@ -156,7 +176,10 @@ def verify(
     overrides: OverridesArgument = None,
     num_ranks: NumRanksOption = None,
     max_ranks: Annotated[
-        int, typer.Option("--max-ranks", min=1, help="Shrink larger layouts to so many ranks.")
+        int,
+        typer.Option(
+            "--max-ranks", min=1, max=1024, help="Shrink larger layouts to so many ranks."
+        ),
     ] = 8,
     full: Annotated[
         bool, typer.Option("--full", help="Keep the layout as it is; only the model is tiny.")
@@ -195,9 +218,18 @@ def generate(
         typer.Option("--frame", help="A frame of a video, in order; all of one size."),
     ] = None,
     fps: Annotated[
-        float, typer.Option("--fps", min=0.001, help="Frames of the video per second.")
+        float,
+        typer.Option(
+            "--fps",
+            min=0.001,
+            max=1e6,
+            callback=_number,
+            help="Frames of the video per second.",
+        ),
     ] = 2.0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, max=2**20, help="Length of the answer.")
+    ] = 64,
 ) -> int | None:
     """Answer a question about images or a video with a trained checkpoint, in one process."""
     from mimo.generate import main as answer
@@ -230,7 +262,13 @@ def parity(
     overrides: OverridesArgument = None,
     tolerance: Annotated[
         float | None,
-        typer.Option("--tolerance", min=0.0, help="Largest error; default: 1e-5, for fp32."),
+        typer.Option(
+            "--tolerance",
+            min=0.0,
+            max=1.0,
+            callback=_number,
+            help="Largest error; default: 1e-5, for fp32.",
+        ),
     ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write every error to this file.")
@@ -251,7 +289,7 @@ def parity(
 def tiny(
     family: Annotated[str, typer.Argument(help="qwen2_5_vl, qwen3_vl or gemma3.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
     dtype: Annotated[DtypeChoice, typer.Option("--dtype")] = DtypeChoice.FLOAT32,
     shard_size: Annotated[
         str | None,
@@ -324,10 +362,14 @@ def convert_to_hf(
 @bench.command("bridge")
 @_readable_errors
 def bench_bridge(
-    rows: Annotated[int, typer.Option("--rows", help="Rows of the larger size.")] = 8192,
-    hidden: Annotated[int, typer.Option("--hidden", help="Values of a row.")] = 1024,
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, max=2**24, help="Rows of the larger size.")
+    ] = 8192,
+    hidden: Annotated[
+        int, typer.Option("--hidden", min=1, max=2**20, help="Values of a row.")
+    ] = 1024,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Alternating pairs of runs.")
+        int, typer.Option("--repeats", min=1, max=10_000, help="Alternating pairs of runs.")
     ] = 15,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write every figure to this file.")

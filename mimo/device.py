@@ -8,10 +8,20 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+# Of a container, by the two versions of control groups. What is used of it counts files as well.
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 def has_gpu() -> bool:
@@ -71,6 +81,35 @@ def initialize_distributed(
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory that one or more ranks share.
+
+    available: bytes. is_of_processes: the machine's own, in which their processes live as well.
+    """
+
+    name: str
+    available: int
+    is_of_processes: bool
+
+
+def machine_memory() -> Memory:
+    """Of this machine, as far as it is not in use; in a container what that may have."""
+    available = psutil.virtual_memory().available
+    for limit in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # absent, or "max"
+            available = min(available, int(limit.read_text()))
+    return Memory("this machine", available, is_of_processes=True)
+
+
+def gpu_memory() -> Memory | None:
+    """Of this rank's GPU, all of it; None where ranks run on the CPU. Initialises the GPU."""
+    if not has_gpu():
+        return None
+    properties = torch.cuda.get_device_properties(local_device())
+    return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
 
 
 def release_memory() -> None:

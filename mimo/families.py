@@ -10,10 +10,10 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from mimo.recipe import Recipe
-from mimo.recipe_errors import RecipeError, suggestion
+from mimo.recipe_errors import RecipeError, shown, suggestion
 from mimo.yaml_source import Location
 
 
@@ -40,34 +40,40 @@ def encoder_family(recipe: Recipe, encoder: str) -> ModuleType:
     return _load("encoders", name, ("encoders", encoder, "family"), recipe)
 
 
-def _settings(family: ModuleType, values: dict[str, Any], location: Location, recipe: Recipe):
+def check_settings[S: BaseModel](
+    settings: type[S], values: dict[str, Any], location: Location, recipe: Recipe
+) -> S:
+    """The values at ``location`` of a recipe as ``settings``. Raises RecipeError."""
     try:
-        return family.Settings(**values)
+        return settings.model_validate(values)
     except ValidationError as error:
         problems = []
         for details in error.errors():
             where = (*location, *details["loc"])
             if details["type"] == "extra_forbidden":
                 message = "unknown key; " + suggestion(
-                    str(details["loc"][-1]), family.Settings.model_fields
+                    str(details["loc"][-1]), settings.model_fields
                 )
             elif details["type"] == "missing":
                 message = "this key is required"
             else:
                 message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+                if not isinstance(details["input"], dict):
+                    message += f"; got {shown(details['input'])}"
             problems.append(recipe.problem(where, message))
         raise RecipeError(*problems) from error
 
 
-def language_settings(recipe: Recipe):
+def language_settings(recipe: Recipe) -> Any:
     """The checked settings under ``language.model``. Raises RecipeError with file and line."""
-    return _settings(language_family(recipe), recipe.language.model, ("language", "model"), recipe)
+    family = language_family(recipe)
+    return check_settings(family.Settings, recipe.language.model, ("language", "model"), recipe)
 
 
-def encoder_settings(recipe: Recipe, encoder: str):
+def encoder_settings(recipe: Recipe, encoder: str) -> Any:
     """The checked settings under ``encoders.<name>.model``. Raises RecipeError."""
-    return _settings(
-        encoder_family(recipe, encoder),
+    return check_settings(
+        encoder_family(recipe, encoder).Settings,
         recipe.encoders[encoder].model,
         ("encoders", encoder, "model"),
         recipe,
@@ -94,6 +100,7 @@ def num_language_layers(recipe: Recipe) -> int | None:
 
 
 __all__ = [
+    "check_settings",
     "encoder_family",
     "encoder_settings",
     "language_family",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from mimo.checkpoint_folder import latest_checkpoint
 from mimo.dataset import check_media, item_processors, open_dataset, open_tokenizer
-from mimo.device import choose_before_fork
+from mimo.device import choose_before_fork, has_gpu, machine_memory
 from mimo.families import encoder_family, encoder_settings, language_family, language_settings
 from mimo.hf.initial import initial_weights
 from mimo.launch import RankEnv, launch, rank_environment
 from mimo.layout import Layout, build_layout
+from mimo.memory import check_memory
 from mimo.rank_processes import end_with_failed_thread, exit_code_of
 from mimo.recipe import Recipe
 from mimo.recipe_errors import InputError, RecipeError
@@ -89,11 +91,56 @@ def check_data(recipe: Recipe) -> None:
     problems: list[str] = []
     for split in ("sources", "validation", "test"):
         try:
-            open_dataset(recipe, split, chat, processors)
+            dataset = open_dataset(recipe, split, chat, processors)
+            if split == "sources" and dataset is not None:
+                problems += _too_few_samples(recipe, sum(map(len, dataset.indexes)))
         except RecipeError as error:
             problems += error.problems
     if problems:
         raise RecipeError(*problems)
+
+
+def _too_few_samples(recipe: Recipe, num_samples: int) -> Iterator[str]:
+    size = recipe.train.micro_batch_size
+    if size > num_samples:
+        yield recipe.problem(
+            ("train", "micro_batch_size"),
+            f"got {size}, but data.sources have {num_samples} samples together; a microbatch "
+            f"holds each once at most, so set it to {num_samples} or less",
+        )
+
+
+def check_run_dir(staged: StagedRecipe) -> None:
+    """Raise RecipeError unless the run's folder can be made. Makes the one that it goes into."""
+    parent = staged.run_dir.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=parent, prefix=".mimo-"):
+            pass
+    except OSError as error:
+        message = f"no folder can be made in {parent} ({error.strerror}); name another"
+        recipe = staged.stages[0].recipe
+        raise RecipeError(recipe.problem(("train", "run_dir"), message)) from error
+
+
+def check_room(
+    staged: StagedRecipe, layouts: Sequence[Layout], environment: RankEnv | None
+) -> None:
+    """Raise RecipeError where the ranks of this machine cannot hold a stage's model.
+
+    On GPUs each rank looks at its own, once it has one: see `mimo.train`.
+    """
+    memory = None if has_gpu() else machine_memory()
+    if memory is None:
+        return
+    of_recipe = {id(stage.recipe): own for stage, own in zip(staged.stages, layouts, strict=True)}
+
+    def check(recipe: Recipe) -> None:
+        layout = of_recipe[id(recipe)]
+        ranks = range(layout.world_size) if environment is None else environment.ranks_here
+        check_memory(recipe, layout, ranks, memory)
+
+    staged.each(check)
 
 
 def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
@@ -150,7 +197,7 @@ def main(
     environment = rank_environment()
     if environment is not None:
         return _be_a_rank(request, environment)
-    job = request.check()
+    job = request.check(None)
     with run_lock(job.staged.run_dir):
         return train_here(job)
 
@@ -165,10 +212,19 @@ class Request:
     resume: bool = False
     resume_from: Path | None = None
 
-    def check(self) -> Job:
-        """Check all that can be checked without ranks. Raises RecipeError with all problems."""
+    def check(self, environment: RankEnv | None) -> Job:
+        """Check all that can be checked without ranks. Raises RecipeError with all problems.
+
+        environment: of this rank, where torchrun or srun has started it.
+        """
+        ranks = environment.world_size if environment else self.num_ranks
         staged = load_stages(self.path, self.overrides)
-        layouts = staged.each(lambda recipe: check_recipe(recipe, self.num_ranks))
+        layouts = staged.each(lambda recipe: check_recipe(recipe, ranks))
+        num_ranks = max(layout.world_size for layout in layouts)
+        if environment is None and (note := choose_before_fork(num_ranks)) is not None:
+            print(note)
+        check_room(staged, layouts, environment)
+        check_run_dir(staged)
         staged.each(check_data)
         return Job(staged, layouts, self.resume, self.resume_from)
 
@@ -194,9 +250,6 @@ class Job:
 
 def train_here(job: Job) -> int:
     """Train on ranks of this machine; returns an exit code."""
-    note = choose_before_fork(max(layout.world_size for layout in job.layouts))
-    if note is not None:
-        print(note)
     for run in job.begin():
         if job.staged.has_stages:
             print(run, flush=True)
@@ -215,7 +268,7 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
     """
     job, problem = None, ""
     try:
-        job = replace(request, num_ranks=environment.world_size).check()
+        job = request.check(environment)
     except InputError as error:
         problem = str(error)
     from mimo.meeting import Meeting, Refused

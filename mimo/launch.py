@@ -25,6 +25,14 @@ class RankEnv:
     world_size: int
     local_rank: int
     rendezvous: str
+    ranks_on_machine: int = 1
+
+    @property
+    def ranks_here(self) -> range:
+        """The ranks of this machine, itself at least: whoever starts them numbers them in a row."""
+        first = max(0, self.rank - self.local_rank)
+        last = min(first + max(self.ranks_on_machine, self.local_rank + 1), self.world_size)
+        return range(first, last)
 
 
 def launch(
@@ -120,6 +128,7 @@ def rank_environment() -> RankEnv | None:
         world_size=int(variables["WORLD_SIZE"]),
         local_rank=int(variables.get("LOCAL_RANK", "0")),
         rendezvous=rendezvous,
+        ranks_on_machine=int(variables.get("LOCAL_WORLD_SIZE", "1")),
     )
 
 

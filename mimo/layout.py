@@ -5,11 +5,12 @@ tp varies fastest, then cp, then dp, then pp. Disjoint encoders come first, then
 model, unless a recipe gives `rank_offset`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
+from mimo.bounds import MAX_RANKS
 from mimo.families import num_language_layers, num_levels
 from mimo.levels import Link, level_places, links_of, minimum_run_ahead
 from mimo.not_yet import refusals
@@ -121,12 +122,16 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     deadlock, and what this version does not support yet.
     """
     problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
-    if world_size is not None and world_size < 1:
-        raise RecipeError(f"world size: got {world_size}, needs at least 1 rank", *problems)
+    if world_size is not None and not 1 <= world_size <= MAX_RANKS:
+        raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}", *problems)
     colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
     names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
     num_problems = len(problems)
     grids = {name: _grid(name, _module(recipe, name).grid) for name in names}
+    if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
+        culprit = max(grids, key=lambda name: grids[name].size)
+        message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
+        raise RecipeError(recipe.problem((*_key(culprit), "grid"), message), *problems)
     grids = _derive_lanes(recipe, grids, world_size, problems)
     if len(problems) > num_problems:
         raise RecipeError(*problems)
@@ -327,13 +332,22 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"remove rank_offset",
         )
     if layout.world_size == needed and not any(overlaps):
-        unused = [rank for rank in range(needed) if not layout.modules_of(rank)]
+        unused = _unused(grids.values(), needed)
         if unused:
             yield recipe.problem(
                 (*_key(culprit), "grid", "rank_offset"),
                 f"{_text(unused)} of {needed} would be used by no module ({places}); "
                 f"remove rank_offset",
             )
+
+
+def _unused(grids: Iterable[GridSpec], needed: int) -> list[int]:
+    """The first and the last of `needed` ranks that no grid has; grids do not overlap."""
+    placed = sorted((grid.ranks for grid in grids), key=lambda ranks: ranks.start)
+    starts = [0, *(ranks.stop for ranks in placed)]
+    stops = [*(min(ranks.start, needed) for ranks in placed), needed]
+    gaps = [range(*pair) for pair in zip(starts, stops, strict=True) if pair[0] < pair[1]]
+    return sorted({gaps[0][0], gaps[-1][-1]}) if gaps else []
 
 
 def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_REPEATS = 4  # of the schedule's pattern, its beginning and its end included
+
 
 class LevelPlace(NamedTuple):
     """Where in the language model's pipeline a level is needed."""
@@ -71,6 +73,8 @@ def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
     microbatch's embeddings when it runs forward, and answers when it has run backward. It takes
     rows before, and answers after, every stage and chunk that needs levels, so no other decides.
     """
+    # The order repeats with every pp microbatches; by then all that can happen has happened.
+    microbatches = min(microbatches, _REPEATS * pp)
     table = [
         chunk
         for first in range(0, microbatches, pp)

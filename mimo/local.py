@@ -23,11 +23,12 @@ from mimo.assets import recipe_of
 from mimo.build import build_model
 from mimo.checkpoint import load_checkpoint
 from mimo.checkpoint_folder import find_checkpoint
-from mimo.device import initialize_distributed
+from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.hf.initial import InitialWeights
 from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.megatron.deepstack import level_inputs
 from mimo.megatron.segments import PackedSegments
+from mimo.memory import check_memory
 from mimo.model import MimoModel
 from mimo.recipe import Grid, Recipe
 from mimo.topology import build_topology
@@ -90,10 +91,14 @@ class LocalModel:
     def from_checkpoint(cls, path: Path, tokenizer_size: int) -> LocalModel:
         """Load a run's or a checkpoint's weights, whatever layout wrote them.
 
-        Raises InputError when there is no checkpoint, ValueError when it does not fit its recipe.
+        Raises InputError when there is no checkpoint or too little memory, ValueError when it does
+        not fit its recipe.
         """
         checkpoint = find_checkpoint(path)
-        local = cls(recipe_of(checkpoint), tokenizer_size, freeze=True)
+        recipe = recipe_of(checkpoint)
+        alone = one_rank_recipe(recipe, freeze=True)
+        check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
+        local = cls(recipe, tokenizer_size, freeze=True)
         load_checkpoint(local.model, checkpoint, with_optimizer=False)
         for module in local.model.modules.values():
             module.raw[0].eval()

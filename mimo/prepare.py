@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from data.digits import prepare_digits
+from mimo.bounds import STRICT, Samples, Seed
 from mimo.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.families import check_settings
 from mimo.progress_bar import progress_of
 from mimo.recipe import Recipe
 from mimo.recipe_errors import RecipeError, suggestion
 from mimo.stages import load_stages
 
-GENERATORS: dict[str, Callable[..., object]] = {"digits": prepare_digits}
+
+class DigitsSettings(BaseModel):
+    """Recipe keys under ``data.prepare_settings`` for `prepare_digits`, whose defaults hold."""
+
+    model_config = STRICT
+
+    num_train: Samples | None = None
+    num_validation: Samples | None = None
+    num_test: Samples | None = None
+    seed: Seed | None = None
+
+
+GENERATORS: dict[str, tuple[Callable[..., object], type[BaseModel]]] = {
+    "digits": (prepare_digits, DigitsSettings)
+}
 
 
 def prepare(recipe: Recipe) -> None:
@@ -30,29 +47,23 @@ def prepare(recipe: Recipe) -> None:
 
 
 def _generate(recipe: Recipe, name: str) -> None:
-    generator = GENERATORS.get(name)
-    if generator is None:
+    if name not in GENERATORS:
         raise RecipeError(
             recipe.problem(
                 ("data", "prepare"), f"unknown generator {name!r}; {suggestion(name, GENERATORS)}"
             )
         )
+    generator, settings = GENERATORS[name]
     if recipe.data.directory is None:
         raise RecipeError(
             recipe.problem(("data", "directory"), "data.prepare needs a folder to write to")
         )
-    known = set(inspect.signature(generator).parameters) - {"directory", "progress"}
-    problems = [
-        recipe.problem(
-            ("data", "prepare_settings", key), f"unknown key; {suggestion(key, sorted(known))}"
-        )
-        for key in recipe.data.prepare_settings
-        if key not in known
-    ]
-    if problems:
-        raise RecipeError(*problems)
+    given = recipe.data.prepare_settings
+    checked = check_settings(settings, given, ("data", "prepare_settings"), recipe)
     with progress_of(f"writing {name}") as progress:
-        generator(Path(recipe.data.directory), progress=progress, **recipe.data.prepare_settings)
+        generator(
+            Path(recipe.data.directory), progress=progress, **checked.model_dump(exclude_none=True)
+        )
 
 
 def main(path: Path, overrides: Sequence[str]) -> int:

@@ -25,7 +25,10 @@ def main(overrides: Sequence[str]) -> int:
     path = recipe_path()
     staged = load_stages(path, overrides)
     layouts = staged.each(lambda recipe: job.check_recipe(recipe, None))
-    choose_before_fork(max(layout.world_size for layout in layouts))
+    if (note := choose_before_fork(max(layout.world_size for layout in layouts))) is not None:
+        print(note)
+    job.check_room(staged, layouts, None)
+    job.check_run_dir(staged)
     with run_lock(staged.run_dir):
         # The engine loads in the background while the data is prepared.
         warm_up(job.PRELOAD)

@@ -8,210 +8,29 @@ What only makes sense once the ranks are known is checked in `mimo.layout`.
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 from ruamel.yaml import YAML
 
+from mimo import bounds
 from mimo.not_yet import refusals
 from mimo.recipe_errors import RecipeError, nearest
 from mimo.recipe_findings import STAGES, describe
+from mimo.recipe_modules import MAX_ENTRIES, Encoder, Grid, Language, LoRA, MediaTokens, Section
 from mimo.yaml_source import Location, YamlSource, dotted, read_yaml
 
-__all__ = ["Recipe", "RecipeError", "load_recipe", "nearest"]
-
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NotNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Recompute = Literal["none", "selective", "full"]
-
-
-class Section(BaseModel):
-    """A part of a recipe: nothing unknown, nothing coerced, nothing changed afterwards."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Grid(Section):
-    """Sizes of a module's axes, as numbers of ranks. The module has `tp · cp · pp · dp` ranks."""
-
-    tp: Positive = 1
-    sp: bool = False
-    cp: Positive = 1
-    pp: Positive = 1
-    vpp: Positive = 1
-    dp: Positive | None = None
-    rank_offset: NotNegative | None = None
-
-    @model_validator(mode="after")
-    def _sequence_needs_tensor_parallel_ranks(self) -> "Grid":
-        if self.sp and self.tp == 1:
-            raise ValueError(
-                "sp: true shards the sequence over the tp ranks, but tp is 1; "
-                "set tp to 2 or more, or remove sp"
-            )
-        return self
-
-
-Target = Literal["qkv", "proj", "fc1", "fc2"]
-
-
-def _targets(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    if not targets or len(set(targets)) < len(targets):
-        raise ValueError(f"needs one or more of {', '.join(get_args(Target))}, each once")
-    return targets
-
-
-class LoRA(Section):
-    """Low-rank adapters on linears of every transformer layer; what they adapt is frozen.
-
-    `targets`: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP. Their output is
-    multiplied by `alpha` / `rank`.
-    """
-
-    rank: Positive = 16
-    alpha: PositiveFloat = 32.0
-    # A list in YAML: only the container is converted, not its entries.
-    targets: Annotated[tuple[Target, ...], Field(strict=False), AfterValidator(_targets)] = (
-        get_args(Target)
-    )
-
-
-def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None) -> None:
-    if freeze is True and lora is not None:
-        raise ValueError(
-            "freeze: true lets nothing learn, but lora adds adapters that learn; remove freeze "
-            "(lora freezes the weights that it adapts) or remove lora"
-        )
-
-
-class Language(Section):
-    """The language model; `model` holds the family's own settings, which the family checks.
-
-    `lora`: only its adapters learn; embeddings, norms, head and the layers' own weights do not.
-    """
-
-    family: str = "qwen3"
-    grid: Grid = Grid()
-    freeze: bool = False
-    lora: LoRA | None = None
-    learning_rate: PositiveFloat | None = None
-    recompute: Recompute = "none"
-    model: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _adapters_can_learn(self) -> "Language":
-        _check_adapters_can_learn(self.freeze, self.lora)
-        return self
-
-    @property
-    def trains(self) -> bool:
-        """Whether any of its weights are updated."""
-        return not self.freeze
-
-
-def _run_ahead(value: Any) -> int | Literal["auto"]:
-    if value == "auto" or (type(value) is int and value >= 0):
-        return value
-    raise ValueError("needs 'auto' or a number of microbatches, 0 or more")
-
-
-def _freeze(value: Any) -> bool | Literal["tower"]:
-    if isinstance(value, bool) or value == "tower":
-        return value
-    raise ValueError("needs true, false or 'tower' (all but the projector)")
-
-
-def _encode_group(value: Any) -> int | Literal["all"]:
-    if value == "all" or (type(value) is int and value >= 1):
-        return value
-    raise ValueError("needs 'all' or a number of microbatches, 1 or more")
-
-
-def _item_text(value: str) -> str:
-    from data import item_text_problem  # here: the package loads numpy
-
-    problem = item_text_problem(value)
-    if problem:
-        raise ValueError(problem)
-    return value
-
-
-class MediaTokens(Section):
-    """How items of a media stand in the text.
-
-    `placeholder`: the token that stands for each row of such an item.
-    `template_token`: what the chat template writes for each such part; null for the placeholder.
-    `item_text`: what stands for an item in the text, `{placeholder}` where the rows go.
-    """
-
-    placeholder: str
-    template_token: Annotated[str, Field(min_length=1)] | None = None
-    item_text: Annotated[str, AfterValidator(_item_text)] = "{placeholder}"
-
-
-class Encoder(Section):
-    """An encoder with its projector.
-
-    `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
-    `lora`: only the adapters in the tower and the projector learn, as also with `freeze: tower`.
-    `media`: the type of content part that it encodes, such as `image`, `video` or `audio`, whose
-    `placeholder`, `template_token` and `item_text` are as of `MediaTokens`.
-    `other_media`: the types that it encodes with the same weights, and how each stands in the text.
-    `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.
-    `encode_group`: microbatches encoded in one go, where ranks are colocated.
-    """
-
-    family: str
-    media: str = "image"
-    placeholder: str = "<|image_pad|>"
-    template_token: Annotated[str, Field(min_length=1)] | None = None
-    item_text: Annotated[str, AfterValidator(_item_text)] = "{placeholder}"
-    placement: Literal["disjoint", "colocated"] = "disjoint"
-    grid: Grid = Grid()
-    freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze)] = False
-    lora: LoRA | None = None
-    learning_rate: PositiveFloat | None = None
-    recompute: Recompute = "none"
-    other_media: dict[str, MediaTokens] = {}
-    run_ahead: Annotated[int | Literal["auto"], PlainValidator(_run_ahead)] = "auto"
-    encode_group: Annotated[int | Literal["all"], PlainValidator(_encode_group)] = "all"
-    model: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _adapters_can_learn(self) -> "Encoder":
-        _check_adapters_can_learn(self.freeze, self.lora)
-        return self
-
-    @property
-    def trains(self) -> bool:
-        """Whether any of its weights are updated."""
-        return self.freeze is not True
-
-    @property
-    def own_tokens(self) -> MediaTokens:
-        """How items of its own `media` stand in the text."""
-        return MediaTokens(
-            placeholder=self.placeholder,
-            template_token=self.template_token,
-            item_text=self.item_text,
-        )
-
-    @property
-    def media_tokens(self) -> dict[str, MediaTokens]:
-        """How each media that it encodes stands in the text, its own `media` first."""
-        return {self.media: self.own_tokens, **self.other_media}
+__all__ = [
+    "Encoder",
+    "Grid",
+    "Language",
+    "LoRA",
+    "MediaTokens",
+    "Recipe",
+    "RecipeError",
+    "load_recipe",
+    "nearest",
+]
 
 
 class Bridge(Section):
@@ -224,14 +43,14 @@ class Bridge(Section):
     delivery: Literal["sharded", "replicated"] = "sharded"
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     check: Literal["first_steps", "always", "never"] = "first_steps"
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: bounds.Seconds = 600.0
 
 
 class Source(Section):
     """Shards of samples: a path or a glob, and how often its samples are drawn."""
 
-    path: str
-    weight: PositiveFloat = 1.0
+    path: bounds.PathText
+    weight: bounds.SourceWeight = 1.0
 
 
 # YAML has lists, a frozen model wants tuples: only the container is converted, not its entries.
@@ -253,18 +72,18 @@ class Data(Section):
     microbatch share one sequence; without it each is one, padded to the longest.
     """
 
-    prepare: str | None = None
+    prepare: bounds.Word | None = None
     prepare_settings: dict[str, Any] = {}
-    directory: str | None = None
+    directory: bounds.PathText | None = None
     sources: Annotated[Sources, AfterValidator(_at_least_one)]
     validation: Sources = ()
     test: Sources = ()
-    tokenizer: str
-    sequence_length: Positive
-    shuffle_block: Positive = 1
+    tokenizer: bounds.PathText
+    sequence_length: bounds.SequenceLength
+    shuffle_block: bounds.Samples = 1
     packing: bool = True
-    max_skipped_samples: NotNegative = 100
-    prefetch_steps: NotNegative = 2
+    max_skipped_samples: bounds.SkippedSamples = 100
+    prefetch_steps: bounds.PrefetchSteps = 2
 
 
 class Train(Section):
@@ -274,29 +93,29 @@ class Train(Section):
     `distributed_optimizer`: each data-parallel rank keeps its share of Adam's state only.
     """
 
-    steps: Positive
-    global_batch_size: Positive
-    micro_batch_size: Positive = 1
+    steps: bounds.Steps
+    global_batch_size: bounds.Batch
+    micro_batch_size: bounds.Batch = 1
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
-    seed: NotNegative = 1
-    learning_rate: PositiveFloat = 1e-3
-    warmup_steps: NotNegative = 0
-    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    seed: bounds.Seed = 1
+    learning_rate: bounds.LearningRate = 1e-3
+    warmup_steps: bounds.WarmupSteps = 0
+    min_learning_rate_ratio: bounds.Share = 0.1
     optimizer: Literal["adam", "sgd"] = "adam"
-    weight_decay: NotNegativeFloat = 0.0
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.95
-    adam_eps: PositiveFloat = 1e-8
-    clip_grad_norm: PositiveFloat | None = 1.0
+    weight_decay: bounds.WeightDecay = 0.0
+    adam_beta1: bounds.Decay = 0.9
+    adam_beta2: bounds.Decay = 0.95
+    adam_eps: bounds.Epsilon = 1e-8
+    clip_grad_norm: bounds.Norm | None = 1.0
     overlap_grad_reduce: bool = False
     distributed_optimizer: bool = False
-    log_every: Positive = 10
-    validate_every: Positive | None = None
-    validation_batches: Positive = 4
-    save_every: Positive | None = None
-    keep_checkpoints: Positive = 2
-    run_dir: str = "runs"
-    threads_per_rank: Positive | None = None
+    log_every: bounds.Steps = 10
+    validate_every: bounds.Steps | None = None
+    validation_batches: bounds.Steps = 4
+    save_every: bounds.Steps | None = None
+    keep_checkpoints: bounds.Checkpoints = 2
+    run_dir: bounds.PathText = "runs"
+    threads_per_rank: bounds.Threads | None = None
 
     @model_validator(mode="after")
     def _state_can_be_distributed(self) -> "Train":
@@ -320,10 +139,10 @@ class Recipe(Section):
     recipe leaves out: families, sizes, tokenizer, placeholders, an encoder on a rank of its own.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    init_from: str | None = None
+    name: bounds.RunName
+    init_from: bounds.PathText | None = None
     language: Language = Language()
-    encoders: dict[str, Encoder] = {}
+    encoders: Annotated[dict[bounds.ModuleName, Encoder], Field(max_length=MAX_ENTRIES)] = {}
     bridge: Bridge = Bridge()
     data: Data
     train: Train
@@ -334,6 +153,17 @@ class Recipe(Section):
     def _module_names_are_distinct(self) -> "Recipe":
         if "language" in self.encoders:
             raise ValueError("encoders.language: the name 'language' is the language model's own")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_can_be_counted(self) -> "Recipe":
+        longest, samples = self.data.sequence_length, self.train.micro_batch_size
+        if longest * samples > bounds.MAX_MICROBATCH_TOKENS:
+            raise ValueError(
+                f"train.micro_batch_size {samples} · data.sequence_length {longest} makes "
+                f"{longest * samples} tokens of a microbatch, but at most "
+                f"{bounds.MAX_MICROBATCH_TOKENS} can be counted; lower one of them"
+            )
         return self
 
     @property

@@ -30,6 +30,15 @@ class RecipeError(InputError):
         return "\n".join(self.problems)
 
 
+def shown(value: object) -> str:
+    """A value of a recipe in a message: as Python writes it, but not pages of it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python refuses to write integers of many digits
+        return "a value too long to show"
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice that `name` is most likely a misspelling of, or None when nothing is close."""
 

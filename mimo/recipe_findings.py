@@ -5,7 +5,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from mimo.recipe_errors import suggestion
+from mimo.recipe_errors import shown, suggestion
 from mimo.yaml_source import Location, YamlSource
 
 STAGES = "stages"
@@ -23,11 +23,11 @@ def describe(source: YamlSource, details: ErrorDetails, recipe: type[BaseModel])
     if details["type"] == "missing":
         return source.problem(location, "this key is required")
     if location and location[-1] == "[key]":
-        return source.problem(location[:-1], f"a key is a string; got {details['input']!r}")
+        return source.problem(location[:-1], f"a key is a string; got {shown(details['input'])}")
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(details["input"], dict) and details["type"] == "value_error":
         return source.problem(location, message)
-    return source.problem(location, f"{message}; got {details['input']!r}")
+    return source.problem(location, f"{message}; got {shown(details['input'])}")
 
 
 def _section_at(location: Location, recipe: type[BaseModel]) -> type[BaseModel] | None:

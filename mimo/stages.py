@@ -18,9 +18,10 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from mimo.bounds import STAGE_NAME
 from mimo.checkpoint_folder import stage_folder
 from mimo.recipe import STAGES, LoRA, Recipe, fill, parse_recipe
-from mimo.recipe_errors import RecipeError
+from mimo.recipe_errors import RecipeError, shown
 from mimo.stage_source import (
     StageSource,
     fixed_problems,
@@ -30,7 +31,8 @@ from mimo.stage_source import (
 )
 from mimo.yaml_source import Location, YamlSource, read_yaml
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_NAME = re.compile(STAGE_NAME)
+_MAX_STAGES = 100
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,22 @@ def _form_problems(source: YamlSource) -> list[str]:
     """What keeps `stages` from being a list of mappings with names of their own."""
     stages = source.data[STAGES]
     if not isinstance(stages, list) or not stages:
-        return [source.problem((STAGES,), f"needs a list of stages; got {stages!r}")]
+        return [source.problem((STAGES,), f"needs a list of stages; got {shown(stages)}")]
+    if len(stages) > _MAX_STAGES:
+        message = f"has {len(stages)} stages; at most {_MAX_STAGES} can be run"
+        return [source.problem((STAGES,), message)]
     problems, seen = [], set[str]()
     for index, stage in enumerate(stages):
         where = (STAGES, index)
         if not isinstance(stage, dict):
-            problems.append(source.problem(where, f"needs keys of a recipe; got {stage!r}"))
+            problems.append(source.problem(where, f"needs keys of a recipe; got {shown(stage)}"))
             continue
         if "name" not in stage:
             problems.append(source.problem((*where, "name"), "this key is required"))
             continue
         name = stage["name"]
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            message = f"needs letters, digits, '_' or '-'; got {name!r}"
+            message = f"needs up to 64 letters, digits, '_' or '-'; got {shown(name)}"
             problems.append(source.problem((*where, "name"), message))
         elif name in seen:
             message = f"got {name!r}, which another stage is called already; choose another"

@@ -23,6 +23,7 @@ from mimo.checkpoint import begin, save_checkpoint
 from mimo.checkpoint_folder import Progress
 from mimo.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.device import (
+    gpu_memory,
     initialize_distributed,
     local_device,
     release_memory,
@@ -38,6 +39,7 @@ from mimo.layout import LANGUAGE, build_layout, num_microbatches
 from mimo.learning_rate import learning_rate
 from mimo.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.megatron.parallel import squared_gradient_norm, step_optimizer
+from mimo.memory import check_memory
 from mimo.metrics import MetricsWriter, StepResult, step_metrics
 from mimo.model import MimoModel
 from mimo.presence import Presence
@@ -348,9 +350,10 @@ def train_in_world(recipe: Recipe, run_dir: Path, start: Start) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     set_threads(recipe.train.threads_per_rank, here)
     with _logging_to(run_dir / f"log_rank_{dist.get_rank()}.txt"):
-        layout = build_layout(recipe, dist.get_world_size())
-        timeout_seconds = recipe.bridge.timeout_seconds
-        presence = Presence(run_dir / "ranks", layout, dist.get_rank(), timeout_seconds)
+        layout, rank = build_layout(recipe, dist.get_world_size()), dist.get_rank()
+        if (memory := gpu_memory()) is not None:
+            check_memory(recipe, layout, range(rank, rank + 1), memory)
+        presence = Presence(run_dir / "ranks", layout, rank, recipe.bridge.timeout_seconds)
         with presence.watched():
             topology = build_topology(layout)
             _train(recipe, topology, run_dir, start, presence)

@@ -102,6 +102,12 @@ def _files(path: Path) -> list[Path]:
         listed = read_json(index).get("weight_map")
         if not isinstance(listed, dict) or not listed:
             raise InputError(f"{index}: lists no tensors; copy the checkpoint again")
+        outside = [name for name in listed.values() if not _is_file_name(name)]
+        if outside:
+            raise InputError(
+                f"{index}: names {str(outside[0])[:80]!r}, which is no file of this folder; copy "
+                f"the checkpoint again"
+            )
         files = [path / name for name in sorted(set(listed.values()))]
         missing = [file for file in files if not file.is_file()]
         if missing:
@@ -112,3 +118,10 @@ def _files(path: Path) -> list[Path]:
     pickled = sorted(path.glob("*.bin"))
     hint = f"; {pickled[0].name} is a pickle, save it as safetensors first" if pickled else ""
     raise InputError(f"{path}: holds neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether it names a file in a folder, not one elsewhere."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    return name not in ("", ".", "..") and Path(name).name == name

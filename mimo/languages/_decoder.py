@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, model_validator
 from torch import nn
 
 from mimo import megatron as engine
+from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
 
 if TYPE_CHECKING:
     from mimo.megatron import (
@@ -26,24 +27,26 @@ _SMALL_HEAD = 8
 class DecoderSettings(BaseModel):
     """Recipe keys under ``language.model`` that all families have. Numbers of elements."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT
 
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    num_query_groups: int = Field(ge=1)
-    head_size: int = Field(ge=2)
-    vocab_size: int | None = Field(default=None, ge=1)
+    num_layers: Layers
+    hidden_size: Width
+    ffn_hidden_size: Width
+    num_attention_heads: Heads
+    num_query_groups: Heads
+    head_size: Width
+    vocab_size: Vocabulary | None = None
     """Tokens that the model knows; as many as the tokenizer has when left out."""
-    vocab_multiple: int = Field(default=64, ge=1)
+    vocab_multiple: Width = 64
     """The vocabulary is padded to a multiple of this, in every layout alike."""
     tie_word_embeddings: bool = False
-    norm_eps: float = 1e-6
-    init_std: float = Field(default=0.02, gt=0)
+    norm_eps: Epsilon = 1e-6
+    init_std: InitStd = 0.02
 
     @model_validator(mode="after")
     def _heads_form_groups(self):
+        if self.head_size % 2:
+            raise ValueError(f"head_size {self.head_size} must be even: channels turn in pairs")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of "

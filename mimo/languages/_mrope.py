@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
+from mimo.bounds import Channels, RotaryBase
 from mimo.hf.config import Config, expect
 from mimo.hf.rope import rope_settings
 from mimo.languages._decoder import DecoderSettings
@@ -15,8 +16,9 @@ from mimo.languages._hf import decoder_sizes
 class MRopeDecoderSettings(DecoderSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
 
-    rotary_base: float = 1_000_000.0
-    mrope_section: tuple[int, int, int]
+    rotary_base: RotaryBase = 1_000_000.0
+    # A list in YAML: only the container is converted, not its entries.
+    mrope_section: Annotated[tuple[Channels, Channels, Channels], Field(strict=False)]
     """Rotary channels that follow time, height and width; they sum to half the head size."""
 
     @model_validator(mode="after")

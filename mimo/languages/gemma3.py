@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
 from torch.nn import functional
 
 from mimo import megatron as engine
+from mimo.bounds import AttentionScalar, Layers, RotaryBase, RotaryFactor, Window
 from mimo.hf.config import Config, expect
 from mimo.hf.keymap import Weight
 from mimo.hf.rope import rope_settings
@@ -45,16 +45,16 @@ ITEM_RULES = ItemRules(positions="plain", bidirectional=True)
 class Settings(DecoderSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
 
-    query_pre_attn_scalar: float | None = Field(default=None, gt=0)
+    query_pre_attn_scalar: AttentionScalar | None = None
     """Attention scores are divided by its root; head_size when left out."""
-    sliding_window: int = Field(default=1024, ge=1)
+    sliding_window: Window = 1024
     """Keys that a query of a local layer sees, its own included."""
-    sliding_window_pattern: int = Field(default=6, ge=1)
+    sliding_window_pattern: Layers = 6
     """Layers whose number is a multiple of this, counted from 1, are global."""
-    local_rotary_base: float = Field(default=10_000.0, gt=0)
-    rotary_base: float = Field(default=1_000_000.0, gt=0)
+    local_rotary_base: RotaryBase = 10_000.0
+    rotary_base: RotaryBase = 1_000_000.0
     """Of global layers."""
-    rotary_factor: float = Field(default=1.0, gt=0)
+    rotary_factor: RotaryFactor = 1.0
     """Global positions are divided by it (linear scaling): 8 for models of 4B and larger."""
     tie_word_embeddings: bool = True
 

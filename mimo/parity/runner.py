@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mimo.device import machine_memory
 from mimo.hf.initial import InitialWeights, initial_weights
 from mimo.hf.keymap import Weight, num_elements
 from mimo.job import check_recipe
 from mimo.launch import run_on_cpu
 from mimo.layout import Layout
+from mimo.memory import check_memory
 from mimo.parity.compare import TOLERANCE, Parity, compare_points, compare_step
 from mimo.parity.results import Theirs
 from mimo.parity.samples import make_samples, write_samples
@@ -80,6 +82,7 @@ class ParityRunner:
         count = _SAMPLES * microbatches * (grid.dp or 1)
         recipe = self._recipe(count, overrides)
         layout = check_recipe(recipe, None)
+        check_memory(recipe, layout, range(layout.world_size), machine_memory())
         shard = self._shard(count)
         if not shard.exists():
             write_samples(shard, make_samples(count))

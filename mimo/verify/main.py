@@ -10,7 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mimo.device import machine_memory
 from mimo.launch import warm_up_on_cpu
+from mimo.memory import check_processes
 from mimo.recipe_errors import InputError
 from mimo.stages import Stage, load_stages
 from mimo.verify.cells import Cell, Cells, recipe_cells, sweep_cells
@@ -48,6 +50,8 @@ def main(
         stages = staged.stages
         chosen = staged.each(lambda recipe: recipe_cells(recipe, num_ranks, max_ranks, full))
     cells, notes = _of_stages(stages, chosen, precision)
+    for cell in cells:
+        check_processes(cell.recipe, cell.layout.world_size, machine_memory())
     for cell in cells:  # what a family refuses is said before anything runs
         scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
     warm_up_on_cpu(PRELOAD)

@@ -171,7 +171,7 @@ def test_fresh_weights_are_the_same_function_on_one_rank_and_on_others(run_ranks
         torch.testing.assert_close(fresh(2, **options), one, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("indexes", [(2, 1), (1, 1), (4,), (-1,)])
+@pytest.mark.parametrize("indexes", [(2, 1), (1, 1), (4,)])
 def test_levels_of_blocks_that_are_not_there_or_out_of_order_are_refused(
     indexes: tuple[int, ...],
 ) -> None:

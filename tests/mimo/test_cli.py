@@ -22,8 +22,8 @@ def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path
         for line in result.output.splitlines()
         if line.startswith("│")
     )
-    assert vision == ["vision", "0-1", "tp 1 · cp 1 · pp 1 · dp 2", "2"]
-    assert language == ["language", "2-3", "tp 2 · sp · cp 1 · pp 1 · dp 1", "1"]
+    assert vision == ["vision", "0-1", "tp 1 · cp 1 · pp 1 · dp 2", "2", "0.2 MiB"]
+    assert language == ["language", "2-3", "tp 2 · sp · cp 1 · pp 1 · dp 1", "1", "0.1 MiB"]
 
 
 def test_check_prints_the_layout_of_every_stage(tmp_path: Path) -> None:

@@ -217,7 +217,10 @@ def test_stages_know_the_encoder_and_the_sizes_of_a_folder_to_start_from(tmp_pat
             "stages.1.name=projector",
             "stages.1.name: got 'projector', which another stage is called",
         ),
-        ("stages.1.name=a/b", "stages.1.name: needs letters, digits, '_' or '-'; got 'a/b'"),
+        (
+            "stages.1.name=a/b",
+            "stages.1.name: needs up to 64 letters, digits, '_' or '-'; got 'a/b'",
+        ),
         ("stages.1.stages=[]", "stages.1.stages: unknown key"),
         ("stages.2.train.steps=1", "stages: has 2 entries, so '2' is not the index of one"),
         ("name=null", "name: should be a valid string"),

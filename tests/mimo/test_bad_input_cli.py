@@ -1,0 +1,70 @@
+"""Bad input on the command line: exit code 2, a message, little time and little memory."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mimo import tiny
+from tests.mimo.test_bad_recipes import BOMB
+
+MEMORY_BYTES = 2**30
+CPU_SECONDS = 20  # a hang burns more; importing torch alone burns a few
+
+
+def peak_bytes(arguments: list[str]) -> tuple[int, str, str, int]:
+    """Exit code, stdout, stderr and the resident memory that the process had at most."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mimo.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, err = process.stdout.read(), process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, out, err, usage.ru_maxrss * 1024
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "{bomb}"],
+        ["check", "{recipe}", "language.grid.pp=1000000000000"],
+        ["check", "{recipe}", "train.global_batch_size=1000000000000000"],
+        ["check", "{recipe}", "data.sources.².path=x"],
+        ["train", "{recipe}", "name=" + "x" * 300],
+        ["train", "{recipe}", "language.model.hidden_size=1048576"],
+        ["train", "{recipe}", "language.grid.dp=1048575"],
+        ["verify", "{recipe}", "--max-ranks", "1000000"],
+        [
+            "verify",
+            "{recipe}",
+            "language.grid.dp=65536",
+            "train.global_batch_size=262144",
+            "--full",
+        ],
+        ["generate", "{folder}", "--prompt", "x", "--fps", "nan"],
+        ["tiny", "qwen3_vl", "{folder}/out", "--seed", str(2**70)],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)
+def test_the_command_line_refuses_bad_input(tmp_path: Path, arguments: list[str]) -> None:
+    bomb, recipe = tmp_path / "bomb.yaml", tiny.write_recipe(tmp_path)
+    bomb.write_text(BOMB)
+    words = [word.format(bomb=bomb, recipe=recipe, folder=tmp_path) for word in arguments]
+    code, out, err, peak = peak_bytes(words)
+    assert code == 2, (code, err)
+    assert err.strip()
+    assert "Traceback" not in out + err
+    assert peak < MEMORY_BYTES
