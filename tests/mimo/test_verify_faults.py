@@ -287,6 +287,7 @@ def check_fault_is_found(verifier: Verifier, case: Case) -> None:
     assert (first.step, first.what) == (1, case.what), str(first)
     assert first.name in ((case.named,) if isinstance(case.named, str) else case.named), str(first)
     assert first.error > 10 * verifier.tolerance
+    assert result.repeated is None, "so large an error is no rounding"
     assert "stage" in first.where
     for name, (error, _) in result.comparison.gradients.items():
         if name.partition(".")[0] == case.spared:
