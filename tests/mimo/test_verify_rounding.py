@@ -61,7 +61,7 @@ def lengthen_steps_of_distributed_optimizer() -> None:
 
     def longer(optimizer: Any, rate: float, factor: float) -> None:
         is_distributed = isinstance(optimizer, DistributedOptimizer)
-        step(optimizer, rate * (1 + 2 * SMALL) if is_distributed else rate, factor)
+        step(optimizer, rate * (1 + SMALL) if is_distributed else rate, factor)
 
     train.step_optimizer = longer
 
