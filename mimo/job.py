@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mimo.meeting import Meeting
 
 # What the forkserver imports once, so that ranks start in a tenth of a second.
-PRELOAD = ("mimo.megatron.preload", "mimo.train", "transformers")
+PRELOAD = ("mimo.megatron.preload", "mimo.rank", "transformers")
 # How far apart ranks may come, where no recipe that can be read says so.
 _MEETING_SECONDS = 600.0
 
@@ -128,7 +128,7 @@ def check_room(
 ) -> None:
     """Raise RecipeError where the ranks of this machine cannot hold a stage's model.
 
-    On GPUs each rank looks at its own, once it has one: see `mimo.train`.
+    On GPUs each rank looks at its own, once it has one: see `mimo.rank`.
     """
     memory = None if has_gpu() else machine_memory()
     if memory is None:
@@ -255,7 +255,7 @@ def train_here(job: Job) -> int:
             print(run, flush=True)
         run_dir = run.recipe.run_dir
         args = (run.recipe, run_dir, run.start)
-        code = launch("mimo.train:run_rank", args, run.layout.world_size, PRELOAD, run_dir)
+        code = launch("mimo.rank:run_rank", args, run.layout.world_size, PRELOAD, run_dir)
         if code != 0:
             return code
     return 0
@@ -294,7 +294,7 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
 
 def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
     """The same ranks do all runs, one after another. Does not return when one of them fails."""
-    from mimo.train import join_world, leave_world, train_in_world
+    from mimo.rank import join_world, leave_world, train_in_world
 
     run_dir = runs[0].recipe.run_dir
 

@@ -43,7 +43,7 @@ def run_ranks() -> RunRanks:
     A rank's exception fails the test with its traceback, a hang with the stacks of every rank.
     """
     warm_up_on_cpu(
-        ["mimo.megatron.preload", "mimo.train", "transformers", "pytest", "torch.distributed"]
+        ["mimo.megatron.preload", "mimo.rank", "transformers", "pytest", "torch.distributed"]
     )
 
     def run(

@@ -21,10 +21,10 @@ from mimo.model import MimoModel, Module
 from mimo.parity.places import NOTHING, Places, held_part, held_tokens
 from mimo.parity.recording import ROWS, Recording, record_language, record_tower
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, OursOnRank, Part, level_point
+from mimo.rank import join_world
 from mimo.recipe import Recipe
 from mimo.step_plan import StepPlan, StepPlanner
 from mimo.topology import Topology, build_topology
-from mimo.train import join_world
 from mimo.verify.results import Fault, RankSteps
 from mimo.verify.run import WatchedTrainer
 

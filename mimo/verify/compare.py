@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mimo.verify.results import RankSteps, Reference, Shard
+from mimo.verify.results import RankSteps, Reference, ReferenceParameter, Shard
 
 _TIED_COPY = "language.output_layer.weight"
 _EMBEDDING = "language.embedding.word_embeddings.weight"
+_NOISE = 1e-6  # of the global gradient norm
 _SCALARS = ("loss_tokens", "loss", "grad_norm")
 
 
@@ -61,6 +62,11 @@ class Comparison:
     first: Difference | None = None
     largest: Difference | None = None
 
+    @property
+    def error(self) -> float:
+        """The largest error of anything that was compared."""
+        return largest(self.worst(what) for what in ("gradients", "weights", *_SCALARS))
+
     def worst(self, what: str) -> float:
         """The largest error of any step: of "gradients", "weights" or a number of the steps."""
         if what in _SCALARS:
@@ -84,11 +90,25 @@ def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
 
     gradients: of the one-rank run.
     """
-    return 1e-6 * math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients))
+    return _NOISE * math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients))
+
+
+def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
+    """What the optimizer makes in one step of a gradient at `gradient_floor`.
+
+    What is zero at first, a bias or the norms of some families, is nothing but its updates: where
+    its gradients are rounding noise, so is the weight. SGD moves it by rate · g, Adam by about
+    rate · g / (g + eps). The sum over all steps is the floor of the weight, which is so judged no
+    more strictly than the gradients that moved it.
+
+    gradient_norm: of all modules. eps: Adam's, or None for SGD.
+    """
+    floor = _NOISE * gradient_norm
+    return rate * floor if eps is None else rate * floor / (floor + eps)
 
 
 def tensor_error(got: np.ndarray, expected: np.ndarray, scale: float) -> float:
-    """max|Δ| / scale, where scale is max(max|reference|, `gradient_floor`)."""
+    """max|Δ| / scale, where scale is max(max|reference|, floor)."""
     return float(np.abs(got - expected).max(initial=0.0)) / scale
 
 
@@ -115,13 +135,45 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
         )
         for what in ("gradient", "weight"):
             for name in reference.parameters:
-                differs = _compare_parameter(shards[name], reference, name, step, what, floor)
+                floors = reference.parameters[name].weight_floors if what == "weight" else []
+                own = floors[step] if floors else floor
+                differs = _compare_parameter(shards[name], reference, name, step, what, own)
                 if differs is None:
                     continue
                 getattr(found, f"{what}s").setdefault(name, []).append(differs.error)
                 _note(found, differs, tolerance)
         _compare_scalars(found, results, reference, step, tolerance)
     return found
+
+
+def assembled(results: Sequence[RankSteps], like: Reference) -> Reference:
+    """What a layout's ranks hold, as whole tensors, to compare another layout of the same with.
+
+    Of replicas the last rank's. like: the one-rank run, which `compare` has found comparable.
+    """
+    parts: dict[str, dict[int, Shard]] = {}
+    for result in results:
+        for shard in result.shards:
+            parts.setdefault(_reference_name(shard, like), {})[shard.tp] = shard
+    whole = {}
+    for name, expected in like.parameters.items():
+        own = [shard for _, shard in sorted(parts[name].items())]
+        whole[name] = ReferenceParameter(
+            [_join([s.gradients[n] for s in own], own[0]) for n in range(len(own[0].gradients))],
+            [_join([s.weights[n] for s in own], own[0]) for n in range(len(own[0].weights))],
+            expected.weight_floors,
+        )
+    return Reference(
+        [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics], whole
+    )
+
+
+def _join(parts: Sequence[np.ndarray], shard: Shard) -> np.ndarray:
+    """The tensor that `slice_of` cuts into these parts, those of all tp ranks."""
+    if shard.tp_size == 1:
+        return parts[0]
+    blocks = zip(*(np.split(part, shard.stride, shard.dim) for part in parts), strict=True)
+    return np.concatenate([one for block in blocks for one in block], shard.dim)
 
 
 def _note(found: Comparison, difference: Difference, tolerance: float) -> None:

@@ -8,6 +8,7 @@ Letters: P patches, I items, T packed tokens, N rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor
 
 from data.batch import pack_lane, plan_microbatch
+from data.reader import SampleReader
 from mimo.build import freeze_weights
 from mimo.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.layout import LANGUAGE
-from mimo.learning_rate import learning_rate
 from mimo.local import LocalModel
-from mimo.recipe import Recipe
-from mimo.train import join_world
+from mimo.rank import join_world
+from mimo.recipe import Recipe, Train
+from mimo.verify.compare import update_floor
 from mimo.verify.results import Reference, ReferenceParameter
 from mimo.verify.workload import Workload
 
@@ -59,6 +61,7 @@ def reference_steps(
     optimizer = _optimizer(recipe, parameters)
     train, steps = recipe.train, []
     found = {name: ReferenceParameter() for name in parameters}
+    eps = train.adam_eps if train.optimizer == "adam" else None
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
         losses, tokens = _sum_of_losses(recipe, local, dataset, step, unusable)
@@ -73,15 +76,28 @@ def reference_steps(
             for gradient in gradients:
                 gradient.mul_(min(1.0, train.clip_grad_norm / (norm + 1e-6)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step, train.steps, group["peak"], train.warmup_steps, train.min_learning_rate_ratio
-            )
+            group["lr"] = scheduled_rate(train, group["peak"], step)
+            floors = found[group["name"]].weight_floors
+            floors.append(sum(floors[-1:]) + update_floor(norm, group["lr"], eps))
         optimizer.step()
         loss = float(losses.detach()) / tokens
         steps.append({"loss": loss, "loss_tokens": tokens, "grad_norm": norm})
         for name, parameter in parameters.items():
             found[name].weights.append(parameter.detach().clone().numpy())
     return Reference(steps, found)
+
+
+def scheduled_rate(train: Train, peak: float, step: int) -> float:
+    """The learning rate of ``step``, from 0, of a module with the rate ``peak``.
+
+    A formula of its own, so that an error in the schedule that ranks follow is seen.
+    """
+    ramp = np.linspace(0.0, peak, train.warmup_steps + 1)[1:]
+    if step < len(ramp):
+        return float(ramp[step])
+    lowest = train.min_learning_rate_ratio * peak
+    way = min((step - len(ramp)) / max(train.steps - len(ramp), 1), 1.0)
+    return lowest + (peak - lowest) * math.cos(math.pi / 2 * way) ** 2
 
 
 def _choose_trained(recipe: Recipe, local: LocalModel) -> None:
@@ -101,6 +117,7 @@ def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> tor
         part = recipe.language if module == LANGUAGE else recipe.encoders[module]
         groups.append(
             {
+                "name": name,
                 "params": [parameter],
                 "peak": part.learning_rate or train.learning_rate,
                 "weight_decay": train.weight_decay if parameter.dim() > 1 else 0.0,
@@ -135,37 +152,40 @@ def _loss(
     unusable: Collection[str],
 ) -> tuple[Tensor, int]:
     """The summed loss of ``count`` samples from position ``first`` on, in one forward."""
-    reader = dataset.readers[0]
     samples = plan_microbatch(dataset.indexes, dataset.order, first, 1, count)
     blank = [n for n, key in enumerate(dataset.sample_keys(samples)) if key in unusable]
     samples = samples.without(blank)
-    encoded = [reader.sample(int(s)) for s in samples.sample]
+    readers = [dataset.readers[source] for source in samples.source]
+    encoded = [reader.sample(int(s)) for reader, s in zip(readers, samples.sample, strict=True)]
     for n in blank:
         encoded[n] = replace(encoded[n], item_offsets=np.zeros(0, np.int64))
     items_of = [samples.item[samples.item_sample == n].tolist() for n in range(count)]
+    of_samples = list(zip(readers, items_of, strict=True))
+    chat = readers[0].chat
     lane = pack_lane(
         encoded,
-        [[reader.row_grid(item) for item in own] for own in items_of],
+        [[reader.row_grid(item) for item in own] for reader, own in of_samples],
         samples.loss_tokens.tolist(),
         int(samples.lane_tokens[0]),
-        reader.chat.pad_token_id,
-        time_steps=[[reader.time_step(item) for item in own] for own in items_of],
+        chat.pad_token_id,
+        time_steps=[[reader.time_step(item) for item in own] for reader, own in of_samples],
     )
     is_kept = np.repeat(~np.isin(np.arange(len(lane.lengths)), blank), lane.lengths)
     rows = []
     for name, encoder in recipe.encoders.items():
-        items = samples.item[samples.items_of_media(*encoder.media_tokens)].tolist()
+        own = samples.items_of_media(*encoder.media_tokens)
+        items = [(readers[samples.item_sample[n]], int(samples.item[n])) for n in own]
         if items:
-            tokens = [reader.chat.placeholder_ids[media] for media in encoder.media_tokens]
+            tokens = [chat.placeholder_ids[media] for media in encoder.media_tokens]
             places = np.flatnonzero(np.isin(lane.input_ids, tokens) & is_kept)
-            rows.append((_encode(local, name, reader, items), places))
+            rows.append((_encode(local, name, items), places))
     per_token = local.forward(lane, rows, with_labels=True)
     loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
     return loss, int(samples.loss_tokens.sum())
 
 
-def _encode(local: LocalModel, encoder: str, reader: Any, items: Sequence[int]) -> Tensor:
-    """Rows (N, H) of items of a data source, in order."""
-    patches = np.concatenate([reader.patches(item) for item in items])
-    shapes = np.array([reader.grid(item) for item in items], np.int64)
+def _encode(local: LocalModel, encoder: str, items: Sequence[tuple[SampleReader, int]]) -> Tensor:
+    """Rows (N, H) of items in order, each with the reader of its data source."""
+    patches = np.concatenate([reader.patches(item) for reader, item in items])
+    shapes = np.array([reader.grid(item) for reader, item in items], np.int64)
     return local.encode(encoder, patches, shapes)

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mimo.verify.compare import Comparison
+from mimo.verify.scale import TOLERANCE
 from mimo.verify.verifier import CellResult
 
 _FAILURE_LINES = 12  # of a rank's traceback
@@ -20,13 +22,14 @@ _FAILURE_LINES = 12  # of a rank's traceback
 
 def print_progress(console: Console, result: CellResult, done: int, total: int) -> None:
     """One line, as soon as a layout is finished."""
-    verdict = "equal" if result.passed else "DIFFERS" if result.comparison else "FAILED"
-    line = f"[{done}/{total}] {verdict:7} {result.cell.name} ({result.seconds:.1f} s)"
+    line = f"[{done}/{total}] {result.verdict:7} {result.cell.name} ({result.seconds:.1f} s)"
     console.print(Text(line), soft_wrap=True)
 
 
 def print_table(console: Console, results: Sequence[CellResult], tolerance: float) -> None:
-    """Errors of every layout; below it, the first difference of those that differ."""
+    """Errors of every layout; below it, what fp64 decided, and the first difference of those that
+    differ.
+    """
     table = Table(title=f"errors against one rank (tolerance {tolerance:g})")
     table.add_column("layout", overflow="fold")
     for column in ("ranks", "loss", "norm", "gradients", "weights", "result"):
@@ -38,19 +41,36 @@ def print_table(console: Console, results: Sequence[CellResult], tolerance: floa
             if found
             else ["-"] * 4
         )
-        verdict = "equal" if result.passed else "DIFFERS" if found else "FAILED"
-        cells = [result.cell.name, str(result.cell.layout.world_size), *errors, verdict]
+        cells = [result.cell.name, str(result.cell.layout.world_size), *errors, result.verdict]
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     for result in results:
-        found = result.comparison
-        if found and found.first:
-            text = f"{result.cell.name}\n  first:   {found.first}\n  largest: {found.largest}"
-            console.print(Text(text), soft_wrap=True)
-        elif result.failure:
-            lines = result.failure.strip().splitlines()[-_FAILURE_LINES:]
-            text = "\n  ".join([result.cell.name, *lines])
-            console.print(Text(text), soft_wrap=True)
+        lines = _doubts(result, tolerance)
+        for found in result.deciding:
+            if found.first:
+                lines += [f"first:   {found.first}", f"largest: {found.largest}"]
+        if result.failure:
+            lines += result.failure.strip().splitlines()[-_FAILURE_LINES:]
+        if lines:
+            console.print(Text("\n  ".join([result.cell.name, *lines])), soft_wrap=True)
+
+
+def _doubts(result: CellResult, tolerance: float) -> list[str]:
+    """How a layout was judged that fp32 left open."""
+    if result.comparison is None or result.repeated is None:
+        return []
+    exact = TOLERANCE["fp64"]
+    lines = [
+        f"fp32: error {_number(result.comparison.error)} (tolerance {tolerance:g})",
+        f"fp64: error {_number(result.repeated.error)} (tolerance {exact:g})",
+    ]
+    if result.plain is not None:
+        lines[-1] += ", with the plain optimizer: the engine's distributed one has no fp64"
+        lines.append(
+            f"fp32: distributed against plain optimizer, both on this layout: error "
+            f"{_number(result.plain.error)} (tolerance {tolerance:g})"
+        )
+    return lines
 
 
 def _number(error: float) -> str:
@@ -81,16 +101,29 @@ def write_json(
 
 def _as_json(result: CellResult) -> dict[str, Any]:
     layout, found = result.cell.layout, result.comparison
+    differing = next((one for one in result.deciding if one.first is not None), None)
     return {
         "name": result.cell.name,
         "ranks": layout.world_size,
         "grids": {name: asdict(grid) for name, grid in layout.grids.items()},
         "colocated": sorted(layout.colocated),
         "passed": result.passed,
+        "verdict": result.verdict,
         "seconds": round(result.seconds, 3),
         "failure": result.failure,
-        "first_difference": asdict(found.first) if found and found.first else None,
-        "largest_difference": asdict(found.largest) if found and found.largest else None,
+        "first_difference": asdict(differing.first) if differing and differing.first else None,
+        "largest_difference": asdict(differing.largest)
+        if differing and differing.largest
+        else None,
+        **_errors(found),
+        "repeated_in_fp64": _errors(result.repeated) if result.repeated else None,
+        "against_plain_optimizer": _errors(result.plain) if result.plain else None,
+    }
+
+
+def _errors(found: Comparison | None) -> dict[str, Any]:
+    """Every error of every tensor and every number of the steps."""
+    return {
         "steps": found.scalars if found else [],
         "gradients": found.gradients if found else {},
         "weights": found.weights if found else {},

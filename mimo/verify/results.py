@@ -53,10 +53,14 @@ class RankSteps:
 
 @dataclass
 class ReferenceParameter:
-    """Of each step: the gradient before clipping, none for a frozen parameter, and the weights."""
+    """Of each step: the gradient before clipping, none for a frozen parameter, and the weights.
+
+    weight_floors: below it weights are rounding noise; without, the gradients' floor stands in.
+    """
 
     gradients: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)
+    weight_floors: list[float] = field(default_factory=list)
 
 
 @dataclass

@@ -16,10 +16,11 @@ from mimo.hf.initial import InitialWeights
 from mimo.layout import Layout, build_layout
 from mimo.megatron.initialize import global_name
 from mimo.model import Module
+from mimo.rank import join_world
 from mimo.recipe import Recipe
 from mimo.step_plan import StepPlan
 from mimo.topology import Topology, build_topology
-from mimo.train import Trainer, join_world
+from mimo.train import Trainer
 from mimo.verify.minimums import check_minimums
 from mimo.verify.results import Fault, RankSteps, Shard
 

@@ -14,13 +14,15 @@ from mimo.job import check_recipe
 from mimo.layout import LANGUAGE, GridSpec, Layout
 from mimo.levels import minimum_run_ahead
 from mimo.padding import sequence_multiple
-from mimo.recipe import Recipe
+from mimo.recipe import Encoder, Language, Recipe
 from mimo.recipe_errors import RecipeError
-from mimo.verify.workload import SHARD, Media, Workload
+from mimo.verify.workload import Media, Workload
 from mimo.yaml_source import dotted
 
 NUM_STEPS = 2  # the second step finds stale state
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+# An fp32 error up to so many tolerances may be rounding, which fp64 decides; a larger one is none.
+DOUBTFUL = 10.0
 
 # Few different depths and widths, so that layouts share the one-rank run that they are compared to.
 _USUAL_STAGES = 4
@@ -33,6 +35,9 @@ _GROUP = 3  # microbatches that a colocated encoder encodes in one go, where the
 
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
 _LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
+_SMALLEST_RATE = 0.1  # of a module, as a share of the largest: weights have to move
+_WARMUP_STEPS = 2  # half of the rate in the first step, all of it in the second
+_LARGER_WEIGHT = 3.0  # of two data sources: the ratio in which samples are drawn
 _ADAM_EPS = 1e-3
 # Adapters begin at 0: all of their weight is steps, and so is all of its rounding noise.
 _ADAM_EPS_OF_ADAPTERS = 1e-2
@@ -80,10 +85,11 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         }
         processor = type(settings)(**data["encoders"][name]["model"]).processor(encoder.media)
         media.append(Media(encoder.media, f"<|{name}_pad|>", processor.row_pixels))
-    workload = Workload(tuple(media), NUM_STEPS, microbatches, samples)
+    workload = Workload(tuple(media), NUM_STEPS, microbatches, samples, _source_weights(recipe))
     directory = folder / workload.name
     _set_training(data, recipe, precision)
     data["train"] |= {
+        "seed": workload.seed(recipe.train.seed),
         "global_batch_size": microbatches * samples,
         "micro_batch_size": samples // lanes,
         "run_dir": str(folder / "runs"),
@@ -92,12 +98,15 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     divisor = sequence_multiple(language.cp, language.tp, language.sp)
     data["data"] |= {
         "prepare": None,
-        "sources": [{"path": str(directory / SHARD)}],
+        "sources": [
+            {"path": str(directory / shard), "weight": weight}
+            for shard, weight in zip(workload.shards, workload.weights, strict=True)
+        ],
         "validation": [],
         "test": [],
         "tokenizer": str(directory / "tokenizer"),
         "sequence_length": -(-_SEQUENCE_LENGTH // divisor) * divisor,
-        "shuffle_block": NUM_STEPS * microbatches * samples,  # in order
+        "shuffle_block": workload.block,
         "max_skipped_samples": 0,
     }
     data["bridge"] |= {"wire_dtype": "auto", "check": "always", "timeout_seconds": 60.0}
@@ -112,11 +121,14 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
     train, optimizer = recipe.train, recipe.train.optimizer
     found = [
         f"{precision} instead of {train.precision}" if train.precision != precision else "",
-        f"learning rate {_LEARNING_RATE[optimizer]:g}, without warm-up, so that weights move",
+        f"learning rate {_LEARNING_RATE[optimizer]:g}{_of_modules(recipe)}, so that weights move",
+        f"warm-up of {_WARMUP_STEPS} steps instead of {train.warmup_steps}"
+        if train.warmup_steps
+        else "",
     ]
-    if optimizer == "adam" and _eps(recipe, precision) != train.adam_eps:
+    if optimizer == "adam" and _eps(recipe) != train.adam_eps:
         found.append(
-            f"adam_eps {_eps(recipe, precision):g} instead of {train.adam_eps:g}: a smaller one "
+            f"adam_eps {_eps(recipe):g} instead of {train.adam_eps:g}: a smaller one "
             f"turns rounding of gradients near zero into whole steps"
         )
     if train.distributed_optimizer != _is_distributed(recipe, precision):
@@ -126,28 +138,58 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
     return [one for one in found if one]
 
 
-def _eps(recipe: Recipe, precision: str) -> float:
-    if precision == "fp64":
-        return recipe.train.adam_eps
+def _eps(recipe: Recipe) -> float:
+    """The same in every precision, so that fp64 tells what fp32 left open."""
     modules = [recipe.language, *recipe.encoders.values()]
     adapts = any(module.lora is not None for module in modules)
     return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if adapts else _ADAM_EPS)
 
 
+def _source_weights(recipe: Recipe) -> tuple[float, ...]:
+    """Of one data source, or of two as the recipe's: equal, or one larger."""
+    weights = [source.weight for source in recipe.data.sources]
+    if len(weights) == 1:
+        return (1.0,)
+    small, large = weights.index(min(weights)), weights.index(max(weights))
+    if small == large:
+        return (1.0, 1.0)
+    return (1.0, _LARGER_WEIGHT) if small < large else (_LARGER_WEIGHT, 1.0)
+
+
+def _modules(recipe: Recipe) -> dict[str, Language | Encoder]:
+    return {LANGUAGE: recipe.language, **recipe.encoders}
+
+
+def _scaled_rate(recipe: Recipe, own: float | None) -> float:
+    """A module's ``own`` learning rate, or `train.learning_rate`, where the largest is a large one.
+
+    The others keep their ratio to it, down to `_SMALLEST_RATE`.
+    """
+    train = recipe.train
+    used = [part.learning_rate or train.learning_rate for part in _modules(recipe).values()]
+    share = (own or train.learning_rate) / max(used)
+    return _LEARNING_RATE[train.optimizer] * max(share, _SMALLEST_RATE)
+
+
+def _of_modules(recipe: Recipe) -> str:
+    """For example ` (vision 0.001)`: the modules that have another rate."""
+    rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in _modules(recipe).items()}
+    others = [f"{name} {rate:g}" for name, rate in rates.items() if rate < max(rates.values())]
+    return f" ({', '.join(others)})" if others else ""
+
+
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
-    """Optimizer settings under which a difference shows. The modules' rates keep their ratio."""
-    modules = {LANGUAGE: recipe.language, **recipe.encoders}
-    rates = {n: part.learning_rate or recipe.train.learning_rate for n, part in modules.items()}
-    scale = _LEARNING_RATE[recipe.train.optimizer] / max(rates.values())
-    for name, rate in rates.items():
+    """Optimizer settings under which a difference shows."""
+    for name, own in _modules(recipe).items():
         part = data["language"] if name == LANGUAGE else data["encoders"][name]
-        part["learning_rate"] = rate * scale
+        if own.learning_rate is not None:
+            part["learning_rate"] = _scaled_rate(recipe, own.learning_rate)
     data["train"] |= {
         "steps": NUM_STEPS + 1,  # the last step writes a checkpoint
         "precision": precision,
-        "learning_rate": _LEARNING_RATE[recipe.train.optimizer],
-        "warmup_steps": 0,
-        "adam_eps": _eps(recipe, precision),
+        "learning_rate": _scaled_rate(recipe, None),
+        "warmup_steps": _WARMUP_STEPS if recipe.train.warmup_steps else 0,
+        "adam_eps": _eps(recipe),
         "validate_every": None,
         "save_every": None,
         "threads_per_rank": 1,

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mimo.launch import run_on_cpu
 from mimo.rank_processes import RanksFailed, RanksHung
 from mimo.verify.cells import Cell
-from mimo.verify.compare import Comparison, IncomparableError, compare
-from mimo.verify.results import Fault, Reference
-from mimo.verify.scale import NUM_STEPS, TOLERANCE, reference_recipe, scale_recipe
+from mimo.verify.compare import Comparison, IncomparableError, assembled, compare
+from mimo.verify.results import Fault, RankSteps, Reference
+from mimo.verify.scale import (
+    DOUBTFUL,
+    NUM_STEPS,
+    TOLERANCE,
+    ScaledRecipe,
+    reference_recipe,
+    scale_recipe,
+)
 
 # Named, not imported: the engine is loaded in the fork server only.
 _LAYOUT, _REFERENCE = "mimo.verify.run:run_layout", "mimo.verify.reference:run_reference"
@@ -22,17 +29,36 @@ _TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class CellResult:
-    """comparison: None when the run failed; then ``failure`` says how."""
+    """comparison: None when the run failed; then ``failure`` says how.
+
+    repeated: the same layout in fp64, where fp32 left open whether it is rounding; it decides.
+    plain: where that is without the recipe's distributed optimizer, which has no fp64, the
+    layout with it against the layout without, in fp32; it decides too.
+    """
 
     cell: Cell
     seconds: float
     comparison: Comparison | None
     failure: str | None = None
+    repeated: Comparison | None = None
+    plain: Comparison | None = None
+
+    @property
+    def deciding(self) -> list[Comparison]:
+        """What has to be equal; nothing when the run failed."""
+        last = [one for one in (self.repeated, self.plain) if one is not None]
+        return [] if self.failure or not self.comparison else last or [self.comparison]
 
     @property
     def passed(self) -> bool:
         """Whether the layout takes the steps of one rank."""
-        return self.comparison is not None and self.comparison.first is None
+        return bool(self.deciding) and all(one.first is None for one in self.deciding)
+
+    @property
+    def verdict(self) -> str:
+        """One or two words for a table."""
+        word = "equal" if self.passed else "DIFFERS" if self.deciding else "FAILED"
+        return f"{word} (fp64)" if self.repeated and self.deciding else word
 
 
 class Verifier:
@@ -50,27 +76,59 @@ class Verifier:
     def run(self, cell: Cell, fault: Fault | None = None) -> CellResult:
         """Run one layout. ``fault``: a deliberate bug of the layout's ranks, for tests.
 
+        An fp32 error between the tolerance and `DOUBTFUL` tolerances is rounding or a small
+        error. Then everything runs again in fp64, where rounding shrinks and an error does not.
+
         Raises RecipeError when a family cannot work on the layout's grids.
         """
         started = time.monotonic()
-        scaled = scale_recipe(cell.recipe, cell.layout, self.folder, self.precision)
-        comparison = failure = None
+        scaled = self._scaled(cell, self.precision)
+        result = CellResult(cell, 0.0, None)
         try:
-            alone = reference_recipe(scaled)
-            key = alone.to_yaml()
-            if key not in self._references:
-                args = (alone, NUM_STEPS, scaled.workload)
-                (self._references[key],) = run_on_cpu(_REFERENCE, args, 1, _TIMEOUT_SECONDS)
-            results = run_on_cpu(
-                _LAYOUT,
-                (scaled.recipe, NUM_STEPS, fault),
-                cell.layout.world_size,
-                _TIMEOUT_SECONDS,
-            )
-            comparison = compare(results, self._references[key], self.tolerance)
+            reference, got = self._reference(scaled), _run(scaled, fault)
+            result = replace(result, comparison=compare(got, reference, self.tolerance))
+            if self._is_doubtful(result):
+                exact = self._scaled(cell, "fp64")
+                expected = self._reference(exact)
+                found = compare(_run(exact, fault), expected, TOLERANCE["fp64"])
+                result = replace(result, repeated=found)
+                if scaled.recipe.train.distributed_optimizer:
+                    plain = assembled(_run(_undistributed(scaled), fault), reference)
+                    result = replace(result, plain=compare(got, plain, self.tolerance))
         except (RanksFailed, RanksHung, IncomparableError) as error:
-            failure = str(error)
-        return CellResult(cell, time.monotonic() - started, comparison, failure)
+            result = replace(result, failure=str(error))
+        return replace(result, seconds=time.monotonic() - started)
+
+    def _is_doubtful(self, result: CellResult) -> bool:
+        """Whether rounding could be all that differs. Not-a-number could not."""
+        assert result.comparison is not None
+        differs = result.comparison.first is not None
+        small = result.comparison.error <= DOUBTFUL * self.tolerance
+        return self.precision == "fp32" and differs and small
+
+    def _scaled(self, cell: Cell, precision: str) -> ScaledRecipe:
+        return scale_recipe(cell.recipe, cell.layout, self.folder, precision)
+
+    def _reference(self, scaled: ScaledRecipe) -> Reference:
+        """The run on one rank, from before where there is one."""
+        alone = reference_recipe(scaled)
+        key = alone.to_yaml()
+        if key not in self._references:
+            args = (alone, NUM_STEPS, scaled.workload)
+            (self._references[key],) = run_on_cpu(_REFERENCE, args, 1, _TIMEOUT_SECONDS)
+        return self._references[key]
+
+
+def _run(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps]:
+    """The layout on its ranks."""
+    args = (scaled.recipe, NUM_STEPS, fault)
+    return run_on_cpu(_LAYOUT, args, scaled.layout.world_size, _TIMEOUT_SECONDS)
+
+
+def _undistributed(scaled: ScaledRecipe) -> ScaledRecipe:
+    """The same with every rank keeping all of Adam's state."""
+    train = scaled.recipe.train.model_copy(update={"distributed_optimizer": False})
+    return replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
 
 
 def failed(results: Sequence[CellResult]) -> list[CellResult]:

@@ -4,6 +4,8 @@ Noise images of several sizes in chats with answers of several lengths, in tar s
 other data, and a tokenizer that has a placeholder for each media. In every step there are samples
 with several items, with one and with none, items of every media in one sample, a microbatch
 without any item, and one with a single item, which leaves all but one encoder lane empty.
+
+Several data sources take turns within a step, and in the middle of a microbatch too.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +24,15 @@ import numpy as np
 from PIL import Image
 
 from data.digits_text import write_tokenizer
+from data.order import SampleOrder
 
-SHARD = "train-00000.tar"
 _SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # width and height of an item, in rows
 _ITEMS = (2, 0, 1, 3, 0, 1)  # items of a media in a microbatch's samples, before shuffling
 _QUESTIONS = ("read the digits", "what is this ?", "there are digits in order .")
 _MAX_ANSWER = 6  # words
 _EMPTY, _SINGLE = 1, 2  # microbatches of a step without items, and with one
+_SEEDS = 1000  # a tenth would do for any weights that are used
+_TURN = 3.5  # microbatches that a source gives in turn: those two, and part of another
 
 
 @dataclass(frozen=True)
@@ -59,26 +64,76 @@ class Sample:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the data depends on; equal workloads are equal files."""
+    """What the data depends on; equal workloads are equal files.
+
+    weights: of the data sources.
+    """
 
     media: tuple[Media, ...]
     steps: int
     microbatches: int
     samples_per_microbatch: int
+    weights: tuple[float, ...] = (1.0,)
 
     @property
     def name(self) -> str:
         """A folder name, another one for any other workload."""
         return f"data_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
-    def samples(self) -> list[Sample]:
-        """All samples of all steps, in order."""
-        rng = np.random.default_rng(0)
-        found = []
-        for _ in range(self.steps):
-            for microbatch in range(self.microbatches):
+    @property
+    def shards(self) -> list[str]:
+        """One file for each source."""
+        return [f"source{source}-00000.tar" for source in range(len(self.weights))]
+
+    @property
+    def block(self) -> int:
+        """Samples of a source that stay together: of one source all, in order."""
+        if len(self.weights) == 1:
+            return self.steps * self._samples_per_step
+        return int(_TURN * self.samples_per_microbatch)
+
+    def seed(self, first: int) -> int:
+        """The first seed from ``first`` on with which both sources, and their weights, show.
+
+        A microbatch of the first step then mixes them, and not all is drawn as with equal weights.
+        """
+        if len(self.weights) == 1:
+            return first
+        positions = np.arange(self._samples_per_step)
+        num_samples = [self._samples_per_source] * len(self.weights)
+        even = (1.0,) * len(self.weights)
+
+        def drawn(seed: int, weights: Sequence[float]) -> np.ndarray:
+            return SampleOrder(num_samples, weights, seed, self.block).at(positions)[0]
+
+        for seed in range(first, first + _SEEDS):
+            sources = drawn(seed, self.weights)
+            by_microbatch = sources.reshape(self.microbatches, -1)
+            mixes = (by_microbatch != by_microbatch[:, :1]).any()
+            if mixes and (self.weights == even or (sources != drawn(seed, even)).any()):
+                return seed
+        raise AssertionError(f"no seed in {first}..{seed} mixes sources of {self.weights}")
+
+    @property
+    def _samples_per_step(self) -> int:
+        return self.microbatches * self.samples_per_microbatch
+
+    @property
+    def _samples_per_source(self) -> int:
+        """Enough for all steps, in whole blocks."""
+        return -(-self.steps * self._samples_per_step // self.block) * self.block
+
+    def samples(self, source: int = 0) -> list[Sample]:
+        """All samples of a source, in order; a block begins with microbatches of every kind."""
+        rng = np.random.default_rng(source)
+        microbatches = self.microbatches if len(self.weights) == 1 else math.ceil(_TURN)
+        found: list[Sample] = []
+        while len(found) < self._samples_per_source:
+            together = []
+            for microbatch in range(microbatches):
                 counts = self._item_counts(microbatch, rng)
-                found += [self._sample(own, rng) for own in counts.T.tolist()]
+                together += [self._sample(own, rng) for own in counts.T.tolist()]
+            found += together[: self.block]
         return found
 
     def _item_counts(self, microbatch: int, rng: np.random.Generator) -> np.ndarray:
@@ -112,19 +167,20 @@ class Workload:
         )
 
     def write(self, directory: Path) -> None:
-        """Write the shard and ``tokenizer/``; does nothing when they are there."""
-        if (directory / SHARD).exists():
+        """Write the shards and ``tokenizer/``; does nothing when they are there."""
+        if (directory / self.shards[-1]).exists():
             return
         directory.mkdir(parents=True, exist_ok=True)
         write_tokenizer(
             directory / "tokenizer", {media.name: media.placeholder for media in self.media}
         )
-        write_shard(directory / SHARD, self.samples())
+        for source, shard in enumerate(self.shards):
+            write_shard(directory / shard, self.samples(source), seed=source)
 
 
-def write_shard(path: Path, samples: Sequence[Sample]) -> None:
+def write_shard(path: Path, samples: Sequence[Sample], seed: int = 0) -> None:
     """A webdataset shard of these samples, with noise for pixels."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     with tarfile.open(path, "w") as tar:
         for number, sample in enumerate(samples):
             content: list[dict[str, str]] = [{"type": item.media} for item in sample.items]

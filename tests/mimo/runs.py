@@ -48,7 +48,7 @@ def run_from(run_ranks: RunRanks, recipe: Recipe, start: Start) -> None:
 
 
 def _train(rank: int, recipe: Recipe, run_dir: Path, start: Start) -> None:
-    from mimo.train import train_in_world
+    from mimo.rank import train_in_world
 
     train_in_world(recipe, run_dir, start)
 

@@ -77,7 +77,7 @@ def run_with(
 
 
 def run_faulty_rank(fault: str, recipe: Recipe, run_dir: Path) -> None:
-    from mimo.train import run_rank
+    from mimo.rank import run_rank
 
     env = rank_environment()
     assert env is not None

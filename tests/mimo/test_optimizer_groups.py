@@ -47,7 +47,7 @@ def held_rates(rank: int, path: Path, overrides: list[str], start: Start) -> lis
     """A run of one rank: the rate of every parameter group at every update of its optimizer."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from mimo.train import train_in_world
+    from mimo.rank import train_in_world
 
     found = []
 

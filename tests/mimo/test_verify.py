@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,8 +79,9 @@ def test_sgd_untied_weights_and_a_rate_per_module_are_those_of_the_recipe(
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells
     check(verifier, cell)
     scaled = scale_recipe(recipe, cell.layout, verifier.folder, "fp32").recipe
-    rates = scaled.language.learning_rate, scaled.encoders["vision"].learning_rate
+    rates = scaled.language.learning_rate, scaled.train.learning_rate
     assert rates == pytest.approx((0.01, 0.1))  # 1e-4 and the recipe's 1e-3
+    assert scaled.encoders["vision"].learning_rate is None
 
 
 def test_in_fp64_errors_are_those_of_fp64(
@@ -168,21 +170,24 @@ def plan_first_step(scaled: ScaledRecipe) -> StepPlan:
     return planner.finish(planner.microbatches(0))
 
 
-def scaled_to(folder: Path, lanes: int, encoder_lanes: int) -> ScaledRecipe:
+def scaled_to(
+    folder: Path, lanes: int, encoder_lanes: int, overrides: Sequence[str] = ()
+) -> ScaledRecipe:
     layout = place(
         GridSpec(LANGUAGE, dp=lanes),
         {"vision": GridSpec("vision", dp=encoder_lanes)},
         (),
         ["vision", LANGUAGE],
     )
-    return scale_recipe(load_recipe(RECIPE), layout, folder, "fp32")
+    return scale_recipe(load_recipe(RECIPE, overrides), layout, folder, "fp32")
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4, 5, 8, 16])
 def test_the_data_differ_between_lanes_for_any_number_of_them(folder: Path, lanes: int) -> None:
     for encoder_lanes in (1, 2, 3, 4, 7, 16):
-        scaled = scaled_to(folder, lanes, encoder_lanes)
-        check_minimums(scaled.recipe, scaled.layout, plan_first_step(scaled))
+        for overrides in ([], ["data.sources=[{path: a.tar, weight: 9.0}, {path: b.tar}]"]):
+            scaled = scaled_to(folder, lanes, encoder_lanes, overrides)
+            check_minimums(scaled.recipe, scaled.layout, plan_first_step(scaled))
 
 
 def test_a_workload_that_is_a_toy_is_refused(folder: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 from mimo.verify.compare import (
     Comparison,
     IncomparableError,
+    assembled,
     compare,
     largest,
     slice_of,
     tensor_error,
+    update_floor,
 )
 from mimo.verify.results import RankSteps, Reference, ReferenceParameter, Shard
 
@@ -130,6 +132,50 @@ def test_a_gradient_that_is_zero_in_theory_is_measured_by_the_global_norm() -> N
     found = run(expected, shard("key_bias", noise * -1, ONE), shard("b", ONE * 1000, ONE))
     assert found.first is None
     assert tensor_error(noise, -noise, float(np.abs(noise).max())) == 2.0
+
+
+def test_a_weight_that_noise_has_moved_is_measured_by_what_an_update_makes_of_noise() -> None:
+    # A key bias and a norm, both zero at first, after two steps of Adam.
+    rate, eps = 0.01, 1e-3
+    floor = 2 * update_floor(1.0, rate, eps)
+    assert floor == pytest.approx(2 * rate * 1e-6 / eps, rel=2e-3)
+    noise = np.array([1e-14, -2e-14])
+    norm = np.array([0.5, -0.3]) * rate
+
+    def weights_differ(key_bias: np.ndarray, norm_weight: np.ndarray) -> str:
+        expected = Reference(
+            [dict(STEP)],
+            {
+                "key_bias": ReferenceParameter([ONE], [noise], [floor]),
+                "norm": ReferenceParameter([ONE], [norm], [floor]),
+            },
+        )
+        found = run(expected, shard("key_bias", ONE, key_bias), shard("norm", ONE, norm_weight))
+        return "" if found.first is None else found.first.name
+
+    assert weights_differ(-noise, norm) == ""
+    assert weights_differ(-noise, norm * (1 + 2e-5)) == "norm"
+    # An error of the key bias that is none of rounding.
+    assert weights_differ(noise + 1e-3 * floor, norm) == "key_bias"
+    assert update_floor(3.0, 0.1, None) == pytest.approx(3e-7)
+
+
+def test_whole_tensors_are_put_together_from_the_parts_of_all_ranks() -> None:
+    whole = np.arange(24.0).reshape(2, 12)
+    like = reference(a=(whole, whole), b=(None, ONE))
+    place = {"dim": 1, "tp_size": 3, "stride": 2}
+    shards = [
+        Shard("a", "a", tp, 0, 0, 0, tp, gradients=[], weights=[], **place) for tp in (2, 0, 1)
+    ]
+    for one in shards:
+        one.gradients.append(slice_of(whole, one))
+        one.weights.append(slice_of(whole + 1, one))
+    steps = [RankSteps([dict(STEP)], [one]) for one in [*shards, shard("b", None, ONE)]]
+    found = assembled(steps, like)
+    np.testing.assert_array_equal(found.parameters["a"].gradients[0], whole)
+    np.testing.assert_array_equal(found.parameters["a"].weights[0], whole + 1)
+    assert found.parameters["b"].gradients == []
+    assert compare(steps, found, 0.0).first is None
 
 
 def test_a_parameter_that_only_one_side_has_cannot_be_compared() -> None:

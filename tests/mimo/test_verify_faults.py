@@ -6,7 +6,7 @@ it are equal, so it is the fault that is found.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,12 +193,15 @@ class Case:
 
     named: or its copies, where they are several.
     spared: a module whose gradients are right in the first step.
+    overrides: of the recipe. what: differs first.
     """
 
     fault: Fault
     cell: SweepCell
     named: str | tuple[str, str]
     spared: str | None = None
+    overrides: tuple[str, ...] = ()
+    what: str = "gradient"
 
 
 CASES = {
@@ -268,20 +271,23 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
     return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
 
 
-def run(verifier: Verifier, cell: SweepCell, fault: Fault | None) -> CellResult:
-    recipe, layout = sweep_recipe(load_recipe(RECIPE), cell)
+def run(
+    verifier: Verifier, cell: SweepCell, fault: Fault | None, overrides: Sequence[str] = ()
+) -> CellResult:
+    recipe, layout = sweep_recipe(load_recipe(RECIPE, overrides), cell)
     return verifier.run(Cell(cell.name, recipe, layout), fault)
 
 
 def check_fault_is_found(verifier: Verifier, case: Case) -> None:
-    result = run(verifier, case.cell, case.fault)
+    result = run(verifier, case.cell, case.fault, case.overrides)
     assert not result.passed
     assert result.comparison is not None, result.failure
     first = result.comparison.first
     assert first is not None
-    assert (first.step, first.what) == (1, "gradient"), str(first)
+    assert (first.step, first.what) == (1, case.what), str(first)
     assert first.name in ((case.named,) if isinstance(case.named, str) else case.named), str(first)
     assert first.error > 10 * verifier.tolerance
+    assert result.repeated is None, "so large an error is no rounding"
     assert "stage" in first.where
     for name, (error, _) in result.comparison.gradients.items():
         if name.partition(".")[0] == case.spared:
