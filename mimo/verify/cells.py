@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from mimo.job import check_recipe
 from mimo.layout import GridSpec, Layout
 from mimo.recipe import Recipe
-from mimo.recipe_errors import InputError
+from mimo.recipe_errors import InputError, RecipeError
+from mimo.verify.scale import scale_recipe
 from mimo.verify.shrink import cover, lane_ratio, parallel_axes
 from mimo.verify.sweep import SWEEP, sweep_recipe
 
@@ -64,13 +67,23 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     larger = [cell for cell in built if cell.layout.world_size > max_ranks]
     # Megatron's distributed optimizer has none; without it such a cell would show nothing.
     no_fp64 = [c for c in built if precision == "fp64" and c.recipe.train.distributed_optimizer]
-    cells = [cell for cell in built if cell not in larger and cell not in no_fp64]
-    if not cells:
+    fitting = [cell for cell in built if cell not in larger and cell not in no_fp64]
+    if not fitting:
         raise InputError(f"--max-ranks {max_ranks}: every layout of the sweep needs more ranks")
+    refusals = {cell.name: _refusal(cell, precision) for cell in fitting}
+    cells = [cell for cell in fitting if refusals[cell.name] is None]
+    if not cells:
+        raise RecipeError(*{reason for reason in refusals.values() if reason is not None})
     notes = [f"{len(cells)} layouts of the built-in matrix"]
+    refused = {
+        reason: [cell for cell in fitting if refusals[cell.name] == reason]
+        for reason in refusals.values()
+        if reason is not None
+    }
     for left_out, reason in (
         (larger, f"they need more than {max_ranks} ranks"),
         (no_fp64, "the engine's distributed optimizer has no fp64"),
+        *((cells_of_reason, reason) for reason, cells_of_reason in refused.items()),
     ):
         if left_out:
             names = ", ".join(cell.name for cell in left_out)
@@ -79,6 +92,15 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     if unused:
         notes.append(f"the matrix has room for two encoders; not run: {', '.join(unused)}")
     return Cells(tuple(cells), tuple(notes))
+
+
+def _refusal(cell: Cell, precision: str) -> str | None:
+    """Why a family of the recipe cannot work on a layout of the matrix, if so."""
+    try:
+        scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
+    except RecipeError as error:
+        return "; ".join(error.problems)
+    return None
 
 
 def describe(layout: Layout) -> str:

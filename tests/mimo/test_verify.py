@@ -138,6 +138,17 @@ def test_what_fp64_cannot_show_is_left_out_of_the_matrix_and_named() -> None:
     assert all(name in note for name in left_out)
 
 
+def test_layouts_that_a_family_refuses_are_left_out_of_the_matrix_with_its_reason() -> None:
+    sizes = "num_layers: 6, hidden_size: 64, ffn_hidden_size: 96, num_attention_heads: 4"
+    model = f"{{{sizes}, num_query_groups: 2, head_size: 16, rotary_base: 1.0e+6}}"
+    gemma3 = ["language.family=gemma3", f"language.model={model}"]
+    built = sweep_cells(load_recipe(RECIPE, gemma3), max_ranks=8, precision="fp32")
+    left_out = {cell.name for cell in SWEEP} - {cell.name for cell in built.cells}
+    assert left_out == {cell.name for cell in SWEEP if "unpacked" in cell.options}
+    (note,) = (note for note in built.notes if "needs packed sequences" in note)
+    assert all(name in note for name in left_out)
+
+
 def test_encoders_that_the_matrix_has_no_room_for_are_named() -> None:
     one = "{family: qwen_vl, media: M, placeholder: '<M>', model: {num_layers: 2, "
     one += "hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2}}"
