@@ -1,19 +1,19 @@
 """Samples from webdataset shards to token ids and image patches. Imports nothing else of ours."""
 
-from data.chat import ChatTokenizer, EncodedSample
-from data.digits import prepare_digits
-from data.images import ImageProcessor, image_size, open_image
-from data.index import Index, Processors, SkippedSample, check_lengths
-from data.index_build import build_index
-from data.index_store import load_index, load_or_build_index, save_index
-from data.item_text import MediaText, item_text_problem
-from data.messages import MessagesError, PlaceholderError, UnknownMediaError
+from data.digits.shards import prepare_digits
+from data.index.build import build_index
+from data.index.reader import SampleReader, UnreadableSample
+from data.index.samples import Index, Processors, SkippedSample, check_lengths
+from data.index.store import load_index, load_or_build_index, save_index
+from data.media.images import ImageProcessor, image_size, open_image
+from data.media.processor import ItemProcessor, Part, PartPlan
+from data.media.square_images import SquareImageProcessor
+from data.media.videos import TimedVideoProcessor, VideoProcessor
 from data.order import SampleOrder
 from data.positions import mrope_position_ids
-from data.processor import ItemProcessor, Part, PartPlan
-from data.reader import SampleReader, UnreadableSample
-from data.square_images import SquareImageProcessor
-from data.videos import TimedVideoProcessor, VideoProcessor
+from data.text.chat import ChatTokenizer, EncodedSample
+from data.text.item_text import MediaText, item_text_problem
+from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
 
 __all__ = [
     "ChatTokenizer",

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data.chat import EncodedSample
-from data.index import Index
+from data.index.samples import Index
 from data.order import SampleOrder
 from data.positions import mrope_position_ids
+from data.text.chat import EncodedSample
 
 
 @dataclass(frozen=True)

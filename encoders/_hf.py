@@ -7,10 +7,10 @@ from typing import Any
 
 from PIL import Image
 
-from mimo.hf.config import Config, expect
-from mimo.hf.keymap import Weight, plain
-from mimo.hf.preprocessing import Processors, check_agreement, normalisation, pixel_limits
-from mimo.hf.rope import rope_settings
+from mimo.families.hf_config import Config, expect
+from mimo.families.hf_preprocessing import Processors, check_agreement, normalisation, pixel_limits
+from mimo.families.hf_rope import rope_settings
+from mimo.families.keymap import Weight, plain
 
 
 def both(ours: str, theirs: str, rows: int, *columns: int) -> Iterator[Weight]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from mimo.megatron import ProcessGroupCollection, TransformerConfig
+    from mimo.engines.megatron import ProcessGroupCollection, TransformerConfig
 
 
 def check_heads(hidden_size: int, num_attention_heads: int) -> None:

@@ -11,11 +11,11 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from encoders._patches import RowParts
-from mimo import megatron as engine
 from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Width
+from mimo.engines import megatron as engine
 
 if TYPE_CHECKING:
-    from mimo.megatron import TransformerConfig
+    from mimo.engines.megatron import TransformerConfig
 
 
 class TowerSettings(BaseModel):

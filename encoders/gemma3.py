@@ -18,19 +18,19 @@ from PIL import Image
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from data.pan_and_scan import PanAndScan
-from data.square_images import SquareImageProcessor
+from data.media.pan_and_scan import PanAndScan
+from data.media.square_images import SquareImageProcessor
 from encoders._hf import block_norms, both, check_processor
 from encoders._patches import RowParts, frame_lengths, patch_places
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
-from mimo import megatron as engine
 from mimo.bounds import Crops, Means, Rows, Side, SideRatio, Stds
-from mimo.hf.config import Config, agree, expect
-from mimo.hf.keymap import Weight, grouped_qkv, plain
-from mimo.hf.preprocessing import WHOLE, Processors, check_agreement, normalisation
+from mimo.engines import megatron as engine
+from mimo.families.hf_config import Config, agree, expect
+from mimo.families.hf_preprocessing import WHOLE, Processors, check_agreement, normalisation
+from mimo.families.keymap import Weight, grouped_qkv, plain
 
 if TYPE_CHECKING:
-    from mimo.megatron import TransformerConfig
+    from mimo.engines.megatron import TransformerConfig
 
 
 __all__ = [

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from data.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
-from data.videos import VIDEO, VideoProcessor
+from data.media.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
+from data.media.videos import VIDEO, VideoProcessor
 from encoders._hf import both, qwen_tower_sizes
 from encoders._patches import (
     PatchRope,
@@ -34,14 +34,14 @@ from encoders._patches import (
     patch_places,
 )
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
-from mimo import megatron as engine
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, Rate, RotaryBase, Side, Stds
-from mimo.hf.config import Config, expect
-from mimo.hf.keymap import Weight, fused_qkv, plain, stacked
-from mimo.hf.preprocessing import Processors
+from mimo.engines import megatron as engine
+from mimo.families.hf_config import Config, expect
+from mimo.families.hf_preprocessing import Processors
+from mimo.families.keymap import Weight, fused_qkv, plain, stacked
 
 if TYPE_CHECKING:
-    from mimo.megatron import TransformerConfig
+    from mimo.engines.megatron import TransformerConfig
 
 __all__ = [
     "PROJECTOR",

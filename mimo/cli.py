@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mimo.bounds import MAX_RANKS
-from mimo.recipe_errors import InputError
+from mimo.errors import InputError
 
 if TYPE_CHECKING:
-    from mimo.layout import Layout
+    from mimo.layout.grids import Layout
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -101,10 +101,10 @@ def check(
     num_ranks: NumRanksOption = None,
 ) -> None:
     """Validate a recipe and print which rank does what."""
-    from mimo.job import check_recipe
-    from mimo.layout import num_microbatches
-    from mimo.memory import in_words, module_memory
-    from mimo.stages import load_stages
+    from mimo.layout.grids import num_microbatches
+    from mimo.model.memory import in_words, module_memory
+    from mimo.recipe.phases import load_stages
+    from mimo.train.main import check_recipe
 
     staged = load_stages(recipe, overrides or [])
     layouts = staged.each(lambda recipe: check_recipe(recipe, num_ranks))
@@ -142,7 +142,7 @@ def print_layout(
 @_readable_errors
 def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> int | None:
     """Write the example data and the index that a recipe needs."""
-    from mimo.prepare import main as run
+    from mimo.commands.prepare import main as run
 
     return run(recipe, overrides or [])
 
@@ -164,7 +164,7 @@ def train(
     ] = None,
 ) -> int | None:
     """Train a recipe on this machine, or as one rank of a torchrun or srun job."""
-    from mimo.job import main as run
+    from mimo.train.main import main as run
 
     return run(recipe, overrides or [], num_ranks, resume=resume, resume_from=resume_from)
 
@@ -232,7 +232,7 @@ def generate(
     ] = 64,
 ) -> int | None:
     """Answer a question about images or a video with a trained checkpoint, in one process."""
-    from mimo.generate import main as answer
+    from mimo.generate.answer import main as answer
 
     return answer(run, image or [], prompt, max_new_tokens, frame or [], fps)
 
@@ -250,7 +250,7 @@ def evaluate(
     ] = None,
 ) -> int | None:
     """Answer the held-out samples of a run's recipe and compare with the expected answers."""
-    from mimo.evaluate import main as compare
+    from mimo.generate.evaluate import main as compare
 
     return compare(run, split, max_new_tokens)
 
@@ -311,7 +311,7 @@ def tiny(
 @_readable_errors
 def quickstart(overrides: OverridesArgument = None) -> int | None:
     """Prepare, train and evaluate the small example that runs without a GPU."""
-    from mimo.quickstart import main as run
+    from mimo.commands.quickstart import main as run
 
     return run(overrides or [])
 
@@ -326,7 +326,7 @@ def convert_from_hf(
 
     To train from it no conversion is needed: name the folder as init_from in a recipe.
     """
-    from mimo.hf.from_hf import convert as run
+    from mimo.convert.from_hf import convert as run
 
     run(folder, out)
 
@@ -349,12 +349,12 @@ def convert_to_hf(
     Adapters are merged into what they adapt, or with --adapter written without it.
     """
     if adapter:
-        from mimo.hf.adapter import convert as write_adapter
+        from mimo.convert.adapter import convert as write_adapter
 
         write_adapter(run, out)
         return
-    from mimo.hf.to_hf import convert as write
-    from mimo.hf.to_hf import parse_size
+    from mimo.convert.to_hf import convert as write
+    from mimo.convert.to_hf import parse_size
 
     write(run, out, parse_size(shard_size))
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from mimo.launch import rank_environment, run_on_cpu, warm_up_on_cpu
-from mimo.megatron.notices import WARNINGS
+from mimo.engines.megatron.notices import WARNINGS
+from mimo.launch.ranks import rank_environment, run_on_cpu, warm_up_on_cpu
 
 RunRanks = Callable[..., list[Any]]
 
@@ -43,7 +43,13 @@ def run_ranks() -> RunRanks:
     A rank's exception fails the test with its traceback, a hang with the stacks of every rank.
     """
     warm_up_on_cpu(
-        ["mimo.megatron.preload", "mimo.rank", "transformers", "pytest", "torch.distributed"]
+        [
+            "mimo.engines.megatron.preload",
+            "mimo.train.rank",
+            "transformers",
+            "pytest",
+            "torch.distributed",
+        ]
     )
 
     def run(

@@ -126,16 +126,16 @@ class Trainer:
     """One rank's model of a `Job`."""
 
     def __init__(self, job: Job) -> None:
-        from mimo.languages import qwen3
-        from mimo.layout import LANGUAGE, GridSpec, Layout
-        from mimo.megatron.config import ModuleContext
-        from mimo.megatron.parallel import (
+        from mimo.engines.megatron.config import ModuleContext
+        from mimo.engines.megatron.parallel import (
             OptimizerSettings,
             build_optimizer,
             prepare_engine,
             wrap_data_parallel,
         )
-        from mimo.topology import build_topology
+        from mimo.languages import qwen3
+        from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+        from mimo.layout.groups import build_topology
 
         self.job = job
         prepare_engine(SEED)
@@ -169,13 +169,13 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One step: the summed loss of this rank and its share of the squared gradient norm."""
-        from mimo.megatron.parallel import (
+        from mimo.engines.megatron.parallel import (
             finish_gradients,
             squared_gradient_norm,
             step_optimizer,
             zero_gradients,
         )
-        from mimo.megatron.schedule import run_schedule
+        from mimo.engines.megatron.schedule import run_schedule
 
         for chunk in self.chunks:
             chunk.train()
@@ -192,9 +192,9 @@ class Trainer:
         return {"loss": float(sum(logged)) if first else 0.0, "squared_norm": norm}
 
     def _forward_step(self, batches: Iterator[Microbatch], chunk: Any) -> tuple[Any, Any]:
-        from mimo.loss import masked_sum
-        from mimo.megatron.cross_entropy import vocab_parallel_kl
-        from mimo.megatron.segments import PackedSegments
+        from mimo.engines.megatron.layers.cross_entropy import vocab_parallel_kl
+        from mimo.engines.megatron.segments import PackedSegments
+        from mimo.model.loss import masked_sum
 
         one, cp, tp = next(batches), self.groups.cp, self.groups.tp
         lengths = one.lengths or (one.ids.shape[1],)
@@ -215,7 +215,7 @@ class Trainer:
 
     def shards(self) -> list[Any]:
         """Weights and gradients of this rank, for `tiny.assemble`."""
-        from mimo.model import Module
+        from mimo.model.modules import Module
         from mimo.verify.run import numpy_copy, shards_of
 
         rate = self.job.learning_rate
@@ -272,7 +272,7 @@ def resume(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, 
 
 
 def _state(trainer: Trainer, purpose: Literal["save", "load"]) -> dict[str, Any]:
-    from mimo.megatron.checkpoint import optimizer_state, weights_state
+    from mimo.engines.megatron.checkpoint import optimizer_state, weights_state
 
     state: dict[str, Any] = {}
     for number, chunk in enumerate(trainer.raw):
@@ -283,13 +283,13 @@ def _state(trainer: Trainer, purpose: Literal["save", "load"]) -> dict[str, Any]
 
 
 def _save(trainer: Trainer, directory: Path) -> None:
-    from mimo.megatron.checkpoint import save_sharded
+    from mimo.engines.megatron.checkpoint import save_sharded
 
     save_sharded(_state(trainer, "save"), directory)
 
 
 def _load(trainer: Trainer, directory: Path, step: int) -> None:
-    from mimo.megatron.checkpoint import load_sharded, restore
+    from mimo.engines.megatron.checkpoint import load_sharded, restore
 
     loaded = load_sharded(_state(trainer, "load"), directory)
     for number, chunk in enumerate(trainer.raw):

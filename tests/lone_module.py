@@ -84,10 +84,10 @@ class TowerOptions:
 
 def _context(tp: int, sp: bool, pp: int = 1, recompute: str = "none") -> Any:
     """A world of ``tp · pp`` ranks that holds one module in fp32."""
-    from mimo.layout import LANGUAGE, GridSpec, Layout
-    from mimo.megatron.config import ModuleContext
-    from mimo.megatron.parallel import prepare_engine
-    from mimo.topology import build_topology
+    from mimo.engines.megatron.config import ModuleContext
+    from mimo.engines.megatron.parallel import prepare_engine
+    from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+    from mimo.layout.groups import build_topology
 
     prepare_engine(SEED)
     grid = GridSpec(LANGUAGE, tp=tp, sp=sp, pp=pp)
@@ -101,7 +101,7 @@ def _context(tp: int, sp: bool, pp: int = 1, recompute: str = "none") -> Any:
 @torch.no_grad()
 def _load(model: nn.Module, weights: Weights, ctx: Any) -> None:
     """Copy whole tensors into this rank's parameters, or the slices that it holds."""
-    from mimo.megatron.initialize import global_name, tensor_parallel_slice
+    from mimo.engines.megatron.initialize import global_name, tensor_parallel_slice
 
     stage = ctx.groups.pp.rank()
     params = {
@@ -205,7 +205,7 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     """This rank's part of every gradient, as `tiny.assemble` takes it."""
     import torch.distributed as dist
 
-    from mimo.model import Module
+    from mimo.model.modules import Module
     from mimo.verify.run import shards_of
 
     module = Module("", ctx.groups, [model], [model], None, 0.0, True)
@@ -241,8 +241,8 @@ def run_language(
     """
     import importlib
 
-    from mimo.megatron import PackedSegments
-    from mimo.megatron.parallel import finish_gradients, wrap_data_parallel
+    from mimo.engines.megatron import PackedSegments
+    from mimo.engines.megatron.parallel import finish_gradients, wrap_data_parallel
 
     languages = importlib.import_module(f"mimo.languages.{family}")
     ctx = _context(tp, sp)
@@ -296,9 +296,9 @@ def run_language_with_levels(
     Returns this rank's logits (T, V / tp), the gradients of its parameters and those of the rows
     that it adds, (k, n', H), n' of the n under sequence parallelism, with their numbers (n',).
     """
+    from mimo.engines.megatron import PackedSegments
+    from mimo.engines.megatron.deepstack import level_inputs
     from mimo.languages import qwen3
-    from mimo.megatron import PackedSegments
-    from mimo.megatron.deepstack import level_inputs
 
     ctx = _context(tp, sp, recompute=recompute)
     sizes = qwen3.Settings(**settings)

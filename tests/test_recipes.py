@@ -17,9 +17,9 @@ import pytest
 from mimo.hf.recipe_keys import architecture_of_folder
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.hf.tiny_configs import FAMILIES
-from mimo.job import check_recipe
-from mimo.layout import Layout, num_microbatches
-from mimo.stages import load_stages
+from mimo.layout.grids import Layout, num_microbatches
+from mimo.recipe.phases import load_stages
+from mimo.train.main import check_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 _LAYOUT = re.compile(r"#\s+(\d+) GPUs:\s+(.*)")

@@ -14,8 +14,8 @@ from torch import Tensor
 from bridge import Exchange
 from mimo.bench.bridge_workload import ENCODER, Workload
 from mimo.device import local_device
-from mimo.levels import Link
-from mimo.topology import Topology
+from mimo.layout.groups import Topology
+from mimo.layout.levels import Link
 
 _Way = Literal["send", "receive"]
 _Call = tuple[_Way, Tensor, int, dist.ProcessGroup]

@@ -27,10 +27,10 @@ from mimo.bench.bridge_report import Report, machine, notes
 from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_tables import print_tables
 from mimo.bench.bridge_workload import Case
-from mimo.launch import launch, warm_up
-from mimo.recipe_errors import InputError
+from mimo.errors import InputError
+from mimo.launch.ranks import launch, warm_up
 
-PRELOAD = ("mimo.megatron.preload", "mimo.bench.bridge_contest")
+PRELOAD = ("mimo.engines.megatron.preload", "mimo.bench.bridge_contest")
 
 # Layouts that both bridges support: no CP, and lane counts that divide. The first is the headline.
 CASES = (

@@ -22,11 +22,11 @@ from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_workload import ENCODER, Case, Delivery, Workload
 from mimo.bench.received import count_received
 from mimo.device import backend, initialize_distributed, local_device, set_threads, synchronize
-from mimo.launch import rank_environment
-from mimo.layout import LANGUAGE
-from mimo.levels import Link
-from mimo.megatron.rival_bridge import MegatronBridge
-from mimo.topology import Topology, build_topology, comm_grid
+from mimo.engines.megatron.rival_bridge import MegatronBridge
+from mimo.launch.ranks import rank_environment
+from mimo.layout.grids import LANGUAGE
+from mimo.layout.groups import Topology, build_topology, comm_grid
+from mimo.layout.levels import Link
 
 _TIMEOUT_SECONDS = 300
 _START_IN_SECONDS = 0.01  # until the common start, enough for every rank to hear of it

@@ -18,7 +18,7 @@ from bridge import (
     imbalance,
     sharded_destination,
 )
-from data.images import ImageProcessor
+from data.media.images import ImageProcessor
 
 PLAN_RANKS = (1024, 4096, 16384)
 _PLAN_ROWS, _PLAN_ITEMS = 65536, 500

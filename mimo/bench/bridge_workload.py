@@ -21,7 +21,7 @@ from bridge import (
     replicated_destination,
     sharded_destination,
 )
-from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 
 Delivery = Literal["sharded", "replicated"]
 ENCODER = "vision"

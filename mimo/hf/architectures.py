@@ -1,7 +1,7 @@
 """The models that we read and write, and the names that their tensors have had on disk.
 
-A key map (`mimo.hf.keymap`) uses the names that transformers 5 gives the tensors in memory. On disk
-their beginnings differ, by the version that wrote them.
+A key map (`mimo.families.keymap`) uses the names that transformers 5 gives the tensors in memory.
+On disk their beginnings differ, by the version that wrote them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from mimo.hf.keymap import Weight
+from mimo.families.keymap import Weight
 
 LANGUAGE_MODEL = "model.language_model."
 

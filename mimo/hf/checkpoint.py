@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mimo.errors import RecipeError
+from mimo.families.keymap import Run, Source, Weight
 from mimo.hf.architectures import LANGUAGE_MODEL, Architecture, KeyLayout, best_layout
 from mimo.hf.folder import WeightsFolder
-from mimo.hf.keymap import Run, Source, Weight
-from mimo.recipe_errors import RecipeError
 
 # Buffers that older versions stored; they follow from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids")

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo.families import encoder_settings, language_settings
+from mimo.errors import RecipeError
+from mimo.families.hf_config import read_config, read_json
+from mimo.families.hf_preprocessing import TOKENIZER, image_defaults_of_processor, read_processors
+from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.architectures import Architecture
-from mimo.hf.config import read_config, read_json
-from mimo.hf.preprocessing import TOKENIZER, image_defaults_of_processor, read_processors
-from mimo.layout import LANGUAGE
-from mimo.recipe import Recipe
-from mimo.recipe_errors import RecipeError
+from mimo.layout.grids import LANGUAGE
+from mimo.recipe.schema import Recipe
 
 # Settings that no configuration of theirs has: how fresh weights are drawn, and padding.
 _OURS = {"init_std", "vocab_multiple"}

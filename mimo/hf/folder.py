@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mimo.hf.config import read_json
-from mimo.recipe_errors import InputError, RecipeError
+from mimo.errors import InputError, RecipeError
+from mimo.families.hf_config import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

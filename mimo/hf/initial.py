@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimo.families import encoder_settings, language_settings
+from mimo.errors import InputError, RecipeError
+from mimo.families.keymap import Weight
+from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.checkpoint import HFCheckpoint
-from mimo.hf.keymap import Weight
 from mimo.hf.recipe_keys import architecture_of_folder
-from mimo.recipe import Recipe
-from mimo.recipe_errors import InputError, RecipeError
+from mimo.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

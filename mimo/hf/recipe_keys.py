@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mimo.errors import InputError
+from mimo.families.hf_config import read_config
+from mimo.families.hf_preprocessing import read_processors
 from mimo.hf.architectures import Architecture, architecture_of
-from mimo.hf.config import read_config
-from mimo.hf.preprocessing import read_processors
-from mimo.recipe_errors import InputError
-from mimo.yaml_source import Location
+from mimo.recipe.source import Location
 
 DEFAULT_ENCODER = "vision"
 _UNREAD = "unread"

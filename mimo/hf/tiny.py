@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mimo.errors import InputError, suggestion
 from mimo.hf.tiny_configs import FAMILIES
 from mimo.hf.tiny_text import build_tokenizer, end_token_ids
-from mimo.recipe_errors import InputError, suggestion
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from data.digits_text import DIGITS, SPECIAL_TOKENS, chat_template, word_tokenizer, words
+from data.digits.text import DIGITS, SPECIAL_TOKENS, chat_template, word_tokenizer, words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,7 +8,8 @@ A family file offers
   ``scaled_down(stages, tp)``, the smallest settings of the same character that ``stages`` pipeline
   stages (virtual ones included) and ``tp`` ranks divide, with a layer of every kind per stage, and
   checks it by ``layer_kinds()``, one name per layer.
-- ``ITEM_RULES``: the `mimo.item_rules.ItemRules` that say what is special about tokens of items.
+- ``ITEM_RULES``: the `mimo.families.item_rules.ItemRules` that say what is special about tokens of
+  items.
 - ``check_grid(settings, tp, pp, vocab_size) -> list[str]``: problems of a grid with these sizes,
   one sentence each; pp counts virtual stages too, vocab_size is padded.
 - ``build(settings, ctx, num_tokens, max_sequence_length, seed)``: this rank's chunk as a Megatron

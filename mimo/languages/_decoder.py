@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, model_validator
 from torch import nn
 
-from mimo import megatron as engine
 from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
+from mimo.engines import megatron as engine
 
 if TYPE_CHECKING:
-    from mimo.megatron import (
+    from mimo.engines.megatron import (
         LanguageModel,
         ModuleContext,
         ModuleSpec,
@@ -152,7 +152,7 @@ def build_decoder(
     layer: makes the spec of its layers; pre-norm ones without. The others: as of a family's
     ``build``.
     """
-    from mimo.megatron.language import LanguageShape, build_gpt
+    from mimo.engines.megatron.language import LanguageShape, build_gpt
 
     config = engine.transformer_config(shape, ctx)
     model = build_gpt(

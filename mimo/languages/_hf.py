@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mimo.hf.config import Config, refuse_dropout
-from mimo.hf.keymap import Weight, grouped_qkv, plain, stacked
+from mimo.families.hf_config import Config, refuse_dropout
+from mimo.families.keymap import Weight, grouped_qkv, plain, stacked
 from mimo.languages._decoder import DecoderSettings
 
 _PREFIX = "model.language_model"

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from mimo.bounds import Channels, RotaryBase
-from mimo.hf.config import Config, expect
-from mimo.hf.rope import rope_settings
+from mimo.families.hf_config import Config, expect
+from mimo.families.hf_rope import rope_settings
 from mimo.languages._decoder import DecoderSettings
 from mimo.languages._hf import decoder_sizes
 

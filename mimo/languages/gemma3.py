@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional
 
-from mimo import megatron as engine
 from mimo.bounds import AttentionScalar, Layers, RotaryBase, RotaryFactor, Window
-from mimo.hf.config import Config, expect
-from mimo.hf.keymap import Weight
-from mimo.hf.rope import rope_settings
-from mimo.item_rules import ItemRules
+from mimo.engines import megatron as engine
+from mimo.families.hf_config import Config, expect
+from mimo.families.hf_rope import rope_settings
+from mimo.families.item_rules import ItemRules
+from mimo.families.keymap import Weight
 from mimo.languages._decoder import DecoderSettings, build_decoder, check_grid
 from mimo.languages._hf import QK_NORMS, decoder_sizes, decoder_weights
 
 if TYPE_CHECKING:
-    from mimo.megatron import LanguageModel
+    from mimo.engines.megatron import LanguageModel
 
 __all__ = [
     "ITEM_RULES",
@@ -100,7 +100,7 @@ def build(
 
     num_tokens: of the tokenizer, without the padding of the vocabulary.
     """
-    from mimo.megatron.local_global import LocalGlobalRope, local_global_layer_spec
+    from mimo.engines.megatron.local_global import LocalGlobalRope, local_global_layer_spec
 
     scalar = settings.query_pre_attn_scalar
     return build_decoder(

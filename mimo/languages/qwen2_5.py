@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mimo import megatron as engine
-from mimo.hf.config import Config, expect
-from mimo.hf.keymap import Weight
-from mimo.item_rules import ItemRules
+from mimo.engines import megatron as engine
+from mimo.families.hf_config import Config, expect
+from mimo.families.item_rules import ItemRules
+from mimo.families.keymap import Weight
 from mimo.languages._decoder import build_decoder, check_grid
 from mimo.languages._hf import PRE_NORMS, decoder_weights
 from mimo.languages._mrope import MRopeDecoderSettings, mrope_settings_from_hf
 
 if TYPE_CHECKING:
-    from mimo.megatron import LanguageModel
+    from mimo.engines.megatron import LanguageModel
 
 __all__ = [
     "ITEM_RULES",

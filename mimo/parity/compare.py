@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from mimo.hf.keymap import Weight
+from mimo.families.keymap import Weight
 from mimo.parity.results import INPUTS, LOGITS, OursOnRank, Part, Theirs
 from mimo.verify.compare import Comparison, IncomparableError, compare, is_worse
 from mimo.verify.results import Reference, ReferenceParameter, Shard

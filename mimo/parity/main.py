@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mimo.launch import warm_up_on_cpu
+from mimo.launch.processes import RanksFailed, RanksHung
+from mimo.launch.ranks import warm_up_on_cpu
 from mimo.parity.compare import TOLERANCE
 from mimo.parity.report import print_table, verdict, write_json
 from mimo.parity.runner import PRELOAD, ParityRunner
-from mimo.rank_processes import RanksFailed, RanksHung
 from mimo.verify.compare import IncomparableError
 from mimo.verify.main import check_writable
 

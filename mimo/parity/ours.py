@@ -12,19 +12,19 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.dataset import open_dataset
-from mimo.families import language_settings
+from mimo.families.registry import language_settings
 from mimo.hf.initial import InitialWeights, initial_weights
-from mimo.layout import LANGUAGE, build_layout
-from mimo.loader import LoadedStep
-from mimo.model import MimoModel, Module
+from mimo.layout.grids import LANGUAGE, build_layout
+from mimo.layout.groups import Topology, build_topology
+from mimo.model.modules import MimoModel, Module
 from mimo.parity.places import NOTHING, Places, held_part, held_tokens
 from mimo.parity.recording import ROWS, Recording, record_language, record_tower
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, OursOnRank, Part, level_point
-from mimo.rank import join_world
-from mimo.recipe import Recipe
-from mimo.step_plan import StepPlan, StepPlanner
-from mimo.topology import Topology, build_topology
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import open_dataset
+from mimo.step.loader import LoadedStep
+from mimo.step.plan import StepPlan, StepPlanner
+from mimo.train.rank import join_world
 from mimo.verify.results import Fault, RankSteps
 from mimo.verify.run import WatchedTrainer
 

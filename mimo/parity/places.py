@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.reader import SampleReader
-from mimo.megatron.groups import ProcessGroupCollection
-from mimo.megatron.segments import zigzag_indices
-from mimo.step_plan import StepPlan
+from data.index.reader import SampleReader
+from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.segments import zigzag_indices
+from mimo.step.plan import StepPlan
 
 NOTHING = -1  # padding
 

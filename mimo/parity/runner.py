@@ -7,22 +7,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mimo.device import machine_memory
+from mimo.errors import InputError
+from mimo.families.keymap import Weight, num_elements
 from mimo.hf.initial import InitialWeights, initial_weights
-from mimo.hf.keymap import Weight, num_elements
-from mimo.job import check_recipe
-from mimo.launch import run_on_cpu
-from mimo.layout import Layout
-from mimo.memory import check_memory
+from mimo.launch.ranks import run_on_cpu
+from mimo.layout.grids import Layout
+from mimo.model.memory import check_memory
 from mimo.parity.compare import TOLERANCE, Parity, compare_points, compare_step
 from mimo.parity.results import Theirs
 from mimo.parity.samples import make_samples, write_samples
-from mimo.recipe import Recipe, load_recipe
-from mimo.recipe_errors import InputError
+from mimo.recipe.schema import Recipe, load_recipe
+from mimo.train.main import check_recipe
 from mimo.verify.results import Fault
 
 # Named, not imported: the engine and transformers are loaded in the fork server only.
 _THEIRS, _OURS = "mimo.parity.theirs:run_theirs", "mimo.parity.ours:run_ours"
-PRELOAD = ("mimo.megatron.preload", "mimo.parity.ours", "mimo.parity.theirs", "transformers")
+PRELOAD = (
+    "mimo.engines.megatron.preload",
+    "mimo.parity.ours",
+    "mimo.parity.theirs",
+    "transformers",
+)
 
 _MICROBATCHES = 3  # the last has no pictures
 _SAMPLES = 2  # of a lane in a microbatch

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mimo.errors import InputError
 from mimo.hf.processor import load_processor
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
 from mimo.parity.samples import ParitySample
-from mimo.recipe_errors import InputError
 
 
 @dataclass(frozen=True)

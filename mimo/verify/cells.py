@@ -6,10 +6,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimo.job import check_recipe
-from mimo.layout import GridSpec, Layout
-from mimo.recipe import Recipe
-from mimo.recipe_errors import InputError, RecipeError
+from mimo.errors import InputError, RecipeError
+from mimo.layout.grids import GridSpec, Layout
+from mimo.recipe.schema import Recipe
+from mimo.train.main import check_recipe
 from mimo.verify.scale import scale_recipe
 from mimo.verify.shrink import cover, lane_ratio, parallel_axes
 from mimo.verify.sweep import SWEEP, sweep_recipe

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from mimo.device import machine_memory
-from mimo.launch import warm_up_on_cpu
-from mimo.memory import check_processes
-from mimo.recipe_errors import InputError
-from mimo.stages import Stage, load_stages
+from mimo.errors import InputError
+from mimo.launch.ranks import warm_up_on_cpu
+from mimo.model.memory import check_processes
+from mimo.recipe.phases import Stage, load_stages
 from mimo.verify.cells import Cell, Cells, recipe_cells, sweep_cells
 from mimo.verify.report import print_progress, print_table, write_json
 from mimo.verify.scale import changes, scale_recipe

@@ -6,10 +6,10 @@ from itertools import combinations
 
 import numpy as np
 
-from mimo.families import encoder_settings, language_settings
-from mimo.layout import LANGUAGE, GridSpec, Layout, num_microbatches, run_ahead
-from mimo.recipe import Recipe
-from mimo.step_plan import StepPlan
+from mimo.families.registry import encoder_settings, language_settings
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout, num_microbatches, run_ahead
+from mimo.recipe.schema import Recipe
+from mimo.step.plan import StepPlan
 
 
 def check_minimums(recipe: Recipe, layout: Layout, plan: StepPlan) -> None:

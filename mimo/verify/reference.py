@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from data.batch import pack_lane, plan_microbatch
-from data.reader import SampleReader
-from mimo.build import freeze_weights
-from mimo.dataset import Dataset, item_processors, open_dataset, open_tokenizer
-from mimo.layout import LANGUAGE
-from mimo.local import LocalModel
-from mimo.rank import join_world
-from mimo.recipe import Recipe, Train
+from data.index.reader import SampleReader
+from mimo.generate.one_rank import LocalModel
+from mimo.layout.grids import LANGUAGE
+from mimo.model.build import freeze_weights
+from mimo.recipe.schema import Recipe, Train
+from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.train.rank import join_world
 from mimo.verify.compare import update_floor
 from mimo.verify.results import Reference, ReferenceParameter
 from mimo.verify.workload import Workload

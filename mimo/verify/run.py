@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.dataset import Dataset, open_dataset
+from mimo.engines.megatron.initialize import global_name
 from mimo.hf.initial import InitialWeights
-from mimo.layout import Layout, build_layout
-from mimo.megatron.initialize import global_name
-from mimo.model import Module
-from mimo.rank import join_world
-from mimo.recipe import Recipe
-from mimo.step_plan import StepPlan
-from mimo.topology import Topology, build_topology
-from mimo.train import Trainer
+from mimo.layout.grids import Layout, build_layout
+from mimo.layout.groups import Topology, build_topology
+from mimo.model.modules import Module
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import Dataset, open_dataset
+from mimo.step.plan import StepPlan
+from mimo.train.loop import Trainer
+from mimo.train.rank import join_world
 from mimo.verify.minimums import check_minimums
 from mimo.verify.results import Fault, RankSteps, Shard
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mimo.families import encoder_settings, language_settings
-from mimo.job import check_recipe
-from mimo.layout import LANGUAGE, GridSpec, Layout
-from mimo.levels import minimum_run_ahead
-from mimo.padding import sequence_multiple
-from mimo.recipe import Encoder, Language, Recipe
-from mimo.recipe_errors import RecipeError
+from mimo.errors import RecipeError
+from mimo.families.registry import encoder_settings, language_settings
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.layout.levels import minimum_run_ahead
+from mimo.layout.padding import sequence_multiple
+from mimo.recipe.schema import Encoder, Language, Recipe
+from mimo.recipe.source import dotted
+from mimo.train.main import check_recipe
 from mimo.verify.workload import Media, Workload
-from mimo.yaml_source import dotted
 
 NUM_STEPS = 2  # the second step finds stale state
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}

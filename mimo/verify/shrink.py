@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
-from mimo.layout import LANGUAGE, GridSpec, Layout
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 
 Axis = tuple[str, str]
 """A module and one of its axes, such as ("language", "tp")."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mimo.layout import LANGUAGE, GridSpec, Layout
-from mimo.recipe import Recipe
-from mimo.recipe_errors import RecipeError
+from mimo.errors import RecipeError
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.recipe.schema import Recipe
+from mimo.recipe.source import YamlSource
 from mimo.verify.shrink import place
-from mimo.yaml_source import YamlSource
 
 _COLOCATED = "colocated"
 _SECOND = "second"  # the name of an encoder that a cell needs and the recipe has not

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mimo.launch import run_on_cpu
-from mimo.rank_processes import RanksFailed, RanksHung
+from mimo.launch.processes import RanksFailed, RanksHung
+from mimo.launch.ranks import run_on_cpu
 from mimo.verify.cells import Cell
 from mimo.verify.compare import Comparison, IncomparableError, assembled, compare
 from mimo.verify.results import Fault, RankSteps, Reference
@@ -23,7 +23,12 @@ from mimo.verify.scale import (
 
 # Named, not imported: the engine is loaded in the fork server only.
 _LAYOUT, _REFERENCE = "mimo.verify.run:run_layout", "mimo.verify.reference:run_reference"
-PRELOAD = ("mimo.megatron.preload", "mimo.verify.run", "mimo.verify.reference", "transformers")
+PRELOAD = (
+    "mimo.engines.megatron.preload",
+    "mimo.verify.run",
+    "mimo.verify.reference",
+    "transformers",
+)
 _TIMEOUT_SECONDS = 300.0
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.digits_text import write_tokenizer
+from data.digits.text import write_tokenizer
 from data.order import SampleOrder
 
 _SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # width and height of an item, in rows

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from data import ChatTokenizer, Processors
 from data.batch import GlobalMicrobatch, Padding, pack_lane, plan_microbatch
-from data.chat import EncodedSample
-from data.index import Index
-from data.index_store import load_or_build_index
+from data.index.samples import Index
+from data.index.store import load_or_build_index
 from data.order import SampleOrder
+from data.text.chat import EncodedSample
 
 MULTIPLES = st.sampled_from([1, 2, 4, 6])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data import ImageProcessor, Part, SquareImageProcessor, TimedVideoProcessor, VideoProcessor
-from data.pan_and_scan import PanAndScan
+from data.media.pan_and_scan import PanAndScan
 from encoders import gemma3, qwen3_vl, qwen_vl
 
 SIZES: dict[str, Any] = {

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mimo.job import check_recipe, make_run_dir
-from mimo.recipe import Recipe, load_recipe
-from mimo.start import FromScratch, Resume, Start
+from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.recipe.schema import Recipe, load_recipe
+from mimo.train.main import check_recipe, make_run_dir
 from tests.conftest import RunRanks
 from tests.ranks import MarkedJob
 
@@ -48,7 +48,7 @@ def run_from(run_ranks: RunRanks, recipe: Recipe, start: Start) -> None:
 
 
 def _train(rank: int, recipe: Recipe, run_dir: Path, start: Start) -> None:
-    from mimo.rank import train_in_world
+    from mimo.train.rank import train_in_world
 
     train_in_world(recipe, run_dir, start)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mimo import tiny
-from tests.mimo.test_bad_recipes import BOMB
+from tests.mimo.recipe.test_bad_recipes import BOMB
 
 MEMORY_BYTES = 2**30
 CPU_SECONDS = 20  # a hang burns more; importing torch alone burns a few

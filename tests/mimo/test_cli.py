@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from mimo.cli import app
 from tests.mimo import tiny
-from tests.mimo.test_recipe import RECIPE
+from tests.mimo.recipe.test_recipe import RECIPE
 
 HEAVY = ("torch", "megatron", "transformers", "numpy")
 
@@ -49,7 +49,7 @@ def test_bad_input_ends_with_exit_code_2_and_a_message_without_traceback(tmp_pat
 
 def test_the_recipe_the_layout_and_the_command_line_load_without_the_engine() -> None:
     code = (
-        "import sys, mimo.cli, mimo.layout, mimo.launch\n"
+        "import sys, mimo.cli, mimo.layout.grids, mimo.launch.ranks\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

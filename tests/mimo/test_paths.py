@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from data.chat import ChatTokenizer
-from data.index_build import build_index
-from data.index_store import index_directory, load_index, load_or_build_index
-from data.tar_shards import scan_shard
-from mimo.checkpoint_folder import Progress, find_checkpoint, publish
+from data.index.build import build_index
+from data.index.store import index_directory, load_index, load_or_build_index
+from data.index.tar_shards import scan_shard
+from data.text.chat import ChatTokenizer
+from mimo.checkpoint.folder import Progress, find_checkpoint, publish
+from mimo.errors import InputError
 from mimo.hf.folder import INDEX, WeightsFolder
-from mimo.recipe_errors import InputError
 from tests.mimo import tiny
 
 

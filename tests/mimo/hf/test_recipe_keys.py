@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mimo.families import encoder_settings, language_settings
+from mimo.errors import RecipeError
+from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.initial import initial_weights
-from mimo.job import check_recipe
-from mimo.recipe import Recipe, load_recipe
-from mimo.recipe_errors import RecipeError
+from mimo.recipe.schema import Recipe, load_recipe
+from mimo.train.main import check_recipe
 from tests.mimo.hf import folders
 
 

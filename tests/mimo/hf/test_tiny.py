@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from data.digits_text import image_conversation
+from data.digits.text import image_conversation
+from mimo.errors import InputError
 from mimo.hf.processor import load_processor
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.hf.tiny_configs import FAMILIES
-from mimo.recipe_errors import InputError
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

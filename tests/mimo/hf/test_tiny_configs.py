@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 
+from mimo.families.hf_config import read_config
+from mimo.families.hf_preprocessing import read_processors
 from mimo.hf.architectures import ARCHITECTURES
-from mimo.hf.config import read_config
-from mimo.hf.preprocessing import read_processors
 from tests.mimo.hf import folders
 
 # Of transformers, what may be equal to a default: there is one value only that we compute, and

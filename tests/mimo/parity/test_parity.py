@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mimo.errors import InputError
 from mimo.hf.architectures import ARCHITECTURES
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.parity import runner
@@ -20,7 +21,6 @@ from mimo.parity.main import main
 from mimo.parity.report import verdict
 from mimo.parity.results import INPUTS, LOGITS
 from mimo.parity.runner import ParityRunner
-from mimo.recipe_errors import InputError
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
 
@@ -207,7 +207,7 @@ def overlook(
 
 def change_one_weight() -> None:
     """One number of the MLP in layer 2 is not the checkpoint's, on whatever rank holds it."""
-    import mimo.build as build
+    import mimo.model.build as build
 
     load = build.load_weights
 
@@ -243,7 +243,7 @@ def test_gradients_that_are_wrong_are_found_where_the_forward_is_right(
 
 def double_gradients() -> None:
     """Every gradient is twice what it should be."""
-    from mimo import model
+    from mimo.model import modules as model
 
     finish = model.finish_gradients
     model.finish_gradients = lambda chunks, groups, tokens: finish(chunks, groups, tokens / 2)

@@ -1,0 +1,1 @@
+"""The example data: scans of handwritten digits as chats."""

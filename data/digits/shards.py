@@ -1,0 +1,239 @@
+"""The quickstart's data: handwritten digits to read aloud, made from scikit-learn's bundled scans.
+
+A sample shows one to four images of one digit each, asks for them, and answers "3 7 1". Some are
+text only, in whole runs, so that every path of a multimodal run is used. No download.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data.digits.text import Conversation, image_conversation, text_conversation, write_tokenizer
+
+FORMAT_VERSION = 1
+SAMPLES_PER_SHARD = 2000
+TEXT_RUN = 32  # text-only samples come in runs of this many, at multiples of it
+_TEXT_RUN_PERIOD = 8  # one run in so many is text-only, of the training samples
+_TEXT_RUN_HELD_OUT = 16
+_MARKER = ".complete"
+
+# (width, height) of the canvas: weight. With 14-pixel patches merged 2 x 2 (min_pixels 28·28) they
+# make 1, 2 or 4 rows, about 1.9 on average.
+CANVASES = {(28, 28): 40, (28, 56): 13, (56, 28): 13, (40, 44): 11, (44, 40): 11, (56, 56): 12}
+_NUM_IMAGES = {1: 3, 2: 3, 3: 2, 4: 2}
+
+_MAX_ROTATION_DEGREES = 5.0
+_MAX_SHIFT = 0.04  # of the digit's side
+_DIGIT_SIDE = (0.86, 1.0)  # of the shorter side of the canvas
+_SCAN_PIXELS = 8
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the files depend on; written into the marker."""
+
+    num_train: int
+    num_validation: int
+    num_test: int
+    seed: int
+    version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class _Scans:
+    """Scans of one split: images uint8 (k, 10, 10) with an empty border, digits int (k,)."""
+
+    images: np.ndarray
+    digits: np.ndarray
+
+
+def prepare_digits(
+    directory: str | Path,
+    num_train: int = 16000,
+    num_validation: int = 200,
+    num_test: int = 300,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write train-*.tar, validation-*.tar, test-*.tar and tokenizer/ into `directory`.
+
+    The scans of the three splits are disjoint, and equal arguments give equal files. Does nothing
+    when the folder already holds the same data. It appears complete or not at all. Returns it.
+
+    progress(done, total) counts samples.
+
+    Raises ValueError for a folder that holds something else (it is never deleted), or bad counts.
+    """
+    directory = Path(directory).absolute()
+    settings = _Settings(num_train, num_validation, num_test, seed)
+    counts = {"train": num_train, "validation": num_validation, "test": num_test}
+    if min(counts.values()) < 1:
+        raise ValueError(f"number of samples per split is {counts}: need at least 1 of each")
+    if _is_prepared(directory, settings):
+        return directory
+    if directory.exists() and not (directory / _MARKER).is_file() and any(directory.iterdir()):
+        raise ValueError(
+            f"{directory} exists and was not made by prepare_digits: give an empty or a new folder"
+        )
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        done, total = 0, sum(counts.values())
+        for split, count in counts.items():
+            for number in _write_split(temporary, split, count, seed):
+                if progress is not None and (number % 100 == 0 or number == count):
+                    progress(done + number, total)
+            done += count
+        write_tokenizer(temporary / "tokenizer")
+        (temporary / _MARKER).write_text(json.dumps(asdict(settings)), encoding="utf-8")
+        _replace_folder(temporary, directory, settings)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return directory
+
+
+def _is_prepared(directory: Path, settings: _Settings) -> bool:
+    """Whether the folder holds complete data of exactly these settings."""
+    try:
+        return json.loads((directory / _MARKER).read_text(encoding="utf-8")) == asdict(settings)
+    except (OSError, ValueError):
+        return False
+
+
+def is_text_only(split: str, number: int, count: int) -> bool:
+    """Whether sample `number` of a split of `count` samples has no image."""
+    if split == "train":
+        return number // TEXT_RUN % _TEXT_RUN_PERIOD == 1
+    return count >= 2 * TEXT_RUN and TEXT_RUN <= number < TEXT_RUN + _TEXT_RUN_HELD_OUT
+
+
+def split_of_scan(number: int) -> str:
+    """The split of a scan: by its index modulo 5, as the last fifth is harder than the rest."""
+    if number % 5 == 0:
+        return "test"
+    return "validation" if number % 20 == 1 else "train"
+
+
+def _replace_folder(temporary: Path, directory: Path, settings: _Settings) -> None:
+    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    try:
+        if directory.exists():
+            os.rename(directory, old)
+        os.rename(temporary, directory)
+    except OSError:
+        # Another process was faster; what it wrote is the same if the settings are.
+        if not _is_prepared(directory, settings):
+            raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_split(folder: Path, split: str, count: int, seed: int) -> Iterator[int]:
+    """Write the shards of a split; yields the number of samples written so far."""
+    from webdataset.writer import TarWriter  # here: it imports torch
+
+    scans = _load_scans(split)
+    for shard, start in enumerate(range(0, count, SAMPLES_PER_SHARD)):
+        with (
+            open(folder / f"{split}-{shard:05d}.tar", "wb") as file,
+            # Fixed owner and time: equal arguments give equal bytes.
+            TarWriter(file, encoder=False, mtime=0, user="data", group="data") as tar,
+        ):
+            for number in range(start, min(start + SAMPLES_PER_SHARD, count)):
+                tar.write(_make_sample(scans, split, number, count, seed))
+                yield number + 1
+
+
+def _load_scans(split: str) -> _Scans:
+    from sklearn.datasets import load_digits  # here: it is slow to import
+
+    # load_digits carries no type of its own for its result.
+    bunch: Any = load_digits()
+    chosen = [number for number in range(len(bunch.target)) if split_of_scan(number) == split]
+    levels = np.round(bunch.images[chosen] * (255 / 16)).astype(np.uint8)  # 17 grey levels, 0..16
+    # An empty border lets strokes that touch the edge of the scan fade out instead of being cut.
+    return _Scans(np.pad(levels, ((0, 0), (1, 1), (1, 1))), bunch.target[chosen])
+
+
+def _make_sample(
+    scans: _Scans, split: str, number: int, count: int, seed: int
+) -> dict[str, str | bytes]:
+    """One sample for the tar writer; a pure function of its arguments."""
+    # A string seed is hashed with SHA-512: the same on every machine and in every process.
+    rng = random.Random(f"digits/{seed}/{split}/{number}")
+    sample: dict[str, str | bytes] = {"__key__": f"{split}-{number:06d}"}
+    if is_text_only(split, number, count):
+        conversation = text_conversation(rng)
+    else:
+        num_images = _weighted(rng, _NUM_IMAGES)
+        chosen = [rng.randrange(len(scans.digits)) for _ in range(num_images)]
+        for position, scan in enumerate(chosen):
+            image = draw_digit(
+                scans.images[scan], _weighted(rng, CANVASES), rng, augment=split == "train"
+            )
+            sample[f"{position}.png"] = _png(image)
+        conversation = image_conversation([int(scans.digits[scan]) for scan in chosen], rng)
+    sample["json"] = json.dumps(_document(conversation)).encode()
+    return sample
+
+
+def _document(conversation: Conversation) -> dict[str, object]:
+    return {
+        "messages": conversation.messages,
+        "answer": conversation.answer,
+        "images": conversation.num_images,
+    }
+
+
+def draw_digit(
+    scan: np.ndarray, canvas: tuple[int, int], rng: random.Random, augment: bool
+) -> Image.Image:
+    """A grey image of `canvas` (width, height) pixels, one digit somewhere in it, bright on dark.
+
+    scan: uint8 (10, 10), a scan of 8 x 8 with an empty border. The digit keeps its aspect ratio.
+    augment: rotate it by up to 5 degrees and shift it by up to 4 %.
+    """
+    width, height = canvas
+    side = min(width, height) * rng.uniform(*_DIGIT_SIDE)
+    x = rng.uniform(0, width - side) + side / 2  # centre of the digit on the canvas
+    y = rng.uniform(0, height - side) + side / 2
+    angle = 0.0
+    if augment:
+        angle = np.deg2rad(rng.uniform(-_MAX_ROTATION_DEGREES, _MAX_ROTATION_DEGREES))
+        x += side * rng.uniform(-_MAX_SHIFT, _MAX_SHIFT)
+        y += side * rng.uniform(-_MAX_SHIFT, _MAX_SHIFT)
+    # Pillow wants the map from canvas to scan: rotate around the digit's centre, then scale.
+    scale = _SCAN_PIXELS / side
+    cos, sin = scale * np.cos(angle), scale * np.sin(angle)
+    middle = scan.shape[0] / 2
+    matrix = (cos, sin, middle - cos * x - sin * y, -sin, cos, middle + sin * x - cos * y)
+    return Image.fromarray(scan).transform(
+        canvas,
+        Image.Transform.AFFINE,
+        tuple(float(v) for v in matrix),
+        Image.Resampling.BICUBIC,
+        fillcolor=0,
+    )
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _weighted[T](rng: random.Random, weights: dict[T, int]) -> T:
+    choices: Sequence[T] = list(weights)
+    return rng.choices(choices, list(weights.values()))[0]

@@ -1,0 +1,1 @@
+"""Shards and their index: what is known of a sample without reading it."""

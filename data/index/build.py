@@ -1,0 +1,241 @@
+"""Builds the index of a set of shards: tokenizes every sample, reads every item's header."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, BinaryIO, cast
+
+import numpy as np
+
+from data.index.samples import (
+    DTYPES,
+    Index,
+    Processors,
+    SkippedSample,
+    index_fingerprint,
+    listed,
+    make_index,
+)
+from data.index.tar_shards import Member, MemberFile, RawSample, match_shards, scan_shard
+from data.media.images import image_size
+from data.media.processor import Part, PartPlan
+from data.text.chat import ChatTokenizer, EncodedSample
+from data.text.messages import Mention, MessagesError, PlaceholderError, UnknownMediaError
+
+Progress = Callable[[int, int], None]
+
+_PROGRESS_EVERY = 256  # samples
+
+
+def build_index(
+    pattern: str, chat: ChatTokenizer, processors: Processors, progress: Progress | None = None
+) -> Index:
+    """Scan all shards that `pattern` names: tokenize every sample, read every item's header.
+
+    A sample with malformed JSON or messages, no answer, missing items or unreadable headers is left
+    out and listed in `skipped`. processors: of the same media as the placeholders of `chat`.
+    progress(done, total) counts bytes of shards.
+
+    Raises ValueError when no shard matches, a shard is damaged, the template cannot be used, or any
+    sample has an item of an unknown media or more or fewer placeholders than items (all of them are
+    counted, 10 are named).
+    """
+    media = sorted(processors)
+    assert media == sorted(chat.placeholders), "every media has a placeholder and a processor"
+    shards = match_shards(pattern)
+    fingerprint = index_fingerprint(pattern, shards, chat, processors)
+    total_bytes = sum(os.path.getsize(path) for path in shards)
+    keys: list[str] = []
+    item_counts: list[int] = []
+    columns: dict[str, list[float]] = {name: [] for name in DTYPES}
+    skipped: list[SkippedSample] = []
+    mismatched: list[str] = []
+    unknown: list[str] = []
+    bytes_before = 0
+    for number, path in enumerate(shards):
+        with open(path, "rb") as file:
+            for count, raw in enumerate(scan_shard(path)):
+                try:
+                    read = _read_sample(raw, file, chat, processors, media)
+                except PlaceholderError as error:
+                    mismatched.append(f"{path}: {error.key}: {error.placeholders} / {error.items}")
+                    continue
+                except UnknownMediaError as error:
+                    unknown.append(f"{path}: {error.key}: {error.media}")
+                    continue
+                except _Unusable as error:
+                    skipped.append(SkippedSample(path, raw.key, str(error)))
+                    continue
+                keys.append(raw.key)
+                item_counts.append(len(read.items))
+                _append(columns, {"shard": number, **read.sample})
+                first_file = len(columns["file_offset"])
+                for item in read.items:
+                    _append(columns, item | {"item_file": first_file + item["item_file"]})
+                for file_of_sample in read.files:
+                    _append(columns, file_of_sample)
+                if progress is not None and count % _PROGRESS_EVERY == 0:
+                    progress(bytes_before + read.sample["json_offset"], total_bytes)
+        bytes_before += os.path.getsize(path)
+        if progress is not None:
+            progress(bytes_before, total_bytes)
+    problems = []
+    if unknown:
+        problems.append(
+            f"{len(unknown)} samples have items of a media that no encoder takes (shard: key: "
+            f"media):\n  {listed(unknown)}\nthe encoders take {', '.join(media) or 'none'}; give "
+            "one of them this media, or correct or leave out these samples"
+        )
+    if mismatched:
+        problems.append(
+            f"{len(mismatched)} samples have more or fewer placeholders than items (shard: key: "
+            f"placeholders / items):\n  {listed(mismatched)}\n"
+            'need one content part such as {"type": "image"} per item, or one such as {"type": '
+            '"video", "frames": 8} for so many, and items named <key>.0.png, <key>.1.png, ... in '
+            "order of mention; the cause may also be a text that contains the token itself "
+            f"({', '.join(sorted(_tokens(chat))) or 'none'}); correct these samples or leave them "
+            "out of the shards"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return make_index(shards, media, keys, item_counts, columns, skipped, fingerprint)
+
+
+def _tokens(chat: ChatTokenizer) -> set[str]:
+    """What stands for an item in a rendered text, or for one of its rows."""
+    texts = chat.media_text.values()
+    return {token for text in texts for token in (text.written, text.placeholder)}
+
+
+class _Unusable(Exception):
+    """A sample that is skipped; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class _ReadSample:
+    """Columns of one sample; `item_file` counts from its own first file."""
+
+    sample: dict[str, int]
+    items: list[dict[str, float]]
+    files: list[dict[str, float]]
+
+
+def _read_sample(
+    raw: RawSample,
+    file: IO[bytes],
+    chat: ChatTokenizer,
+    processors: Processors,
+    media: Sequence[str],
+) -> _ReadSample:
+    if raw.problem:
+        raise _Unusable(raw.problem)
+    if raw.json is None:
+        raise _Unusable("no .json member")
+    if sorted(raw.items) != list(range(len(raw.items))):
+        raise _Unusable(f"items are numbered {sorted(raw.items)}, need 0, 1, 2, ...")
+    file.seek(raw.json.offset)
+    try:
+        messages = parse_messages(file.read(raw.json.size))
+    except ValueError as error:
+        raise _Unusable(str(error)) from error
+    try:
+        mentioned = chat.mentions(messages, raw.key)
+        num_files = sum(one.frames for one in mentioned)
+        if num_files != len(raw.items):
+            raise PlaceholderError(raw.key, num_files, len(raw.items))
+        items: list[dict[str, float]] = []
+        texts: list[str] = []
+        first = 0
+        for one in mentioned:
+            files = range(first, first + one.frames)
+            part = _read_part(one, files, raw.items, file)
+            try:
+                plan = processors[one.media].plan(part)
+            except ValueError as error:
+                raise _Unusable(f"item {first}: {error}") from error
+            number = media.index(one.media)
+            items += [_item(part, plan, first, number, k) for k in range(plan.num_items)]
+            texts.append(plan.text)
+            first += one.frames
+        rows = [int(item["item_rows"]) for item in items]
+        encoded = chat.encode(messages, rows, raw.key, texts)
+    except MessagesError as error:
+        raise _Unusable(str(error)) from error
+    loss_tokens = count_loss_tokens(encoded)
+    if loss_tokens == 0:
+        roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
+        raise _Unusable(f"no message of the assistant, so nothing to learn (its roles are {roles})")
+    for item, offset in zip(items, encoded.item_offsets, strict=True):
+        item["item_placeholder"] = int(offset)
+    sample = {
+        "json_offset": raw.json.offset,
+        "json_size": raw.json.size,
+        "token_length": len(encoded.input_ids),
+        "loss_tokens": loss_tokens,
+    }
+    members = [raw.items[number] for number in range(num_files)]
+    return _ReadSample(
+        sample, items, [{"file_offset": one.offset, "file_size": one.size} for one in members]
+    )
+
+
+def _read_part(
+    mention: Mention, files: range, members: Mapping[int, Member], file: IO[bytes]
+) -> Part:
+    """The sizes of a part's files, which all need to be the same."""
+    sizes = []
+    for number in files:
+        try:
+            sizes.append(image_size(cast(BinaryIO, MemberFile(file, members[number]))))
+        except ValueError as error:
+            raise _Unusable(f"item {number}: {error}") from error
+        if sizes[-1] != sizes[0]:
+            (width, height), (first_width, first_height) = sizes[-1], sizes[0]
+            raise _Unusable(
+                f"item {number}: a frame of {width} x {height} pixels in a {mention.media} that "
+                f"begins with one of {first_width} x {first_height}: need frames of one size"
+            )
+    width, height = sizes[0]
+    return Part(width, height, mention.frames, mention.fps)
+
+
+def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) -> dict[str, float]:
+    """Columns of the number-th item of a part, but for its placeholder."""
+    return {
+        "item_media": media,
+        "item_number": number,
+        "item_file": first_file,
+        "item_frames": part.frames,
+        "item_fps": part.fps,
+        "item_width": part.width,
+        "item_height": part.height,
+        "item_rows": plan.num_rows,
+        "item_cost": plan.cost,
+    }
+
+
+def parse_messages(data: bytes) -> list[dict[str, Any]]:
+    """The messages of a sample's JSON member; their form is checked when they are encoded.
+
+    Raises ValueError when it is not a JSON object with `messages`.
+    """
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"malformed JSON: {error}") from error
+    if not isinstance(document, dict) or "messages" not in document:
+        raise ValueError('the JSON member needs to be an object with "messages"')
+    return document["messages"]
+
+
+def count_loss_tokens(sample: EncodedSample) -> int:
+    """Tokens of a sample that the loss counts."""
+    return int(np.count_nonzero(sample.loss_mask))
+
+
+def _append(columns: dict[str, list[float]], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        columns[name].append(value)

@@ -1,0 +1,197 @@
+"""The global index of a set of shards: everything the batches are planned from, without decoding.
+
+Built once per set of shards (index_build.py; index_store.py keeps it beside them).
+
+A content part takes files and becomes items: see processor.py. The index knows both.
+
+Letters: `n` samples, `m` items (images, videos, ...) of all samples, in order of mention; the
+items of sample i are item_start[i] .. item_start[i + 1] - 1. `f` files of all samples, in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from data.index.tar_shards import pattern_root
+from data.media.processor import ItemProcessor, Part
+from data.text.chat import ChatTokenizer
+
+Processors = Mapping[str, ItemProcessor]  # by media
+
+INDEX_VERSION = 5  # raise it whenever the arrays, their meaning or what is left out change
+_SHOWN = 10  # bad samples named in one message
+
+
+@dataclass(frozen=True)
+class SkippedSample:
+    """A sample that cannot be used, and why."""
+
+    shard: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """All samples of a set of shards; see the header of this file."""
+
+    shards: tuple[str, ...]  # paths
+    media: tuple[str, ...]  # names, sorted: "image", "video", ...
+    keys: np.ndarray  # (n,) str
+    shard: np.ndarray  # (n,) int32, into shards
+    json_offset: np.ndarray  # (n,) int64, byte in the shard
+    json_size: np.ndarray  # (n,) int64, bytes
+    token_length: np.ndarray  # (n,) int32, items expanded
+    loss_tokens: np.ndarray  # (n,) int32
+    item_start: np.ndarray  # (n + 1,) int64, into the item arrays
+    item_media: np.ndarray  # (m,) int32, into media
+    item_number: np.ndarray  # (m,) int32, among the items of its part
+    item_file: np.ndarray  # (m,) int64, first file of its part
+    item_frames: np.ndarray  # (m,) int32, files of its part
+    item_fps: np.ndarray  # (m,) float64, frames per second
+    item_width: np.ndarray  # (m,) int32, pixels of each file, before resizing
+    item_height: np.ndarray  # (m,) int32, pixels of each file, before resizing
+    item_rows: np.ndarray  # (m,) int32, placeholder tokens
+    item_placeholder: np.ndarray  # (m,) int32, first placeholder inside its sample's tokens
+    item_cost: np.ndarray  # (m,) int64, see PartPlan.cost
+    file_offset: np.ndarray  # (f,) int64, byte in the shard
+    file_size: np.ndarray  # (f,) int64, bytes
+    skipped: tuple[SkippedSample, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_items(self) -> int:
+        """Items of all samples together."""
+        return len(self.item_media)
+
+    def sample_of_item(self, item: int) -> int:
+        """The sample that an item belongs to."""
+        return int(np.searchsorted(self.item_start, item, side="right")) - 1
+
+    def part(self, item: int) -> Part:
+        """The content part that an item belongs to."""
+        return Part(
+            width=int(self.item_width[item]),
+            height=int(self.item_height[item]),
+            frames=int(self.item_frames[item]),
+            fps=float(self.item_fps[item]),
+        )
+
+    def items_of_sample(self, sample: int) -> range:
+        """Its items, in order."""
+        return range(int(self.item_start[sample]), int(self.item_start[sample + 1]))
+
+    def files_of_sample(self, sample: int) -> range:
+        """Its files, in order."""
+        items = self.items_of_sample(sample)
+        if not items:
+            return range(0)
+        return range(self.files_of_part(items[0])[0], self.files_of_part(items[-1])[-1] + 1)
+
+    def files_of_part(self, item: int) -> range:
+        """The files of the part that an item belongs to."""
+        first = int(self.item_file[item])
+        return range(first, first + int(self.item_frames[item]))
+
+
+# dtypes of the arrays, for building and for loading: one entry per array field of Index.
+SAMPLE_DTYPES = {
+    "shard": np.int32,
+    "json_offset": np.int64,
+    "json_size": np.int64,
+    "token_length": np.int32,
+    "loss_tokens": np.int32,
+}
+ITEM_DTYPES = {
+    "item_media": np.int32,
+    "item_number": np.int32,
+    "item_file": np.int64,
+    "item_frames": np.int32,
+    "item_fps": np.float64,
+    "item_width": np.int32,
+    "item_height": np.int32,
+    "item_rows": np.int32,
+    "item_placeholder": np.int32,
+    "item_cost": np.int64,
+}
+FILE_DTYPES = {"file_offset": np.int64, "file_size": np.int64}
+DTYPES = SAMPLE_DTYPES | ITEM_DTYPES | FILE_DTYPES
+
+
+def make_index(
+    shards: Sequence[str],
+    media: Sequence[str],
+    keys: Sequence[str],
+    item_counts: Sequence[int] | np.ndarray,
+    columns: dict[str, list[float]] | dict[str, np.ndarray],
+    skipped: Sequence[SkippedSample],
+    fingerprint: str,
+) -> Index:
+    """An Index from columns of any type of number; item_counts (n,) are the items per sample."""
+    item_start = np.zeros(len(keys) + 1, dtype=np.int64)
+    np.cumsum(np.asarray(item_counts, dtype=np.int64), out=item_start[1:])
+    arrays = {name: np.asarray(columns[name], dtype=dtype) for name, dtype in DTYPES.items()}
+    return Index(
+        shards=tuple(shards),
+        media=tuple(media),
+        keys=np.array(keys, dtype=str),
+        item_start=item_start,
+        skipped=tuple(skipped),
+        fingerprint=fingerprint,
+        **arrays,
+    )
+
+
+def index_fingerprint(
+    pattern: str, shards: Sequence[str], chat: ChatTokenizer, processors: Processors
+) -> str:
+    """Hex digest of all that an index depends on: tokenizer, template, processors, shards.
+
+    Shards count by name and size, not by path, so that a data folder can be moved.
+    """
+    root = pattern_root(pattern)
+    files = [(os.path.relpath(path, root), os.path.getsize(path)) for path in shards]
+    by_media = sorted((media, one.fingerprint()) for media, one in processors.items())
+    parts = (INDEX_VERSION, chat.fingerprint(), by_media, files)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def check_lengths(index: Index, sequence_length: int) -> None:
+    """Raise ValueError when samples are longer than `sequence_length` tokens.
+
+    They are never truncated: a cut item has fewer placeholders than rows.
+    """
+    too_long = np.flatnonzero(index.token_length > sequence_length)
+    if len(too_long):
+        named = [
+            f"{index.shards[index.shard[i]]}: {index.keys[i]}: {index.token_length[i]} tokens"
+            for i in too_long[:_SHOWN]
+        ]
+        raise ValueError(
+            f"{len(too_long)} of {len(index)} samples are longer than sequence_length "
+            f"{sequence_length}; the longest has {index.token_length.max()} tokens:\n  "
+            f"{listed(named, len(too_long))}\nraise data.sequence_length, lower max_pixels of an "
+            "encoder, or leave them out of the shards (samples are never truncated)"
+        )
+
+
+def listed(lines: list[str], total: int | None = None) -> str:
+    """The first ten of ``total`` lines about bad samples, and how many more there are."""
+    total = len(lines) if total is None else total
+    shown = lines[:_SHOWN]
+    return "\n  ".join(shown) + (
+        f"\n  ... and {total - len(shown)} more" if total > len(shown) else ""
+    )
+
+
+_OTHER_FIELDS = {"shards", "media", "skipped", "fingerprint"}
+_ARRAY_FIELDS = {field.name for field in fields(Index)} - _OTHER_FIELDS
+assert {"keys", "item_start", *DTYPES} == _ARRAY_FIELDS

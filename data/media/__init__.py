@@ -1,0 +1,1 @@
+"""Kinds of items: how their files become patches and rows."""

@@ -1,0 +1,306 @@
+"""Images: decoding untrusted bytes safely, and the Qwen2-VL preprocessing into patches.
+
+Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch size in frames,
+`t, h, w` the grid of one image in patches (`t` is 1 for a still image).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import BinaryIO, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from data.media.processor import Grid, StillImages
+
+# Only formats that people train on: fewer decoders, fewer ways for a hostile file to hurt.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS_DECODED = 64 * 1024 * 1024
+MAX_ASPECT_RATIO = 200
+
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+_PNG_SIGNATURE = 8  # bytes
+_PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
+_PNG_KEYWORD = 80  # bytes, the zero at its end included
+# Of texts that Pillow's `getexif` looks into: EXIF in hexadecimal, and XMP.
+_KEYWORDS_WITH_ORIENTATION = (b"exif", b"Raw profile type exif", b"XML:com.adobe.xmp", b"xmp")
+_EXIF_ORIENTATION = 274
+_ORIENTATION_METHOD = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def image_size(
+    file: BinaryIO | bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED
+) -> tuple[int, int]:
+    """(width, height) in pixels from the header alone, the EXIF orientation applied.
+
+    Raises ValueError when the header cannot be read, or promises more than `max_pixels_decoded`.
+    """
+    image = _open_lazily(file, max_pixels_decoded)
+    width, height = image.size
+    if _has_late_metadata(image):
+        _load(image)
+    return (height, width) if _orientation(image) >= 5 else (width, height)
+
+
+def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Image.Image:
+    """Decode an image completely, with its EXIF orientation applied; the first frame of several.
+
+    Its size equals `image_size(data)`. The size is checked before any pixel is decoded, so a
+    decompression bomb costs nothing.
+
+    Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
+    """
+    image = _open_lazily(data, max_pixels_decoded)
+    _load(image)
+    method = _ORIENTATION_METHOD.get(_orientation(image))
+    return image if method is None else image.transpose(method)
+
+
+def _load(image: Image.Image) -> None:
+    try:
+        image.load()
+    except Exception as error:  # decoders raise many types on hostile input
+        raise ValueError(
+            f"the image cannot be decoded ({type(error).__name__}: {error}): the file is corrupt "
+            "or truncated; replace it or remove the sample"
+        ) from error
+
+
+def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image:
+    try:
+        image = Image.open(
+            io.BytesIO(file) if isinstance(file, bytes) else file, formats=IMAGE_FORMATS
+        )
+    except Exception as error:  # includes Pillow's own bomb error, a plain Exception
+        raise ValueError(
+            f"the image header cannot be read ({type(error).__name__}: {error}): need one of "
+            f"{', '.join(IMAGE_FORMATS)}; replace the file or remove the sample"
+        ) from error
+    width, height = image.size
+    if width < 1 or height < 1 or width * height > max_pixels_decoded:
+        raise ValueError(
+            f"the image is {width} x {height} pixels, between 1 and {max_pixels_decoded} are "
+            "allowed; scale it down before writing the shard"
+        )
+    return image
+
+
+def _has_late_metadata(image: Image.Image) -> bool:
+    """Whether a lazily opened PNG may tell its orientation behind its pixels, as some writers do.
+
+    Pillow sees that only after decoding all of them, so other texts there do not count.
+    """
+    file = getattr(image, "fp", None)
+    if image.format != "PNG" or file is None:
+        return False
+    position = file.tell()  # decoding goes on from here
+    file.seek(_PNG_SIGNATURE)
+    pixels_seen = False
+    found = False
+    while len(header := file.read(8)) == 8 and header[4:] != b"IEND":
+        kind, length, start = header[4:], int.from_bytes(header[:4], "big"), file.tell()
+        pixels_seen = pixels_seen or kind == b"IDAT"
+        if pixels_seen and kind in _PNG_TEXTS:
+            keyword = file.read(min(length, _PNG_KEYWORD)).split(b"\0", 1)[0]
+            found = found or keyword in _KEYWORDS_WITH_ORIENTATION
+        found = found or (pixels_seen and kind == b"eXIf")
+        file.seek(start + length + 4)  # data and checksum
+    file.seek(position)
+    return found
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1..8, from EXIF or XMP as Pillow reads them; 1 where absent or nonsense."""
+    try:
+        # Not image.getexif(): that of a PNG decodes all of it to look for a late chunk.
+        value = Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1)
+    except Exception:  # a broken EXIF block is no reason to lose the image
+        return 1
+    return value if isinstance(value, int) and value in range(1, 9) else 1
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB copy of an image of any mode; transparency is laid over white, as transformers does."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        background = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(background, image).convert("RGB")
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class ImageProcessor(StillImages):
+    """Qwen2-VL preprocessing: resize to whole merge blocks, normalise, cut into patches.
+
+    patch_size: P, pixels. merge_size: M, patches per side that become one row.
+    temporal_patch_size: T, frames per patch; a still image is repeated T times.
+    min_pixels, max_pixels: bounds on the pixels of the resized image.
+    mean, std: per RGB channel, for values in 0..1.
+    tower_width: hidden size of the tower that encodes the patches; only `cost` depends on it.
+
+    Raises ValueError when built with sizes that cannot work.
+    """
+
+    patch_size: int = 14
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
+    std: tuple[float, float, float] = OPENAI_CLIP_STD
+    tower_width: int = 1280
+
+    KIND: ClassVar[str] = "qwen2_vl-1"
+
+    def __post_init__(self) -> None:
+        # Lists from YAML become tuples, so that equal settings have equal fingerprints.
+        object.__setattr__(self, "mean", tuple(float(value) for value in self.mean))
+        object.__setattr__(self, "std", tuple(float(value) for value in self.std))
+        problems = [
+            f"{name} is {getattr(self, name)}, needs to be at least 1"
+            for name in (
+                "patch_size",
+                "merge_size",
+                "temporal_patch_size",
+                "min_pixels",
+                "tower_width",
+            )
+            if getattr(self, name) < 1
+        ]
+        block = self.patch_size * self.merge_size
+        if self.max_pixels < max(self.min_pixels, block * block):
+            problems.append(
+                f"max_pixels is {self.max_pixels}, needs to be at least min_pixels "
+                f"({self.min_pixels}) and one merge block ({block} x {block} = {block * block})"
+            )
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std, default=0.0) <= 0:
+            problems.append(f"mean {self.mean} and std {self.std} need 3 values each, std above 0")
+        if problems:
+            raise ValueError("image processor: " + "; ".join(problems))
+
+    @property
+    def row_pixels(self) -> int:
+        """Side of a square in the resized image that makes one row: P·M pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of one patch: 3·T·P·P."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) in pixels after resizing: multiples of P·M, within the pixel bounds.
+
+        The aspect ratio is kept as well as the multiples allow. A very long image may end above
+        `max_pixels`, because a side is never shorter than one merge block.
+
+        Raises ValueError for an empty image or an aspect ratio above 200.
+        """
+        if width < 1 or height < 1:
+            raise ValueError(
+                f"image of {width} x {height} pixels: both sides need to be at least 1"
+            )
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise ValueError(
+                f"image of {width} x {height} pixels has an aspect ratio of "
+                f"{max(width, height) / min(width, height):.0f}, at most {MAX_ASPECT_RATIO} is "
+                "allowed; crop or split it"
+            )
+        block = self.patch_size * self.merge_size
+        new_width, new_height = round(width / block) * block, round(height / block) * block
+        if new_width * new_height > self.max_pixels:
+            shrink = math.sqrt((height * width) / self.max_pixels)
+            new_width = max(block, math.floor(width / shrink / block) * block)
+            new_height = max(block, math.floor(height / shrink / block) * block)
+        elif new_width * new_height < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            new_width = math.ceil(width * grow / block) * block
+            new_height = math.ceil(height * grow / block) * block
+        return new_width, new_height
+
+    def grid(self, width: int, height: int) -> Grid:
+        """(t, h, w) in patches of an image of `width` x `height` pixels; t is 1."""
+        new_width, new_height = self.resized(width, height)
+        return 1, new_height // self.patch_size, new_width // self.patch_size
+
+    def row_grid(self, width: int, height: int) -> Grid:
+        """(t, h, w) in rows of an image of `width` x `height` pixels: its grid after merging."""
+        t, h, w = self.grid(width, height)
+        return t, h // self.merge_size, w // self.merge_size
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Rows, and so placeholder tokens, of an image: t·h·w / M²."""
+        return math.prod(self.row_grid(width, height))
+
+    def cost(self, width: int, height: int) -> int:
+        """Relative work to encode an image, see `encoding_cost`."""
+        return encoding_cost(math.prod(self.grid(width, height)), self.tower_width)
+
+    def patches(self, image: Image.Image) -> np.ndarray:
+        """float32 (t·h·w, 3·T·P·P): normalised patches in Qwen's order, see `cut_patches`."""
+        rgb = to_rgb(image)
+        resized = rgb.resize(self.resized(*rgb.size), Image.Resampling.BICUBIC)
+        table = normalisation_table(self.mean, self.std)
+        pixels = np.asarray(resized)[None]
+        return cut_patches(
+            pixels, table, self.patch_size, self.merge_size, self.temporal_patch_size
+        )
+
+    def fingerprint(self) -> str:
+        """Hex digest that changes whenever sizes, row counts or pixel values may change."""
+        return hashlib.sha256(repr((self.KIND, astuple(self))).encode()).hexdigest()[:16]
+
+
+def cut_patches(
+    frames: np.ndarray, table: np.ndarray, size: int, merge: int, frames_per_patch: int
+) -> np.ndarray:
+    """float32 (t·h·w, 3·T·P·P): patches of frames whose sides are multiples of P·M pixels.
+
+    frames: uint8 (t·T or fewer, height, width, 3), RGB; the last one is repeated to fill a patch.
+    table: `normalisation_table`. size, merge, frames_per_patch: P, M, T. The M x M patches of one
+    merge block are adjacent, so M² consecutive patches make one row. Inside a patch the order is
+    channel, frame, y, x.
+    """
+    count, height, width, _ = frames.shape
+    # A still image is cut once and then repeated.
+    depth = 1 if count == 1 else frames_per_patch
+    frames = np.concatenate([frames, np.repeat(frames[-1:], -count % depth, axis=0)])
+    t, h, w = len(frames) // depth, height // size, width // size
+    # (t, T, h/M, M, P, w/M, M, P, 3) -> (t, h/M, w/M, M, M, 3, T, P, P)
+    blocks = frames.reshape(t, depth, h // merge, merge, size, w // merge, merge, size, 3)
+    blocks = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3, depth, size * size)
+    # One look-up per pixel instead of arithmetic: exact, and the table has only 3 x 256 entries.
+    values = np.stack([table[channel][blocks[:, channel]] for channel in range(3)], axis=1)
+    repeats = frames_per_patch // depth
+    return np.repeat(values, repeats, axis=2).reshape(t * h * w, 3 * frames_per_patch * size**2)
+
+
+def normalisation_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """float32 (3, 256): the normalised value of each byte, rounded as transformers does."""
+    scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
+    means, stds = (np.array(x, dtype=np.float32)[:, None] for x in (mean, std))
+    return (scaled - means) / stds
+
+
+def encoding_cost(num_patches: int, tower_width: int) -> int:
+    """Relative work to encode an image of n patches: n² + 6·tower_width·n.
+
+    The shape of a transformer layer's FLOPs: 24·d² per patch in its matrices and 4·d per pair of
+    patches in attention, so 4·d·(n² + 6·d·n) at width d.
+    """
+    return num_patches * (num_patches + 6 * tower_width)

@@ -1,0 +1,184 @@
+"""Videos as the Qwen families take them: frames of one size, a few of them per temporal patch.
+
+Frames are resized and normalised as transformers' video processors do, which work on tensors: the
+values differ in the last digit from those of the same frames as images.
+
+Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch size in frames,
+`t, h, w` the grid of one item in patches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+from PIL import Image
+
+from data.media.images import MAX_ASPECT_RATIO, ImageProcessor, cut_patches, encoding_cost, to_rgb
+from data.media.processor import Part, PartPlan
+from data.text.item_text import ITEM_SLOT
+
+VIDEO = "video"
+"""The media that Qwen's encoders take as videos; every other one is images to them."""
+
+
+@dataclass(frozen=True)
+class VideoProcessor(ImageProcessor):
+    """Qwen2-VL and Qwen2.5-VL: a video is one item, its last frame repeated to fill a patch.
+
+    Source: transformers `Qwen2VLVideoProcessor`, without sampling of frames.
+    min_pixels, max_pixels: bounds on the pixels of each resized frame.
+    tokens_per_second: positions per second of video.
+    Else as `ImageProcessor`.
+    """
+
+    tokens_per_second: float = 2.0
+
+    KIND: ClassVar[str] = "qwen2_vl-video-1"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tokens_per_second > 0:
+            raise ValueError(
+                f"video processor: tokens_per_second is {self.tokens_per_second}, needs to be "
+                "above 0"
+            )
+
+    @classmethod
+    def like(
+        cls,
+        images: ImageProcessor,
+        min_pixels: int,
+        max_pixels: int,
+        tokens_per_second: float = 2.0,
+    ) -> Self:
+        """One that cuts and normalises as the processor of a tower's images does."""
+        return cls(
+            patch_size=images.patch_size,
+            merge_size=images.merge_size,
+            temporal_patch_size=images.temporal_patch_size,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            mean=images.mean,
+            std=images.std,
+            tower_width=images.tower_width,
+            tokens_per_second=tokens_per_second,
+        )
+
+    def frame_size(self, part: Part) -> tuple[int, int]:
+        """(width, height) in pixels of its resized frames. Raises as `resized`."""
+        return self.resized(part.width, part.height)
+
+    def plan(self, part: Part) -> PartPlan:
+        """One item. Raises as `frame_size`."""
+        t = -(-part.frames // self.temporal_patch_size)
+        # In float32, as transformers multiplies: positions are cut down to whole numbers.
+        seconds = np.float32(self.temporal_patch_size / part.fps)
+        step = np.float32(self.tokens_per_second) * seconds
+        return self._plan(part, t, ITEM_SLOT, float(step))
+
+    def _plan(self, part: Part, t: int, text: str, time_step: float) -> PartPlan:
+        width, height = self.frame_size(part)
+        h, w = height // self.patch_size, width // self.patch_size
+        return PartPlan(
+            grid=(t, h, w),
+            row_grid=(t, h // self.merge_size, w // self.merge_size),
+            cost=t * encoding_cost(h * w, self.tower_width),  # attention stays inside a frame
+            text=text,
+            time_step=time_step,
+        )
+
+    def item_files(self, part: Part, item: int) -> range:
+        """All frames."""
+        return range(part.frames)
+
+    def item_patches(self, images: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
+        """float32 (t·h·w, 3·T·P·P): normalised patches in Qwen's order, see `cut_patches`."""
+        frames = np.stack([np.asarray(to_rgb(image)) for image in images])
+        resized = resize_frames(frames, *self.frame_size(part))
+        table = frame_normalisation_table(self.mean, self.std)
+        return cut_patches(
+            resized, table, self.patch_size, self.merge_size, self.temporal_patch_size
+        )
+
+
+@dataclass(frozen=True)
+class TimedVideoProcessor(VideoProcessor):
+    """Qwen3-VL: every T frames are an item of their own, with their time before it.
+
+    Source: transformers `Qwen3VLVideoProcessor` and `Qwen3VLProcessor.replace_video_token`. A video
+    of fewer than T frames, which transformers refuses, is resized as one of T frames.
+    min_pixels, max_pixels: bounds on the pixels of all resized frames of a video together.
+    """
+
+    KIND: ClassVar[str] = "qwen3_vl-video-1"
+
+    def frame_size(self, part: Part) -> tuple[int, int]:
+        """(width, height) in pixels of its resized frames: multiples of P·M.
+
+        Raises ValueError for an aspect ratio above 200.
+        """
+        block, frames = self.row_pixels, max(part.frames, self.temporal_patch_size)
+        width, height = part.width, part.height
+        if min(width, height) < block:
+            scale = max(block / height, block / width)
+            width, height = int(width * scale), int(height * scale)
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            self.resized(width, height)  # raises
+        new_width, new_height = round(width / block) * block, round(height / block) * block
+        whole = round(frames / self.temporal_patch_size) * self.temporal_patch_size
+        pixels = frames * height * width
+        if whole * new_width * new_height > self.max_pixels:
+            shrink = math.sqrt(pixels / self.max_pixels)
+            new_width = max(block, math.floor(width / shrink / block) * block)
+            new_height = max(block, math.floor(height / shrink / block) * block)
+        elif whole * new_width * new_height < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / pixels)
+            new_width = math.ceil(width * grow / block) * block
+            new_height = math.ceil(height * grow / block) * block
+        return new_width, new_height
+
+    def plan(self, part: Part) -> PartPlan:
+        """An item per T frames. Raises as `frame_size`."""
+        files = [self.item_files(part, item) for item in range(self._num_items(part))]
+        # A patch that the last frame fills up ends at that frame.
+        times = [(own[0] / part.fps + own[-1] / part.fps) / 2 for own in files]
+        text = "".join(f"<{time:.1f} seconds>{ITEM_SLOT}" for time in times)
+        return self._plan(part, 1, text, 1.0)
+
+    def item_files(self, part: Part, item: int) -> range:
+        """T frames, fewer at the end of the video."""
+        first = item * self.temporal_patch_size
+        return range(first, min(first + self.temporal_patch_size, part.frames))
+
+    def _num_items(self, part: Part) -> int:
+        return -(-part.frames // self.temporal_patch_size)
+
+
+def resize_frames(frames: np.ndarray, width: int, height: int) -> np.ndarray:
+    """uint8 (F, height, width, 3) of uint8 (F, any height, any width, 3), bicubic.
+
+    Source: torchvision `resize` of a uint8 tensor with antialiasing.
+    """
+    import torch  # here, because it costs seconds to import
+
+    if frames.shape[1:3] == (height, width):
+        return frames
+    channels_first = torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous()
+    resized = torch.nn.functional.interpolate(
+        channels_first, size=(height, width), mode="bicubic", align_corners=False, antialias=True
+    )
+    return resized.permute(0, 2, 3, 1).numpy()
+
+
+def frame_normalisation_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """float32 (3, 256): the normalised value of each byte, rounded as in a video processor.
+
+    It scales mean and deviation to bytes, where an image processor scales the bytes to 0..1.
+    """
+    scaled = np.arange(256, dtype=np.float32)
+    means, stds = (np.array(x, np.float32)[:, None] * np.float32(255) for x in (mean, std))
+    return (scaled - means) / stds

@@ -1,0 +1,1 @@
+"""Chats as tokens: messages, templates, placeholders, label masks."""

@@ -1,0 +1,343 @@
+"""Chat messages to token ids, labels and loss mask, with a Hugging Face tokenizer and its template.
+
+Letters: `L` tokens of one sample, `I` items (images, videos, ...) in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data.text.chat_template import find_chat_template, generation_ends
+from data.text.item_text import ITEM_SLOT, MediaText, write_items
+from data.text.messages import (
+    Mention,
+    Message,
+    MessagesError,
+    PlaceholderError,
+    UnknownMediaError,
+    check_messages,
+    is_answer,
+    item_parts,
+    mentions,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}
+_ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One tokenized sample; every item is already `num_tokens(item)` placeholder ids long."""
+
+    input_ids: np.ndarray  # (L,) int64
+    labels: np.ndarray  # (L,) int64: labels[i] = input_ids[i + 1], the last one is padding
+    loss_mask: np.ndarray  # (L,) float32: 1 where labels[i] is one that the model is to write
+    item_offsets: np.ndarray  # (I,) int64: first placeholder of each item
+
+
+class ChatTokenizer:
+    """A tokenizer folder in Hugging Face format, with the chat template it contains.
+
+    The folder of a checkpoint is one too. Safe to use from several threads: it only ever reads.
+
+    directory: folder with tokenizer.json and a chat template; never downloads anything.
+    placeholders: by media, which is the type of content part such as "image" or "video", how its
+    items stand in the text. A token alone is one that the template writes once per item.
+
+    Raises ValueError when the folder, its template, or a needed token is missing.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        placeholders: Mapping[str, str | MediaText] = IMAGE_PLACEHOLDERS,
+    ) -> None:
+        from transformers import AutoTokenizer  # here, because it costs seconds to import
+
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise ValueError(
+                f"tokenizer folder {self.directory} does not exist: need a local folder with "
+                "tokenizer.json"
+            )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"no tokenizer can be loaded from {self.directory}: {error}"
+            ) from error
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(
+                f"the tokenizer in {self.directory} has no tokenizer.json: save its fast version"
+            )
+        self.template = find_chat_template(self.directory, tokenizer.chat_template)
+        # We never truncate, and packing pads. Set once here, so that encoding needs no lock.
+        backend.no_truncation()
+        backend.no_padding()
+        self._tokenizer, self._backend = tokenizer, backend
+        self.media_text = {
+            media: text if isinstance(text, MediaText) else MediaText(text)
+            for media, text in placeholders.items()
+        }
+        self.placeholders = {media: text.placeholder for media, text in self.media_text.items()}
+        # Not the number of entries: some tokenizers leave ids out.
+        self.vocab_size: int = 1 + max(tokenizer.get_vocab().values())
+        self.placeholder_ids: dict[str, int] = {
+            media: self._required_id(token, f"the {media} placeholder")
+            for media, token in self.placeholders.items()
+        }
+        known = [token for token in _ENDS_OF_TURN if backend.token_to_id(token) is not None]
+        eos = known[0] if known else tokenizer.eos_token
+        self.eos_token_id = self._required_id(eos, "the end of a turn")
+        ends = (self.eos_token_id, tokenizer.eos_token_id, *generation_ends(self.directory))
+        self.stop_token_ids = frozenset(end for end in ends if end is not None)
+        added = backend.get_added_tokens_decoder()
+        special = {token_id for token_id, token in added.items() if token.special}
+        self._around_items = sorted(special - self.stop_token_ids)
+        pad = tokenizer.pad_token
+        self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
+
+    def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
+        """The content parts that stand for items, in order of mention.
+
+        Raises MessagesError for malformed messages, UnknownMediaError for a media that has no
+        placeholder.
+        """
+        check_messages(messages, key)
+        found = mentions(messages, key)
+        for one in found:
+            if one.media not in self.placeholders:
+                raise UnknownMediaError(key, one.media, self.placeholders)
+        return found
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        rows_per_item: Sequence[int],
+        key: str,
+        part_texts: Sequence[str] | None = None,
+    ) -> EncodedSample:
+        """Tokenize a finished conversation; the loss is on every assistant answer.
+
+        An answer reaches from behind the template's generation prompt to its end of turn, included.
+        What stands for an item in it does not count, nor a special token that the template writes
+        to open or close it: the model cannot write items.
+        rows_per_item: rows of each item, in order of mention over all media; that many
+        placeholders of its media stand for it.
+        key: names the sample in errors.
+        part_texts: for each content part that is no text, what stands for it, with `{item}` once
+        per item that it becomes; None where each is one item.
+
+        Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
+        MessagesError when the template or the tokenizer refuses the messages, the template cannot
+        be cut at the answers, or it writes another placeholder.
+        """
+        parts = self._parts(messages, rows_per_item, key, part_texts)
+        encoding, spans = self._encoding(messages, parts, key)
+        ids = encoding.ids
+        answer = np.zeros(len(ids), dtype=bool)
+        for number, message in enumerate(messages):
+            if is_answer(message):
+                start, end = self._answer_span(messages, number, ids, parts, key)
+                answer[start:end] = True
+        answer &= ~self._of_items(encoding, spans)
+        return self._expand(ids, answer, parts, rows_per_item, key)
+
+    def encode_prompt(
+        self,
+        messages: Sequence[Message],
+        rows_per_item: Sequence[int],
+        part_texts: Sequence[str] | None = None,
+    ) -> EncodedSample:
+        """Tokenize a conversation that waits for an answer: ends with the generation prompt.
+
+        There is nothing to learn: labels are all padding, loss_mask is all 0.
+
+        Raises as `encode`, and MessagesError when the last message already is the assistant's.
+        """
+        parts = self._parts(messages, rows_per_item, "prompt", part_texts)
+        if is_answer(messages[-1]):
+            raise MessagesError(
+                "the last message of a prompt is the assistant's: leave the answer out"
+            )
+        ids = self._tokens(messages, parts, "prompt", add_generation_prompt=True)
+        answer = np.zeros(len(ids), dtype=bool)
+        sample = self._expand(ids, answer, parts, rows_per_item, "prompt")
+        return EncodedSample(
+            input_ids=sample.input_ids,
+            labels=np.full_like(sample.input_ids, self.pad_token_id),
+            loss_mask=sample.loss_mask,
+            item_offsets=sample.item_offsets,
+        )
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of token ids, without special tokens and outer white space."""
+        return self._backend.decode([int(token) for token in ids], skip_special_tokens=True).strip()
+
+    def fingerprint(self) -> str:
+        """Hex digest that changes whenever token ids or the rendering may change."""
+        parts = (
+            self._backend.to_str(),
+            self.template,
+            sorted(
+                (name, str(token)) for name, token in self._tokenizer.special_tokens_map.items()
+            ),
+            (sorted(self.media_text.items()), self.eos_token_id, self.pad_token_id),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def _required_id(self, token: str | None, role: str) -> int:
+        token_id = None if token is None else self._backend.token_to_id(token)
+        if token_id is None:
+            raise ValueError(
+                f"the tokenizer in {self.directory} has no token {token!r} for {role}: add it as a "
+                "special token, or use the tokenizer of a vision-language model"
+            )
+        return token_id
+
+    def _parts(
+        self,
+        messages: Sequence[Message],
+        rows_per_item: Sequence[int],
+        key: str,
+        part_texts: Sequence[str] | None,
+    ) -> list[tuple[str, str]]:
+        """(media, text with `{item}` in it) of each content part that is no text."""
+        media = [one.media for one in self.mentions(messages, key)]
+        texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
+        items = sum(text.count(ITEM_SLOT) for text in texts)
+        for count, needed in ((len(media), len(texts)), (items, len(rows_per_item))):
+            if count != needed:
+                raise PlaceholderError(key, count, needed)
+        return list(zip(media, texts, strict=True))
+
+    def _tokens(
+        self,
+        messages: Sequence[Message],
+        parts: Sequence[tuple[str, str]],
+        key: str,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Token ids of rendered messages, one placeholder per item."""
+        return self._encoding(messages, parts, key, add_generation_prompt)[0].ids
+
+    def _encoding(
+        self,
+        messages: Sequence[Message],
+        parts: Sequence[tuple[str, str]],
+        key: str,
+        add_generation_prompt: bool = False,
+    ) -> tuple[Encoding, list[tuple[int, int]]]:
+        """Rendered messages in tokens, and the characters [start, end) of each part.
+
+        parts: as of `_parts`; `messages` may be a beginning of those that they belong to.
+        """
+        from jinja2 import TemplateError
+
+        try:  # transformers compiles a template once per process and keeps it
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+            own = parts[: len(item_parts(messages))]
+            text, spans = write_items(text, own, self.media_text, key)
+            return self._backend.encode(text, add_special_tokens=False), spans
+        except TemplateError as error:
+            raise MessagesError(
+                f"sample {key!r}: the chat template refuses the messages: {error}"
+            ) from error
+        except (TypeError, UnicodeError) as error:
+            # From a template that joins text with parts, or a tokenizer given half a character.
+            raise MessagesError(
+                f"sample {key!r}: the messages cannot be rendered and tokenized "
+                f"({type(error).__name__}: {error}); need contents that the chat template takes, "
+                "of whole Unicode characters (no lone surrogate such as \\ud83d)"
+            ) from error
+
+    def _of_items(self, encoding: Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """bool per token: whether it stands for an item, or opens or closes one.
+
+        spans: characters [start, end) that stand for items. A special token right beside them, such
+        as Qwen's <|vision_start|>, belongs to the item; an end of turn does not.
+        """
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        found = np.zeros(len(starts), dtype=bool)
+        for start, end in spans:
+            found |= (starts < end) & (ends > start)
+        before = np.flatnonzero(found[1:] & ~found[:-1])
+        after = np.flatnonzero(found[:-1] & ~found[1:]) + 1
+        beside = np.concatenate([before, after])
+        found[beside] = np.isin(np.array(encoding.ids)[beside], self._around_items)
+        return found
+
+    def _answer_span(
+        self,
+        messages: Sequence[Message],
+        number: int,
+        ids: list[int],
+        parts: Sequence[tuple[str, str]],
+        key: str,
+    ) -> tuple[int, int]:
+        """[start, end) of the answer in message `number`, its end token included."""
+        if number == 0:
+            raise MessagesError(f"sample {key!r}: begins with an answer; need a question before it")
+        before = self._tokens(messages[:number], parts, key, add_generation_prompt=True)
+        # The last answer ends the conversation: no need to render the same messages again.
+        last = number == len(messages) - 1
+        through = ids if last else self._tokens(messages[: number + 1], parts, key)
+        if through[: len(before)] != before or ids[: len(through)] != through:
+            raise MessagesError(
+                f"sample {key!r}: the chat template of {self.directory} renders the messages "
+                f"before answer {number} differently once the answer is there, so its tokens "
+                "cannot be told apart: need a template whose output only grows with each message "
+                "(does it drop earlier reasoning, or rewrite the generation prompt, or does the "
+                "answer begin with a line break?)"
+            )
+        end = len(through)
+        # What follows the end of a turn (a line break, in Qwen's template) is never generated.
+        for position in range(len(through) - 1, len(before) - 1, -1):
+            if through[position] == self.eos_token_id:
+                end = position + 1
+                break
+        return len(before), end
+
+    def _expand(
+        self,
+        ids: list[int],
+        answer: np.ndarray,
+        parts: Sequence[tuple[str, str]],
+        rows_per_item: Sequence[int],
+        key: str,
+    ) -> EncodedSample:
+        """Repeat each placeholder rows_per_item[k] times; shift labels and mask by one."""
+        compact = np.array(ids, dtype=np.int64)
+        placeholders = np.flatnonzero(np.isin(compact, list(self.placeholder_ids.values())))
+        wanted = [
+            self.placeholder_ids[m] for m, text in parts for _ in range(text.count(ITEM_SLOT))
+        ]
+        if len(placeholders) != len(wanted):
+            raise PlaceholderError(key, len(placeholders), len(wanted))
+        if compact[placeholders].tolist() != wanted:
+            raise MessagesError(
+                f"sample {key!r}: the placeholders in its text are not those of its items in order "
+                f"of mention ({', '.join(media for media, _ in parts)})"
+            )
+        repeats = np.ones(len(compact), dtype=np.int64)
+        repeats[placeholders] = rows_per_item
+        input_ids = np.repeat(compact, repeats)
+        labels = np.append(input_ids[1:], self.pad_token_id)
+        loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)
+        starts = np.cumsum(repeats) - repeats
+        return EncodedSample(input_ids, labels, loss_mask, starts[placeholders])

@@ -1,0 +1,1 @@
+"""Checkpoints: their folder, what is saved, where a run starts."""

@@ -1,0 +1,58 @@
+"""The small files beside a model's weights: configuration, tokenizer, chat template, processor.
+
+A checkpoint of ours carries them in ``assets/``, so that it can answer questions and be exported
+wherever it is moved.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from mimo.recipe.schema import Recipe, load_recipe
+
+ASSETS = "assets"
+_SUFFIXES = {".json", ".jinja", ".txt", ".model"}
+_TOKENIZER_FILES = (
+    *("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab", "merges.txt"),
+    "chat_template",
+)
+_NOT_CARRIED = (".safetensors.index.json", "mimo_tiny.json")
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy the small files of a folder into ``target``, over those of the same name."""
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
+        if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_CARRIED):
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / path.name)
+
+
+def collect_assets(recipe: Recipe, target: Path) -> None:
+    """Copy the assets of a recipe's model into ``target``, as far as their folders exist.
+
+    Of a tokenizer in another folder than the model only the tokenizer's own files are taken: there
+    may be another model beside it.
+    """
+    tokenizer = Path(recipe.data.tokenizer)
+    if recipe.init_from is not None:
+        copy_assets(Path(recipe.init_from), target)
+    if recipe.init_from == recipe.data.tokenizer or not tokenizer.is_dir():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(tokenizer.iterdir()):
+        if path.name.startswith(_TOKENIZER_FILES):
+            shutil.copyfile(path, target / path.name)
+
+
+def recipe_of(checkpoint: Path) -> Recipe:
+    """The recipe of a checkpoint; where its tokenizer's folder is gone, with the one it carries.
+
+    Raises RecipeError.
+    """
+    recipe = load_recipe(checkpoint / "recipe.yaml")
+    carried = checkpoint / ASSETS
+    if Path(recipe.data.tokenizer).is_dir() or not carried.is_dir():
+        return recipe
+    data = recipe.data.model_copy(update={"tokenizer": str(carried)})
+    return recipe.model_copy(update={"data": data})

@@ -1,0 +1,1 @@
+"""From a checkpoint in Hugging Face format to one of ours, and back."""

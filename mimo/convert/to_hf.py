@@ -1,0 +1,98 @@
+"""`mimo convert to-hf`: a checkpoint of ours, from whatever layout, in Hugging Face format.
+
+One file of the result is in memory at a time. Adapters are merged into what they adapt; apart from
+it they are written by `mimo.convert.adapter`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mimo.checkpoint.assets import copy_assets
+from mimo.convert.new_folder import new_folder
+from mimo.convert.trained import TrainedModel, TrainedWeight, open_trained
+from mimo.errors import InputError
+from mimo.families.hf_config import read_json
+from mimo.hf.export_config import changed_settings, write_image_settings
+from mimo.hf.folder import INDEX, SINGLE
+from mimo.progress import counter_of
+
+
+def convert(run: Path, target: Path, shard_bytes: int) -> None:
+    """Write the folder ``target``: weights, index, configuration, tokenizer and processor files.
+
+    run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
+    the largest size of a file; a larger tensor has one of its own. The folder appears complete or
+    not at all.
+
+    Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
+    missing, unknown or has another shape.
+    """
+    trained = open_trained(run)
+    changed = changed_settings(trained.recipe, trained.architecture, trained.assets)
+    shards = list(trained.shards(shard_bytes))
+    to_disk = trained.architecture.layouts[0].on_disk
+    with new_folder(target) as folder, counter_of("files", len(shards)) as advance:
+        copy_assets(trained.assets, folder)
+        write_image_settings(folder, changed)
+        _set_dtype(folder / "config.json", trained.weights[0].dtype)
+        _write(folder, trained, shards, to_disk, advance)
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "5GB". Raises InputError."""
+    number, unit = text[:-2], text[-2:].upper()
+    if unit not in _UNITS or not number.isdigit() or int(number) < 1:
+        raise InputError(f"--shard-size {text}: give a whole number of KB, MB or GB, such as 5GB")
+    return int(number) * _UNITS[unit]
+
+
+def _write(
+    folder: Path,
+    trained: TrainedModel,
+    shards: list[list[TrainedWeight]],
+    to_disk: Callable[[str], str],
+    advance: Callable[[], None],
+) -> None:
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        path = folder / (SINGLE if len(shards) == 1 else name)
+        ours = trained.read(shard)
+        tensors: dict[str, Tensor] = {}
+        for one in shard:
+            # Each goes before the next is taken apart: two copies of one tensor, not of a file.
+            unpacked = one.weight.unpack(one.merged(ours))
+            tensors |= {to_disk(key): tensor.contiguous() for key, tensor in unpacked.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", path)  # else only its owner may read it
+        weight_map |= dict.fromkeys(tensors, path.name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        advance()
+    if len(shards) > 1:
+        _write_index(folder / INDEX, weight_map, total)
+
+
+def _write_index(path: Path, weight_map: Mapping[str, str], total: int) -> None:
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Say in the configuration what the weights are stored in now."""
+    content = read_json(config)
+    for key in ("dtype", "torch_dtype"):
+        if key in content:
+            content[key] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,198 @@
+"""A trained model as a checkpoint of ours has it: its parameters and what adapts them.
+
+Neither the engine nor the model is needed to read it: our checkpoints name every tensor as in the
+whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mimo.checkpoint.assets import ASSETS, recipe_of
+from mimo.checkpoint.folder import find_checkpoint
+from mimo.convert import stored
+from mimo.errors import InputError, RecipeError
+from mimo.families.keymap import Weight
+from mimo.families.lora import adapter_names, is_adapter, merged_weight
+from mimo.families.registry import encoder_settings, language_settings
+from mimo.hf.architectures import Architecture
+from mimo.hf.recipe_keys import architecture_of_folder
+from mimo.layout.grids import LANGUAGE
+from mimo.recipe.schema import LoRA, Recipe
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What adapts a linear: the keys of its two matrices in a checkpoint, and its sizes."""
+
+    lora_a: str
+    lora_b: str
+    lora: LoRA
+
+    @property
+    def scale(self) -> float:
+        """What the product of the matrices is multiplied by."""
+        return self.lora.alpha / self.lora.rank
+
+
+@dataclass(frozen=True)
+class TrainedWeight:
+    """A parameter of ours in a checkpoint: its key, shape and dtype there."""
+
+    key: str
+    weight: Weight
+    shape: torch.Size
+    dtype: torch.dtype
+    adapter: Adapter | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what it becomes: without padding, its adapter merged."""
+        columns = self.shape.numel() // self.shape[0]
+        return self.weight.num_rows * columns * self.dtype.itemsize
+
+    def stored(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype by key: the parameter and what adapts it."""
+        found = {self.key: (self.shape, self.dtype)}
+        if self.adapter is not None:
+            rank = self.adapter.lora.rank
+            found[self.adapter.lora_a] = torch.Size((rank, self.shape[1])), self.dtype
+            found[self.adapter.lora_b] = torch.Size((self.shape[0], rank)), self.dtype
+        return found
+
+    def merged(self, tensors: dict[str, Tensor]) -> Tensor:
+        """The parameter with its adapter, (R, ...), from what `stored` names in ``tensors``.
+
+        That is taken out of them.
+        """
+        weight, *adapter = [tensors.pop(key) for key in self.stored()]
+        if self.adapter is None:
+            return weight
+        lora_a, lora_b = adapter
+        return merged_weight(weight, lora_a, lora_b, self.adapter.scale)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint of ours whose model has a form in Hugging Face format.
+
+    weights: every parameter of the recipe's model.
+    """
+
+    checkpoint: Path
+    recipe: Recipe
+    architecture: Architecture
+    weights: list[TrainedWeight]
+
+    @property
+    def assets(self) -> Path:
+        """The folder with the configuration, the tokenizer and the processor's files."""
+        return self.checkpoint / ASSETS
+
+    def shards(self, num_bytes: int) -> Iterator[list[TrainedWeight]]:
+        """Consecutive parameters of so many bytes at most, or a larger one alone."""
+        shard: list[TrainedWeight] = []
+        size = 0
+        for one in self.weights:
+            if shard and size + one.num_bytes > num_bytes:
+                yield shard
+                shard, size = [], 0
+            shard.append(one)
+            size += one.num_bytes
+        yield shard
+
+    def read(self, weights: Iterable[TrainedWeight]) -> dict[str, Tensor]:
+        """Parameters and what adapts them, by key."""
+        wanted = {key: form for one in weights for key, form in one.stored().items()}
+        return stored.read(self.checkpoint, wanted)
+
+    def read_adapters(self) -> dict[str, Tensor]:
+        """What adapts the parameters, by key."""
+        wanted = {key: form for one in self.weights for key, form in one.stored().items()}
+        return stored.read(
+            self.checkpoint, {key: form for key, form in wanted.items() if is_adapter(key)}
+        )
+
+
+def open_trained(run: Path) -> TrainedModel:
+    """run: a run or checkpoint folder whose model started from a Hugging Face checkpoint.
+
+    Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
+    missing, unknown or has another shape.
+    """
+    checkpoint = find_checkpoint(run)
+    recipe = recipe_of(checkpoint)
+    assets = checkpoint / ASSETS
+    if recipe.init_from is None or not (assets / "config.json").is_file():
+        raise InputError(
+            f"{checkpoint}: its model did not start from a checkpoint in Hugging Face format, so "
+            f"there is no configuration that describes it (train with init_from)"
+        )
+    architecture = architecture_of_folder(assets)
+    return TrainedModel(
+        checkpoint, recipe, architecture, _trained_weights(checkpoint, recipe, architecture)
+    )
+
+
+def _trained_weights(
+    checkpoint: Path, recipe: Recipe, architecture: Architecture
+) -> list[TrainedWeight]:
+    settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
+    described = stored.describe(checkpoint)
+    found: list[TrainedWeight] = []
+    problems: list[str] = []
+    if not settings:
+        problems.append("  the tower: the recipe has no encoders (keep one, with freeze: true)")
+    for module, weights in architecture.weights(language_settings(recipe), settings).items():
+        lora = (recipe.language if module == LANGUAGE else recipe.encoders[module]).lora
+        for weight in weights:
+            key = f"{module}.{weight.name}"
+            if key not in described:
+                problems.append(f"  {key} is missing")
+                continue
+            shape, dtype = described[key]
+            if shape[0] < weight.num_rows:
+                problems.append(f"  {key} is {list(shape)}, needs {weight.num_rows} rows at least")
+            lora_a, lora_b = adapter_names(key)
+            adapter = None
+            if lora is not None and (lora_a in described or lora_b in described):
+                adapter = Adapter(lora_a, lora_b, lora)
+            found.append(TrainedWeight(key, weight, shape, dtype, adapter))
+    problems += _adapter_problems(recipe, found, described)
+    if problems:
+        raise RecipeError(f"{checkpoint} is not a whole {architecture.model_type}:", *problems)
+    return found
+
+
+def _adapter_problems(
+    recipe: Recipe,
+    weights: list[TrainedWeight],
+    described: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> Iterator[str]:
+    """Adapters that are incomplete, of another size than the recipe's, or of nothing we know."""
+    expected = {
+        key: shape
+        for one in weights
+        if one.adapter is not None
+        for key, (shape, _) in one.stored().items()
+        if key != one.key
+    }
+    for key, shape in expected.items():
+        if key not in described:
+            yield f"  {key} is missing"
+        elif described[key][0] != shape:
+            yield f"  {key} is {list(described[key][0])}, the recipe asks for {list(shape)}"
+    modules = (LANGUAGE, *recipe.encoders)
+    for key in sorted(described.keys() - expected.keys()):
+        # What the optimizers hold of the adapters has other beginnings.
+        if is_adapter(key) and key.partition(".")[0] in modules:
+            yield f"  {key} is unknown: the recipe has no adapter there"
+    for module in modules:
+        part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+        if part.lora is not None and not any(key.startswith(f"{module}.") for key in expected):
+            yield f"  the adapters of {module} are missing"

@@ -1,0 +1,176 @@
+"""Megatron's `TransformerConfig` from the few things that our models and recipes decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mimo.engines.megatron.cpu import adapt_to_machine
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters of a module's layers: ``rank`` wide, times alpha / rank.
+
+    targets: the linears that have one, of "qkv", "proj", "fc1" and "fc2".
+    """
+
+    rank: int
+    alpha: float
+    targets: frozenset[str]
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' outputs are multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class ModuleContext:
+    """What a family needs to build its part of a module on this rank.
+
+    groups: the module's own process groups, made by the topology.
+    vp_stage: virtual pipeline stage of the chunk to build; None without interleaving.
+    recompute: "none", "selective" (core attention) or "full" (whole layers).
+    scatter_embedding: whether the embedding itself scatters its output over a sequence-parallel
+        group. If not, the caller may write rows into the whole sequence and scatter then; a
+        forward from token ids alone still scatters inside.
+    lora: None for layers without adapters.
+    """
+
+    groups: ProcessGroupCollection
+    dtype: torch.dtype
+    sequence_parallel: bool = False
+    virtual_stages: int = 1
+    vp_stage: int | None = None
+    recompute: str = "none"
+    scatter_embedding: bool = True
+    lora: LoRA | None = None
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this chunk is the first of the module."""
+        return self.groups.pp.rank() == 0 and self.vp_stage in (None, 0)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this chunk is the last of the module."""
+        last = self.groups.pp.rank() == self.groups.pp.size() - 1
+        return last and self.vp_stage in (None, self.virtual_stages - 1)
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """Layers that see a sliding window, but for every ``pattern``-th, counted from 1.
+
+    window: keys that a query sees, its own included.
+    """
+
+    window: int
+    pattern: int
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """Sizes of a stack of transformer layers."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float = 1e-6
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    activation: Callable[[Tensor], Tensor] = torch.nn.functional.silu
+    gated: bool = True
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    softmax_scale: float | None = None
+    """Factor of the attention scores; None for 1/sqrt(head_size)."""
+    zero_centered_norm: bool = False
+    """Whether a norm's factor is 1 + weight; with RMSNorm only."""
+    local_attention: LocalAttention | None = None
+    """None when every layer sees all that is before it."""
+
+
+def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConfig:
+    """The engine's configuration for one module on this rank.
+
+    `calculate_per_token_loss` is set on every module: then DDP sums gradients and never divides;
+    the one division, by the global token count, is ours.
+    """
+    adapt_to_machine()
+    recompute = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    }[ctx.recompute]
+    pipeline = ctx.groups.pp.size()
+    local = shape.local_attention
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_size,
+        layernorm_epsilon=shape.norm_eps,
+        normalization=shape.normalization,
+        activation_func=shape.activation,
+        gated_linear_unit=shape.gated,
+        add_bias_linear=shape.linear_bias,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        softmax_scale=shape.softmax_scale,
+        layernorm_zero_centered_gamma=shape.zero_centered_norm,
+        window_size=None if local is None else (local.window - 1, 0),
+        window_attn_skip_freq=None if local is None else local.pattern,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=ctx.groups.tp.size(),
+        context_parallel_size=ctx.groups.cp.size(),
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=(
+            ctx.virtual_stages if ctx.virtual_stages > 1 else None
+        ),
+        sequence_parallel=ctx.sequence_parallel and ctx.groups.tp.size() > 1,
+        params_dtype=ctx.dtype,
+        pipeline_dtype=ctx.dtype,
+        bf16=ctx.dtype == torch.bfloat16,
+        fp16=ctx.dtype == torch.float16,
+        # Packed microbatches differ in length; the dispatcher is named because Megatron checks
+        # it for every model with variable lengths, dense ones too. Interleaved pipelines get
+        # equal lengths: with two stages their exchange of shapes would mix up both directions.
+        variable_seq_lengths=ctx.virtual_stages == 1,
+        # With two stages, batched transfers of an interleaved pipeline exchange the two messages
+        # between the same pair of ranks, silently.
+        overlap_p2p_comm=ctx.virtual_stages > 1,
+        batch_p2p_comm=ctx.virtual_stages == 1,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        # Weights are drawn by `initialize_parameters`, the same in every layout.
+        perform_initialization=False,
+        use_cpu_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        deallocate_pipeline_outputs=pipeline > 1,
+        # No CUDA graphs; the default is a name that Megatron itself calls deprecated.
+        cuda_graph_modules=[],
+        **recompute,  # type: ignore[arg-type]
+    )

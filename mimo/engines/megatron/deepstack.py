@@ -1,0 +1,61 @@
+"""Feature levels that enter the hidden states behind the first decoder layers (DeepStack).
+
+Megatron's block hands a layer the hidden states and, meant for cross-attention, a `context` with
+its mask. Our layers attend to themselves alone, so that channel is free, and it is the one that
+full recomputation takes as explicit checkpoint arguments and gives gradients back for: rows that
+reached a recomputed layer by a closure would lose theirs.
+
+Letters: B sequences (1 for packed) of S local tokens, H hidden, n rows of this rank, k levels of
+this chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from mimo.engines.megatron.layers.rows import sequence_first
+
+
+def level_inputs(levels: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+    """What `GPTModel` takes as `extra_block_kwargs`; nothing where there are no levels.
+
+    levels: rows (k, n, H), the first for the chunk's first layer, and so on, and positions (n,)
+    int64, the same for all levels, in what the hidden states of this rank hold: its own slice
+    under sequence parallelism; b·S + s is token s of sequence b. No position comes twice.
+    """
+    return {} if levels is None else {"context": levels[0], "context_mask": levels[1]}
+
+
+class DeepStackLayer(TransformerLayer):
+    """A decoder layer that adds the first of the levels behind itself and passes on the others.
+
+    Without sequence parallelism every tensor-parallel rank adds all rows of the lane, and each
+    row's gradient is equal and complete on every rank. With it each rank adds those of its slice.
+    """
+
+    def forward(
+        self,
+        *args: Any,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states (S, B, H), context (k, n, H), context_mask (n,) -> hidden states and the
+        levels that are left, or None.
+
+        Also with no rows the result depends on them, so that a backward reaches the bridge.
+        """
+        hidden = cast("Tensor", super().forward(*args, **kwargs)[0])
+        if context is None or context_mask is None:
+            return hidden, None
+        places = sequence_first(context_mask, hidden)
+        added = hidden.flatten(0, 1).index_add(0, places, context[0].to(hidden.dtype))
+        # Pipeline schedules free what a stage has sent and refuse views, whose memory stays.
+        hidden = make_viewless_tensor(
+            added.view(hidden.shape), requires_grad=hidden.requires_grad, keep_graph=True
+        )
+        return hidden, context[1:] if context.shape[0] > 1 else None

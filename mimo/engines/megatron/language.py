@@ -1,0 +1,155 @@
+"""A Megatron `GPTModel` of ours: packed sequences, our layers, a rotary class of the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor, nn
+
+from mimo.engines.megatron.config import ModuleContext
+from mimo.engines.megatron.layers.context_parallel import zigzag_share
+from mimo.engines.megatron.layers.cross_entropy import vocab_parallel_cross_entropy
+from mimo.engines.megatron.lora import let_backward_into_layers
+from mimo.engines.megatron.stack import layer_spec, layers_here, stack_spec
+
+
+class LanguageModel(GPTModel):
+    """`GPTModel` with our loss, whose checkpoints need no global process groups.
+
+    Under context parallelism token ids, labels and embeddings are this rank's share, positions
+    those of the whole sequence.
+    num_tokens: of the tokenizer; further rows of the embedding only pad the vocabulary.
+    """
+
+    num_tokens: int
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """labels (B, S) int64, logits (S, B, V/tp) -> per-token losses (B, S), at least fp32.
+
+        Every tensor-parallel rank calls it with its columns. Padding takes no part.
+        """
+        columns = logits.transpose(0, 1)
+        return vocab_parallel_cross_entropy(columns, labels, self.num_tokens, self.pg_collection.tp)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **given: Any
+    ) -> Tensor:
+        """As `GPTModel`. Raises ValueError for a dense mask under context parallelism."""
+        if attention_mask is not None and self.cp_group.size() > 1:
+            raise ValueError(
+                f"a dense attention mask under context parallelism (language.grid.cp = "
+                f"{self.cp_group.size()}): ranks hold chunks of the sequence, which it does not "
+                f"describe; pack segments instead, or set cp to 1"
+            )
+        return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple:
+        """As `GPTModel`, but frequencies (S, B, 1, D) of a dense batch are cut to (S/cp, B, 1, D).
+
+        Packed ones stay whole: Megatron's packed rope picks each segment's chunks itself.
+        """
+        found: tuple[Any, ...] = super()._preprocess(
+            *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        hidden, frequencies, *rest = found
+        if packed_seq_params is None and self.cp_group.size() > 1:
+            frequencies = zigzag_share(frequencies, self.cp_group)
+        return (hidden, frequencies, *rest)
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Store the last stage's copy of a tied embedding as a replica of the first stage's.
+
+        Megatron's own version asks the global `parallel_state` for the replica's number.
+        """
+        if not self.post_process or self.pre_process:
+            assert output_layer_weight_key not in sharded_state_dict
+            return
+        assert metadata is not None
+        dp_cp_group = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=sharded_state_dict[output_layer_weight_key].data,
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, dp_cp_group.rank()),
+            tp_group=self.tp_group,
+            dp_cp_group=dp_cp_group,
+        )
+
+
+@dataclass(frozen=True)
+class LanguageShape:
+    """What `GPTModel` needs beside the layer stack.
+
+    num_tokens: of the tokenizer. vocab_size: rows of the embedding, padding included.
+    """
+
+    num_tokens: int
+    vocab_size: int
+    max_sequence_length: int
+    tie_word_embeddings: bool
+    embedding_scale: float | None = None
+    """Factor of the embeddings of tokens; None for 1. Rows of encoders are not scaled."""
+
+
+def build_gpt(
+    config: TransformerConfig,
+    ctx: ModuleContext,
+    shape: LanguageShape,
+    rotary: Callable[[], nn.Module],
+    layer: ModuleSpec | None = None,
+) -> LanguageModel:
+    """This rank's part of a causal language model.
+
+    layer: spec of its layers; None for those of `layer_spec`.
+
+    Under sequence parallelism the embedding scatters its own output (a reduce-scatter inside the
+    vocabulary-parallel lookup) unless ``ctx.scatter_embedding`` is off; then `GPTModel` scatters
+    behind it. Either way a forward from `input_ids` alone keeps its length.
+    """
+    layer = layer or layer_spec(config, ctx.lora, causal=True)
+    # Megatron's mrope branch hands 3-D positions through; the class itself is replaced below.
+    if config.mrope_section is None:
+        config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[operator]
+    model = LanguageModel(
+        config,
+        stack_spec(config, [layer] * len(layers_here(config, ctx.groups, ctx.vp_stage))),  # type: ignore[arg-type]
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_sequence_length,
+        pre_process=ctx.is_first_stage,
+        post_process=ctx.is_last_stage,
+        parallel_output=True,
+        scatter_embedding_sequence_parallel=ctx.scatter_embedding,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="mrope",
+        pg_collection=ctx.groups,
+        vp_stage=ctx.vp_stage,
+    )
+    cast("Any", model).rotary_pos_emb = rotary()
+    model.num_tokens = shape.num_tokens
+    if ctx.lora is not None:
+        let_backward_into_layers(model.decoder)
+    if shape.embedding_scale is not None and ctx.is_first_stage:
+        # As transformers does: rounded to fp32, then to the dtype of what it multiplies.
+        scale = torch.tensor(shape.embedding_scale, dtype=torch.float32).to(ctx.dtype).item()
+        model.embedding.register_forward_hook(partial(_scale_output, scale))
+    return model
+
+
+def _scale_output(scale: float, module: nn.Module, args: object, output: Tensor) -> Tensor:
+    """A hook, because the embedding is called by Megatron and by the model around it alike, and
+    Megatron has no place for a class of ours.
+    """
+    return output * scale

@@ -1,0 +1,58 @@
+"""Keys and values of a whole lane on every context-parallel rank.
+
+Letters: T packed tokens of a lane, C context-parallel ranks, S sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mimo.engines.megatron.segments import zigzag_indices, zigzag_order
+
+
+class _GatherLane(torch.autograd.Function):
+    """All-gather of dim 0 and a permutation; the backward sums over ranks and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.order = group, order
+        gathered = share.new_empty(share.shape[0] * group.size(), *share.shape[1:])
+        dist.all_gather_into_tensor(gathered, share.contiguous(), group=group)
+        return gathered[order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (whole,) = gradients
+        by_rank = torch.empty_like(whole, memory_format=torch.contiguous_format)
+        by_rank[ctx.order] = whole
+        share = whole.new_empty(whole.shape[0] // ctx.group.size(), *whole.shape[1:])
+        dist.reduce_scatter_tensor(share, by_rank, group=ctx.group)
+        return share, None, None
+
+
+def gather_lane(share: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """This rank's zigzag share (T/C, ...) -> the whole lane's tokens (T, ...) in packed order.
+
+    Every rank of the group calls it, in the forward and again in the backward, which returns the
+    sum of all ranks' gradients of this rank's share. Nothing is replicated beforehand.
+    lengths: of the lane's segments, padded; they sum to T.
+    """
+    whole = share.shape[0] * group.size()
+    assert sum(lengths) == whole, f"{sum(lengths)} tokens in segments, {whole} on the ranks"
+    order = zigzag_order(lengths, group.size(), share.device)
+    gathered = _GatherLane.apply(share, order, group)
+    assert isinstance(gathered, Tensor)
+    return gathered
+
+
+def zigzag_share(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Chunks r and 2·C-1-r of the 2·C equal chunks of dim 0: (S, ...) -> (S/C, ...).
+
+    No collective. Raises ValueError when 2·C does not divide S.
+    """
+    index = zigzag_indices((whole.shape[0],), group.size(), group.rank())
+    return whole.index_select(0, index.to(whole.device))

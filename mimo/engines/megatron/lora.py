@@ -1,0 +1,160 @@
+"""Low-rank adapters on Megatron's parallel linears.
+
+Beside its weight W a linear has `lora_a` and `lora_b` and computes W x + scale · lora_b (lora_a x).
+Only these two learn. Source: Hu et al. 2021, arXiv:2106.09685.
+
+Each rank has the part of an adapter that goes with its part of W, and what travels beyond the
+linear's own traffic is R wide:
+
+| linear | lora_a (R, I)    | lora_b (O, R) | lora_a x                                           |
+|--------|------------------|---------------|----------------------------------------------------|
+| column | all of it        | the rows of W | gathered under SP; else its gradient is summed     |
+| row    | the columns of W | all of it     | summed over the ranks; under SP each gets its part |
+
+Under sequence parallelism (SP) a rank's gradient of the matrix that all ranks have stems from its
+slice of the sequence, so it bears the mark by which `finish_gradients` sums such gradients.
+
+Letters: S sequence, B batch, I inputs and O outputs of the linear, R rank of the adapter, t ranks
+of the tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear
+
+from mimo.engines.megatron.config import LoRA
+
+
+def _cut_like_weight(weight: Any, rows: int, columns: int, dim: int) -> nn.Parameter:
+    """This rank's (rows, columns) of a matrix that is cut along ``dim`` as ``weight`` is."""
+    parameter = nn.Parameter(weight.new_empty(rows, columns))
+    set_tensor_model_parallel_attributes(parameter, True, dim, weight.partition_stride)
+    return parameter
+
+
+def _whole(weight: Any, rows: int, columns: int, sums_slices: bool) -> nn.Parameter:
+    """All of a matrix; sums_slices: each rank's gradient is that of a slice of the sequence."""
+    parameter = nn.Parameter(weight.new_empty(rows, columns))
+    parameter.sequence_parallel = sums_slices  # type: ignore[attr-defined]
+    return parameter
+
+
+class LoRAColumnParallelLinear(ColumnParallelLinear):
+    """A column-parallel linear with an adapter; ``lora_b`` has the rows of ``weight``, in order."""
+
+    def __init__(self, *args: Any, lora: LoRA, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert not self.gather_output, "an adapter adds to the rank's own outputs"
+        assert self.weight is not None, "an adapter has a weight to adapt"
+        self.scale = lora.scale
+        rows, columns = self.weight.shape
+        self.lora_a = _whole(self.weight, lora.rank, columns, self.sequence_parallel)
+        self.lora_b = _cut_like_weight(self.weight, rows, lora.rank, dim=0)
+
+    def forward(self, input_: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor | None]:
+        """input_ (S, B, I), or (S/t, B, I) under SP -> (S, B, O/t), and a bias left to add.
+
+        Every rank of the tensor-parallel group calls it.
+        """
+        output, bias = super().forward(input_, *args, **given)
+        down = linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            down = gather_from_sequence_parallel_region(down, group=self.tp_group)
+        else:
+            down = copy_to_tensor_model_parallel_region(down, group=self.tp_group)
+        return output + linear(self.scale * down, self.lora_b), bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """As Megatron's, with ``lora_b`` cut like the weight."""
+        assert metadata is not None, "replicas are numbered by metadata['dp_cp_group']"
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0, "bias": 0, "lora_b": 0},
+            sharded_offsets,
+            tp_group=cast("ProcessGroup", self.tp_group),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        if self.lora_b.partition_stride > 1:  # type: ignore[attr-defined]
+            # Gate and up stand one above the other, each cut on its own. The MLP around this
+            # linear sees to `weight` and `bias` only.
+            key = f"{prefix}lora_b"
+            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+        return state
+
+
+class LoRARowParallelLinear(RowParallelLinear):
+    """A row-parallel linear with an adapter; ``lora_a`` has the columns of ``weight``, in order."""
+
+    def __init__(self, *args: Any, lora: LoRA, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert self.input_is_parallel, "an adapter takes the rank's own inputs"
+        self.scale = lora.scale
+        rows, columns = self.weight.shape
+        self.lora_a = _cut_like_weight(self.weight, lora.rank, columns, dim=1)
+        self.lora_b = _whole(self.weight, rows, lora.rank, self.sequence_parallel)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """input_ (S, B, I/t) -> (S, B, O), or (S/t, B, O) under SP, and a bias left to add.
+
+        Every rank of the tensor-parallel group calls it.
+        """
+        output, bias = super().forward(input_)
+        down = linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            down = reduce_scatter_to_sequence_parallel_region(down, group=self.tp_group)
+        else:
+            down = reduce_from_tensor_model_parallel_region(down, group=self.tp_group)
+        return output + linear(self.scale * down, self.lora_b), bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """As Megatron's, with ``lora_a`` cut like the weight."""
+        assert metadata is not None, "replicas are numbered by metadata['dp_cp_group']"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 1, "lora_a": 1},
+            sharded_offsets,
+            tp_group=cast("ProcessGroup", self.tp_group),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def let_backward_into_layers(block: TransformerBlock) -> None:
+    """Make a stack with adapters run backward although nothing in front of it learns.
+
+    Recomputation takes a layer for one that has nothing to learn where its input needs no
+    gradient, as behind a frozen embedding: its adapters would silently get none.
+    """
+
+    def ask_for_gradient(module: nn.Module, args: tuple, given: dict[str, Any]) -> Any:
+        hidden = given.get("hidden_states")
+        if hidden is None or hidden.requires_grad or not torch.is_grad_enabled():
+            return None
+        return args, {**given, "hidden_states": hidden.detach().requires_grad_()}
+
+    # A hook, because `GPTModel` has no place for a block of another class.
+    block.register_forward_pre_hook(ask_for_gradient, with_kwargs=True)

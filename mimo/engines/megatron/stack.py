@@ -1,0 +1,176 @@
+"""Transformer layers, stacks and projections built from Megatron's parallel linears."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor, nn
+
+from mimo.engines.megatron.attention import core_attention
+from mimo.engines.megatron.config import LoRA, ModuleContext
+from mimo.engines.megatron.deepstack import DeepStackLayer
+from mimo.engines.megatron.layers.norms import norm_class
+from mimo.engines.megatron.layers.windows import WindowAttention
+from mimo.engines.megatron.lora import (
+    LoRAColumnParallelLinear,
+    LoRARowParallelLinear,
+    let_backward_into_layers,
+)
+
+
+def _linear_classes(lora: LoRA | None) -> dict[str, Any]:
+    """The class of each linear of a layer, by the words of `LoRA.targets`."""
+    column, row = ColumnParallelLinear, RowParallelLinear
+    classes: dict[str, Any] = {"qkv": column, "proj": row, "fc1": column, "fc2": row}
+    if lora is not None:
+        adapted = {column: LoRAColumnParallelLinear, row: LoRARowParallelLinear}
+        for target in lora.targets:
+            classes[target] = partial(adapted[classes[target]], lora=lora)
+    return classes
+
+
+def layer_spec(
+    config: TransformerConfig, lora: LoRA | None, causal: bool, windowed: bool = False
+) -> ModuleSpec:
+    """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels.
+
+    lora: its adapters. windowed: it attends inside the windows of `WindowedSegments`.
+    """
+    linears = _linear_classes(lora)
+    mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    norm = norm_class(config)
+    qk_norm = norm if config.qk_layernorm else None
+    core = core_attention(config)
+    attention = SelfAttentionSubmodules(
+        linear_qkv=linears["qkv"],
+        core_attention=partial(WindowAttention, core) if windowed else core,  # type: ignore[arg-type]
+        linear_proj=linears["proj"],
+        q_layernorm=qk_norm,  # type: ignore[arg-type]
+        k_layernorm=qk_norm,  # type: ignore[arg-type]
+    )
+    mlp = partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=linears["fc1"], linear_fc2=linears["fc2"]),
+        ffn_hidden_size=config.ffn_hidden_size,
+    )
+    return ModuleSpec(
+        module=DeepStackLayer if causal else TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,  # type: ignore[arg-type]
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": mask}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+            pre_mlp_layernorm=norm,  # type: ignore[arg-type]
+            mlp=mlp,  # type: ignore[arg-type]
+            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+        ),
+    )
+
+
+def layers_here(
+    config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
+) -> range:
+    """The layers of this stage and virtual chunk, counted from 0 over all stages."""
+    stage = groups.pp.rank()
+    first = get_transformer_layer_offset(config, vp_stage, stage)
+    return range(first, first + get_num_layers_to_build(config, vp_stage, stage))
+
+
+def stack_spec(
+    config: TransformerConfig, layers: Sequence[ModuleSpec]
+) -> TransformerBlockSubmodules:
+    """These layers plus the final norm, which is ours and so allows sequence parallel."""
+    return TransformerBlockSubmodules(
+        layer_specs=list(layers),
+        layer_norm=norm_class(config),  # type: ignore[arg-type]
+    )
+
+
+def build_stack(
+    config: TransformerConfig,
+    ctx: ModuleContext,
+    causal: bool,
+    final_norm: bool = True,
+    window_layers: Collection[int] = (),
+) -> TransformerBlock:
+    """A stack of layers of one module's stage: (S, B, H) -> (S, B, H).
+
+    window_layers: those that attend inside windows, counted from 0 over all stages; only without
+        ``causal``. With any, a forward needs `WindowedSegments`.
+    """
+    assert not (causal and window_layers), "windows of segments have no order to be causal in"
+    layers = [
+        layer_spec(config, ctx.lora, causal, windowed=number in window_layers)
+        for number in layers_here(config, ctx.groups, ctx.vp_stage)
+    ]
+    block = TransformerBlock(
+        config,
+        stack_spec(config, layers),
+        post_layer_norm=final_norm,
+        pre_process=ctx.is_first_stage,
+        post_process=ctx.is_last_stage,
+        pg_collection=ctx.groups,
+        vp_stage=ctx.vp_stage,
+    )
+    if ctx.lora is not None:
+        let_backward_into_layers(block)
+    return block
+
+
+class ParallelMLP(nn.Module):
+    """Two linears with an activation, split over tensor parallelism: (n, I) -> (n, O).
+
+    Input and output are replicated over the tensor-parallel group; under sequence parallelism
+    each rank has its part of the n.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        input_size: int,
+        hidden_size: int,
+        output_size: int,
+        activation,
+    ) -> None:
+        super().__init__()
+        options = {"config": config, "init_method": lambda weight: None, "bias": True}
+        self.activation = activation
+        self.linear_fc1 = ColumnParallelLinear(
+            input_size, hidden_size, gather_output=False, tp_group=groups.tp, **options
+        )
+        self.linear_fc2 = RowParallelLinear(
+            hidden_size,
+            output_size,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=groups.tp,
+            **options,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (n, I) -> (n, O)."""
+        hidden, _ = self.linear_fc1(x)
+        output, _ = self.linear_fc2(self.activation(hidden))
+        return output

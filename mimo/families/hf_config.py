@@ -1,0 +1,85 @@
+"""The configuration files of a folder in Hugging Face format, and what of them we can compute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mimo.errors import InputError
+
+Config = Mapping[str, Any]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises InputError when it is missing or something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; give a folder in Hugging Face format") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: is not a JSON object")
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``, in today's form whichever version of transformers wrote it.
+
+    Sizes of the language model are under ``text_config``, those of a tower under
+    ``vision_config``, rotary settings under ``rope_parameters``. Raises InputError.
+    """
+    read_json(folder / "config.json")  # says which file it is that is missing or broken
+    # Here, because they cost seconds to import.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        ).to_dict()
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise InputError(f"{folder / 'config.json'}: cannot be understood: {error}") from error
+    # A tied embedding is said at the top, or for the text alone, depending on version and model.
+    text = config.get("text_config", {})
+    config.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return config
+
+
+def expect(section: Config, where: str, **values: object) -> None:
+    """Raise ValueError for keys of ``section`` that have another value than the one we compute.
+
+    A key that is absent or null has the value that is expected.
+    """
+    _compare(section, where, "only {value!r} is supported", values)
+
+
+def agree(section: Config, where: str, **values: object) -> None:
+    """The same for values that ``config.json`` says too."""
+    _compare(section, where, "but config.json says {value!r}", values)
+
+
+def _compare(section: Config, where: str, reason: str, values: Config) -> None:
+    wrong = [
+        f"{where}.{key} is {section[key]!r}; {reason.format(value=value)}"
+        for key, value in values.items()
+        if section.get(key) not in (None, value)
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def refuse_dropout(config: Config) -> None:
+    """Raise ValueError for dropout anywhere: we train without."""
+    sections = {"": config, "text_config.": config["text_config"]}
+    sections["vision_config."] = config["vision_config"]
+    wrong = [
+        f"{where}{key} is {value!r}; dropout is not supported, set it to 0"
+        for where, section in sections.items()
+        for key, value in section.items()
+        if "dropout" in key and value
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))

@@ -1,0 +1,129 @@
+"""How a folder's items are prepared: what its files say, and where they are silent, transformers.
+
+Its processors have defaults of their own, in two places: what an image or video processor's class
+says holds where its file is silent, and what the class of the whole processor says holds whatever
+that file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mimo.errors import InputError
+from mimo.families.hf_config import Config, agree, read_json
+
+WHOLE = "processor_config.json"
+TOKENIZER = "tokenizer_config.json"
+_FILES = {
+    "image": ("preprocessor_config.json",),
+    "video": ("video_preprocessor_config.json", "preprocessor_config.json"),
+}
+
+
+@dataclass(frozen=True)
+class Processors:
+    """How items are prepared; empty where no file of the folder says anything.
+
+    image: every setting, defaults included. video: as its file says. whole: of the processor that
+    both belong to, as its file says. files: every file that speaks of images or of all, by name.
+    """
+
+    image: Config
+    video: Config
+    whole: Config
+    files: Mapping[str, Config] = field(default_factory=dict)
+
+    @property
+    def share_a_file(self) -> bool:
+        """Whether the file of images speaks of videos too, as those of old versions do."""
+        return self.video is self.files.get(_FILES["image"][0])
+
+
+def read_processors(folder: Path) -> Processors:
+    """As `AutoProcessor` takes them from a folder. Raises InputError for files that it refuses."""
+    files = {name: read_json(folder / name) for name in _names(folder)}
+    whole = files.get(WHOLE, {})
+    image = _effective_image(folder) if _said(files, "image") is not None else {}
+    return Processors(image, _said(files, "video") or {}, whole, files)
+
+
+def image_defaults_of_processor(folder: Path) -> Config:
+    """What the class of the whole processor says for images, whatever their own file says."""
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+    return dict(getattr(kind, "images_kwargs", {}))
+
+
+def _names(folder: Path) -> Iterator[str]:
+    for name in dict.fromkeys((WHOLE, *_FILES["image"], *_FILES["video"])):
+        if (folder / name).is_file():
+            yield name
+
+
+def _said(files: Mapping[str, Config], kind: str) -> Config | None:
+    """From today's one file, else from those of older versions."""
+    nested = files.get(WHOLE, {}).get(f"{kind}_processor")
+    if nested is not None:
+        return nested
+    return next((files[name] for name in _FILES[kind] if name in files), None)
+
+
+def _effective_image(folder: Path) -> dict[str, Any]:
+    from transformers import AutoImageProcessor
+
+    try:
+        processor: Any = AutoImageProcessor.from_pretrained(
+            str(folder), local_files_only=True, backend="pil"
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder}: the image processor's configuration cannot be understood: {error}"
+        ) from error
+    name = type(processor).__name__.removesuffix("Pil").removesuffix("Fast")  # which tell a backend
+    found = {**processor.to_dict(), "image_processor_type": name}
+    found |= image_defaults_of_processor(folder)
+    # What a tokenizer is made with goes to the processors of images, too.
+    path = folder / TOKENIZER
+    given = read_json(path) if path.is_file() else {}
+    keys = processor.valid_kwargs.__annotations__
+    return {**found, **{key: value for key, value in given.items() if key in keys}}
+
+
+def pixel_limits(processor: Config, prefix: str = "") -> dict[str, int]:
+    """``min_pixels`` and ``max_pixels`` of Qwen's processors, in old and new files.
+
+    prefix: of the names in the result.
+    """
+    size = processor.get("size") or {}
+    found = {
+        "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
+        "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
+    }
+    return {f"{prefix}{key}": value for key, value in found.items() if value is not None}
+
+
+def normalisation(processor: Config) -> dict[str, list[float]]:
+    """Means and deviations of the channels, which files may give as one number for all three."""
+    found = {}
+    for key in ("image_mean", "image_std"):
+        value = processor.get(key)
+        if value is not None:
+            found[key] = [float(value)] * 3 if isinstance(value, (int, float)) else list(value)
+    return found
+
+
+def check_agreement(processors: Processors, **said: object) -> None:
+    """Raise ValueError where a file of processors contradicts ``config.json``.
+
+    said: by key of those files, what ``config.json`` says.
+    """
+    agree(processors.image, "the image processor's configuration", **said)
+    agree(processors.video, "the video processor's configuration", **said)
+    for name, content in processors.files.items():
+        agree(content, name, **said)

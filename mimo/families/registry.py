@@ -1,0 +1,110 @@
+"""Finds a model family by its name in the recipe and checks the family's own settings.
+
+`mimo` never imports `encoders`: an encoder is reached by name only, so adding one is one file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from mimo.errors import RecipeError, shown, suggestion
+from mimo.recipe.schema import Recipe
+from mimo.recipe.source import Location
+
+
+def _load(package: str, name: str, location: Location, recipe: Recipe) -> ModuleType:
+    home = importlib.import_module(package)
+    modules = [m.name for m in pkgutil.iter_modules(home.__path__)]
+    # What families share is private to them.
+    choices = sorted(module for module in modules if not module.startswith("_"))
+    if name not in choices:
+        raise RecipeError(
+            recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")
+        )
+    return importlib.import_module(f"{package}.{name}")
+
+
+def language_family(recipe: Recipe) -> ModuleType:
+    """The module `mimo.languages.<family>`. Raises RecipeError when there is none."""
+    return _load("mimo.languages", recipe.language.family, ("language", "family"), recipe)
+
+
+def encoder_family(recipe: Recipe, encoder: str) -> ModuleType:
+    """The module `encoders.<family>`. Raises RecipeError when there is none."""
+    name = recipe.encoders[encoder].family
+    return _load("encoders", name, ("encoders", encoder, "family"), recipe)
+
+
+def check_settings[S: BaseModel](
+    settings: type[S], values: dict[str, Any], location: Location, recipe: Recipe
+) -> S:
+    """The values at ``location`` of a recipe as ``settings``. Raises RecipeError."""
+    try:
+        return settings.model_validate(values)
+    except ValidationError as error:
+        problems = []
+        for details in error.errors():
+            where = (*location, *details["loc"])
+            if details["type"] == "extra_forbidden":
+                message = "unknown key; " + suggestion(
+                    str(details["loc"][-1]), settings.model_fields
+                )
+            elif details["type"] == "missing":
+                message = "this key is required"
+            else:
+                message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+                if not isinstance(details["input"], dict):
+                    message += f"; got {shown(details['input'])}"
+            problems.append(recipe.problem(where, message))
+        raise RecipeError(*problems) from error
+
+
+def language_settings(recipe: Recipe) -> Any:
+    """The checked settings under ``language.model``. Raises RecipeError with file and line."""
+    family = language_family(recipe)
+    return check_settings(family.Settings, recipe.language.model, ("language", "model"), recipe)
+
+
+def encoder_settings(recipe: Recipe, encoder: str) -> Any:
+    """The checked settings under ``encoders.<name>.model``. Raises RecipeError."""
+    return check_settings(
+        encoder_family(recipe, encoder).Settings,
+        recipe.encoders[encoder].model,
+        ("encoders", encoder, "model"),
+        recipe,
+    )
+
+
+def num_levels(recipe: Recipe, encoder: str) -> int:
+    """Feature levels that an encoder emits beside the embeddings.
+
+    0 where its family or its settings are wrong, which is for others to report.
+    """
+    try:
+        return encoder_family(recipe, encoder).num_levels(encoder_settings(recipe, encoder))
+    except RecipeError:
+        return 0
+
+
+def num_language_layers(recipe: Recipe) -> int | None:
+    """Layers of the language model; None where its settings are wrong."""
+    try:
+        return language_settings(recipe).num_layers
+    except RecipeError:
+        return None
+
+
+__all__ = [
+    "check_settings",
+    "encoder_family",
+    "encoder_settings",
+    "language_family",
+    "language_settings",
+    "num_language_layers",
+    "num_levels",
+]

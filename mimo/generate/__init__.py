@@ -1,0 +1,1 @@
+"""The whole model on one rank: answers and their evaluation."""

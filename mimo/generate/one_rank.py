@@ -1,0 +1,147 @@
+"""The whole model on one rank, without schedules and without the bridge.
+
+For generation, and as the reference that layouts are compared with.
+
+Letters: T packed tokens, N rows, H hidden, L levels with the embeddings, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.batch import PackedLane
+from mimo.checkpoint.assets import recipe_of
+from mimo.checkpoint.contents import load_checkpoint
+from mimo.checkpoint.folder import find_checkpoint
+from mimo.device import gpu_memory, initialize_distributed, machine_memory
+from mimo.engines.megatron.deepstack import level_inputs
+from mimo.engines.megatron.segments import PackedSegments
+from mimo.hf.initial import InitialWeights
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.layout.groups import build_topology
+from mimo.model.build import build_model
+from mimo.model.memory import check_memory
+from mimo.model.modules import MimoModel
+from mimo.model.rows import Arrived, join_levels, place_embeddings
+from mimo.recipe.schema import Grid, Recipe
+
+
+def join_world_of_one() -> None:
+    """Make this process a world of one rank, unless it is part of a world already."""
+    if not dist.is_initialized():
+        store = Path(tempfile.mkdtemp(prefix="mimo-local-")) / "store"
+        initialize_distributed(0, 1, f"file://{store}", timeout_seconds=60)
+
+
+def one_rank_layout(recipe: Recipe) -> Layout:
+    """Every module of the recipe on rank 0 alone."""
+    return Layout(
+        language=GridSpec(LANGUAGE),
+        encoders={name: GridSpec(name) for name in recipe.encoders},
+        world_size=1,
+    )
+
+
+def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
+    """The recipe with one-rank grids and no recomputation.
+
+    ``freeze`` leaves optimizers and gradients out.
+    """
+    parts: dict[str, object] = {"grid": Grid(), "recompute": "none"}
+    if freeze:
+        parts["freeze"] = True
+    return recipe.model_copy(
+        update={
+            "language": recipe.language.model_copy(update=parts),
+            "encoders": {
+                name: encoder.model_copy(update=parts) for name, encoder in recipe.encoders.items()
+            },
+        }
+    )
+
+
+class LocalModel:
+    """All modules on this one rank; build it in a world of one rank.
+
+    num_tokens: that the model knows. Rows behind them only pad the vocabulary.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer_size: int,
+        freeze: bool,
+        initial: InitialWeights | None = None,
+    ) -> None:
+        recipe = one_rank_recipe(recipe, freeze)
+        topology = build_topology(one_rank_layout(recipe))
+        self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial)
+        self.num_tokens: int = cast("Any", self.language).num_tokens
+        self.device = self.model.device
+
+    @classmethod
+    def from_checkpoint(cls, path: Path, tokenizer_size: int) -> LocalModel:
+        """Load a run's or a checkpoint's weights, whatever layout wrote them.
+
+        Raises InputError when there is no checkpoint or too little memory, ValueError when it does
+        not fit its recipe.
+        """
+        checkpoint = find_checkpoint(path)
+        recipe = recipe_of(checkpoint)
+        alone = one_rank_recipe(recipe, freeze=True)
+        check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
+        local = cls(recipe, tokenizer_size, freeze=True)
+        load_checkpoint(local.model, checkpoint, with_optimizer=False)
+        for module in local.model.modules.values():
+            module.raw[0].eval()
+        return local
+
+    @property
+    def language(self) -> nn.Module:
+        """The language model, as a `GPTModel`."""
+        return self.model.modules[LANGUAGE].raw[0]
+
+    def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
+        """patches (P, C) float32, grids (I, 3) int64 -> the encoder's rows (N, L·H).
+
+        The embeddings and its feature levels side by side.
+        """
+        tower = self.model.modules[encoder].raw[0]
+        dtype = next(tower.parameters()).dtype
+        return tower(torch.from_numpy(patches).to(self.device, dtype), torch.from_numpy(grids))
+
+    def forward(
+        self, lane: PackedLane, rows: Sequence[tuple[Tensor, np.ndarray]], with_labels: bool
+    ) -> Tensor:
+        """Per-token losses (1, T) fp32 with labels, else logits (1, T, V).
+
+        rows: of each encoder that has items, (N, L·H) and their positions (N,).
+        """
+        ids = torch.from_numpy(lane.input_ids).to(self.device)[None]
+        rules = self.model.item_rules
+        positions = torch.from_numpy(rules.position_ids(lane)).to(self.device)[:, None, :]
+        hidden = self.language.embedding(input_ids=ids, position_ids=positions)  # type: ignore[operator]
+        size = hidden.shape[-1]
+        arrived = [
+            Arrived.of(values, torch.from_numpy(places).to(self.device), size, has_embeddings=True)
+            for values, places in rows
+        ]
+        return self.language(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=None,
+            decoder_input=place_embeddings(hidden, arrived),
+            labels=torch.from_numpy(lane.labels).to(self.device)[None] if with_labels else None,
+            packed_seq_params=PackedSegments.from_lengths(
+                lane.lengths, self.device, items=rules.seen_whole(lane)
+            ),
+            extra_block_kwargs=level_inputs(join_levels(arrived)),
+        )

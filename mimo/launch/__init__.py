@@ -1,0 +1,1 @@
+"""Ranks: processes of this machine, or found in the environment of torchrun or srun."""

@@ -1,0 +1,244 @@
+"""Where the ranks of torchrun or srun meet: one store, one verdict on the input, one voice.
+
+Rank 0 answers at a door, a port that all ranks know, and says where the store is. A door tells our
+job from another program that has the port, which a store would wait for; then all ranks go on to
+the next port.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from mimo.errors import InputError
+from mimo.launch.ranks import RankEnv
+
+_NUM_DOORS = 8  # ports to try, from the one that is asked for
+_ANSWER_SECONDS = 2.0  # what a door has to answer; other programs may never do
+_POLL_SECONDS = 0.2
+_LEAVE_SECONDS = 3.0  # what rank 0, whose store it is, waits at most for the others to leave
+
+
+class Refused(Exception):
+    """The job cannot begin because of its input, and rank 0 says why; nothing is left to print."""
+
+
+class Meeting:
+    """The ranks of a job before and after they train. Every rank builds one, together.
+
+    store: for torch.distributed to join the world with.
+    Raises InputError when the ranks do not find each other within ``timeout_seconds``.
+    """
+
+    def __init__(self, environment: RankEnv, timeout_seconds: float) -> None:
+        self._rank, self._size = environment.rank, environment.world_size
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        address = _address(environment)
+        self._hosts_store = address is not None and self._rank == 0
+        self.store: Store = _open_store(environment, address, self._timeout)
+        self._words = PrefixStore("mimo", self.store)
+        self._rounds = 0
+
+    def agree(self, problem: str) -> None:
+        """Compare every rank's ``problem``; each rank calls it, with an empty one if it has none.
+
+        Rank 0 prints each different problem once. Raises Refused on all ranks if there is any.
+        """
+        self._words.set(f"problem {self._rank}", problem)
+        self.from_rank_0(self._check_problems)
+
+    def _check_problems(self) -> None:
+        """Raise InputError with what the ranks have to say, and which of them said nothing."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        ranks_of: dict[str, list[int]] = {}
+        for rank in range(self._size):
+            key, left = f"problem {rank}", max(0.01, deadline - time.monotonic())
+            try:
+                self._words.wait([key], datetime.timedelta(seconds=left))
+                text = self._words.get(key).decode()
+            except RuntimeError:
+                text = f"did not join within {self._timeout.total_seconds():g} s"
+            ranks_of.setdefault(text, []).append(rank)
+        ranks_of.pop("", None)
+        lines = [
+            text if len(ranks) == self._size else f"{_names(ranks)}: {text}"
+            for text, ranks in ranks_of.items()
+        ]
+        if lines:
+            raise InputError("\n".join(lines))
+
+    def from_rank_0[T](self, do: Callable[[], T]) -> T:
+        """What ``do`` returns on rank 0, which alone calls it; every rank calls this.
+
+        An InputError of ``do`` is printed by rank 0 and raises Refused on all ranks.
+        """
+        self._rounds += 1
+        key = f"from rank 0, {self._rounds}"
+        if self._rank == 0:
+            self._words.set(key, pickle.dumps(self._outcome(do)).hex())
+        else:
+            self._words.wait([key], 2 * self._timeout)  # rank 0 may wait for others
+        value, refused = pickle.loads(bytes.fromhex(self._words.get(key).decode()))
+        if refused:
+            self._leave()
+            raise Refused
+        return value
+
+    def _outcome[T](self, do: Callable[[], T]) -> tuple[T | None, bool]:
+        """What ``do`` returns, and whether it refused; then its reason is printed."""
+        try:
+            return do(), False
+        except InputError as error:
+            print(error, file=sys.stderr, flush=True)
+        except Exception:  # not expected, but the others need not wait for it to be told
+            traceback.print_exc()
+        return None, True
+
+    def last_words(self, error: BaseException, log_dir: Path) -> None:
+        """Report the ``error`` that ends this rank: to a file, and to stderr if it is the first.
+
+        Of ranks that fail with the same words, one prints them.
+        """
+        text = "".join(traceback.format_exception_only(error))
+        if not isinstance(error, InputError):
+            text = "".join(traceback.format_exception(error))
+        if log_dir.is_dir():
+            (log_dir / f"error_rank_{self._rank}.txt").write_text(text, encoding="utf-8")
+        if self._is_new("".join(traceback.format_exception_only(error))):
+            print(f"{text}rank {self._rank} failed", file=sys.stderr, flush=True)
+        self._leave()
+
+    def _is_new(self, summary: str) -> bool:
+        try:
+            return self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1) == 1
+        except RuntimeError:  # the rank with the store is gone
+            return True
+
+    def _leave(self) -> None:
+        """Nothing is asked of the store any more; rank 0 lets the others ask first."""
+        try:
+            here = self._words.add("left", 1)
+            deadline = time.monotonic() + _LEAVE_SECONDS
+            while self._hosts_store and here < self._size and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                here = self._words.add("left", 0)
+        except RuntimeError:
+            return
+
+
+def _names(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+# ------------------------------------------------------------------------- the store
+
+
+def _open_store(
+    environment: RankEnv, address: tuple[str, int] | None, timeout: datetime.timedelta
+) -> Store:
+    rank, size = environment.rank, environment.world_size
+    if address is None:
+        store, _, _ = next(rendezvous(environment.rendezvous, rank, size, timeout=timeout))
+        store.set_timeout(timeout)
+        return store
+    host, port = address
+    if rank == 0:
+        door = _open_door(host, port)
+        store = TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
+        answer = f"{_password(size)} {store.port}\n".encode()
+        threading.Thread(target=_answer, args=(door, answer), name="door", daemon=True).start()
+        return store
+    store_port = _ask(host, port, _password(size), timeout.total_seconds(), rank)
+    return TCPStore(host, store_port, None, False, timeout, wait_for_workers=False)
+
+
+def _address(environment: RankEnv) -> tuple[str, int] | None:
+    """Host and first port of the door; None where the ranks have a store without one."""
+    if environment.rendezvous == "env://":
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return None  # torchrun's own, which it has opened itself
+        port = os.environ.get("MASTER_PORT", "")
+        if not port.isdecimal():
+            raise InputError(f"MASTER_PORT: needs the number of a port of rank 0; got {port!r}")
+        return os.environ["MASTER_ADDR"], int(port)
+    url = urlsplit(environment.rendezvous)
+    return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else None
+
+
+def _password(world_size: int) -> str:
+    """What the ranks of one job have in common, and no other job."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    parts = [os.environ.get(name, "") for name in names]
+    return f"mimo {hashlib.sha256(repr((world_size, parts)).encode()).hexdigest()[:16]}"
+
+
+def _open_door(host: str, port: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    for candidate in range(port, port + _NUM_DOORS):
+        try:
+            return socket.create_server(
+                ("", candidate), family=family, backlog=1024, dualstack_ipv6=both
+            )
+        except OSError:
+            continue
+    raise _all_taken(host, port)
+
+
+def _answer(door: socket.socket, answer: bytes) -> None:
+    """Tell everybody who comes where the store is, as long as this process runs."""
+    while True:
+        visitor, _ = door.accept()
+        with visitor:
+            try:
+                visitor.sendall(answer)
+            except OSError:
+                continue
+
+
+def _ask(host: str, port: int, password: str, timeout_seconds: float, rank: int) -> int:
+    """The port of the store, as rank 0 tells it at its door, which may open later."""
+    deadline = time.monotonic() + timeout_seconds
+    reason = ""
+    while time.monotonic() < deadline:
+        strangers = 0
+        for candidate in range(port, port + _NUM_DOORS):
+            try:
+                with socket.create_connection((host, candidate), _ANSWER_SECONDS) as door:
+                    strangers += 1
+                    door.settimeout(_ANSWER_SECONDS)
+                    words = door.makefile("rb").readline(200).decode(errors="replace").split(" ")
+            except OSError as error:
+                reason = str(error)
+                continue
+            if " ".join(words[:-1]) == password:
+                return int(words[-1])
+        if strangers == _NUM_DOORS:
+            raise _all_taken(host, port)
+        time.sleep(_POLL_SECONDS)
+    raise InputError(
+        f"rank {rank} did not find rank 0 at {host}:{port} within {timeout_seconds:g} s: {reason}; "
+        "see whether rank 0 runs there, else set MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _all_taken(host: str, port: int) -> InputError:
+    return InputError(
+        f"ports {port} to {port + _NUM_DOORS - 1} of {host} are taken by other programs, so the "
+        "ranks cannot meet there; set MASTER_PORT to a port of that host that is free"
+    )

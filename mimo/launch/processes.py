@@ -1,0 +1,357 @@
+"""Rank processes on one machine: started from one warm process, watched, and ended together.
+
+Importing the engine takes seconds, so one fork server imports it once and every rank is a fork of
+it, ready in some tens of milliseconds. A rank reports its result or its error through a pipe of
+its own. Ranks end when one of them fails and when their starter goes away, however it does.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+from mimo.errors import InputError
+
+END_SECONDS = 3.0  # what a rank has between SIGTERM and SIGKILL
+STACKS_SIGNAL = signal.SIGUSR2  # prints the Python stacks of a rank's threads
+
+# Once a rank is gone, its peers fail in their next collective; those errors hide the cause.
+_CONSEQUENCE = re.compile(
+    r"connection (closed|reset)|broken pipe|timed out|timeout|gloo|nccl", re.IGNORECASE
+)
+# How long a cause may come in after its consequence, or, after a rank that died without a word,
+# what its peers were waiting for.
+_ALL_TOLD_SECONDS = 1.0
+_EARLIER_CAUSE_SECONDS = 0.1  # how long an earlier cause may still be under way
+
+_LAST_WORDS = threading.Lock()  # who holds it reports for this rank and ends it
+
+
+@dataclass(frozen=True)
+class RankError:
+    """Why one rank failed. `time_seconds` is on the machine's monotonic clock.
+
+    `waits_for`: ranks that it gave up waiting for, if its error says so. `traceback` is empty
+    when the rank died without a word.
+    """
+
+    rank: int
+    reason: str
+    traceback: str
+    exit_code: int
+    time_seconds: float
+    is_consequence: bool
+    waits_for: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.reason}"
+
+
+class RanksFailed(RuntimeError):
+    """At least one rank failed, and the others were ended. `errors` has the cause first.
+
+    Of consequences, those come first that name a rank which said nothing itself: it hangs.
+    """
+
+    def __init__(self, errors: Sequence[RankError]) -> None:
+        failed = {error.rank for error in errors}
+
+        def distance_to_cause(error: RankError) -> tuple[bool, bool, bool, float]:
+            names_silent_rank = not failed.issuperset(error.waits_for)
+            return (
+                error.is_consequence,
+                not names_silent_rank,
+                not error.waits_for,
+                error.time_seconds,
+            )
+
+        self.errors = sorted(errors, key=distance_to_cause)
+        super().__init__(f"{self.errors[0].traceback}{self.errors[0]}")
+
+
+class RanksHung(RuntimeError):
+    """The ranks took too long and were ended; the text holds every rank's Python stacks."""
+
+
+def warm_up(preload: Sequence[str]) -> None:
+    """Start the fork server and return at once; it imports the modules `preload` meanwhile.
+
+    Only the first call in a process decides what is imported.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    with _without_main():
+        forkserver.ensure_running()
+
+
+class RankProcesses:
+    """`world_size` ranks that each run `target(*args)`, from `__enter__` to `__exit__`.
+
+    `target` is `module:function` or a function that can be imported by its name. Each rank has
+    `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. With `stack_dir`, a rank
+    that hangs writes its stacks there, else to stderr.
+    """
+
+    def __init__(
+        self,
+        target: str | Callable[..., Any],
+        args: tuple[Any, ...],
+        world_size: int,
+        environment: Mapping[str, str],
+        stack_dir: Path | None = None,
+    ) -> None:
+        self._payload = pickle.dumps((target, args))
+        self._environment = dict(environment)
+        self._world_size = world_size
+        self._stack_dir = stack_dir
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("forkserver")
+        try:
+            with _without_main():
+                for rank in range(self._world_size):
+                    reader, writer = context.Pipe(duplex=False)
+                    self._pipes.append(reader)
+                    environment = self._environment | {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(self._world_size),
+                        "LOCAL_WORLD_SIZE": str(self._world_size),
+                    }
+                    process = context.Process(
+                        target=_rank_main,
+                        args=(rank, environment, self._payload, writer, self._stack_file(rank)),
+                        name=f"rank {rank}",
+                    )
+                    process.start()
+                    self._processes.append(process)
+                    writer.close()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def results(self, timeout_seconds: float | None = None) -> list[Any]:
+        """Wait for every rank and return what `target` returned, by rank.
+
+        Raises RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`;
+        the ranks are ended by then.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        results: dict[int, Any] = {}
+        errors: list[RankError] = []
+        open_ranks = set(range(self._world_size))
+        while open_ranks:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            # The end of a process shows on its pipe as well, unless children of it hold that open.
+            signs: dict[Any, int] = {self._pipes[rank]: rank for rank in open_ranks}
+            signs |= {self._processes[rank].sentinel: rank for rank in open_ranks}
+            for rank in {signs[sign] for sign in wait(list(signs), left)}:
+                open_ranks.discard(rank)
+                outcome = self._outcome(rank)
+                if isinstance(outcome, RankError):
+                    errors.append(outcome)
+                else:
+                    (results[rank],) = outcome
+            if errors:
+                cause_is_told = any(e.traceback and not e.is_consequence for e in errors)
+                linger = _EARLIER_CAUSE_SECONDS if cause_is_told else _ALL_TOLD_SECONDS
+                linger_until = min(error.time_seconds for error in errors) + linger
+                deadline = linger_until if deadline is None else min(deadline, linger_until)
+        stacks = "" if errors or not open_ranks else self._stacks(open_ranks)
+        self.end()
+        if errors:
+            raise RanksFailed(errors)
+        if open_ranks:
+            names = ", ".join(str(rank) for rank in sorted(open_ranks))
+            raise RanksHung(f"ranks {names} hung for {timeout_seconds} s\n{stacks}")
+        return [results[rank] for rank in range(self._world_size)]
+
+    def end(self) -> None:
+        """End every rank that still runs: SIGTERM, then SIGKILL; returns when all are gone."""
+        try:
+            for process in self._processes:
+                process.terminate()
+            deadline = time.monotonic() + END_SECONDS
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.join()
+                process.close()
+            for pipe in self._pipes:
+                pipe.close()
+            self._processes, self._pipes = [], []
+
+    def _outcome(self, rank: int) -> tuple[Any] | RankError:
+        """What a rank that reported or ended has sent, or how it died without a word."""
+        now = time.monotonic()
+        try:
+            if self._pipes[rank].poll():
+                return pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            pass
+        process = self._processes[rank]
+        process.join(END_SECONDS)
+        code = process.exitcode
+        if code is not None and code < 0:
+            reason = f"was killed by {signal.Signals(-code).name}"
+        else:
+            reason = f"ended with exit code {code} and without an error message"
+        return RankError(rank, reason, "", 1, now, is_consequence=False)
+
+    def _stack_file(self, rank: int) -> Path | None:
+        return None if self._stack_dir is None else self._stack_dir / f"stacks_rank_{rank}.txt"
+
+    def _stacks(self, ranks: set[int]) -> str:
+        """The Python stacks of `ranks`, which each write their own when they get the signal."""
+        texts = []
+        for rank in sorted(ranks):
+            os.kill(self._processes[rank].pid, STACKS_SIGNAL)
+            path = self._stack_file(rank)
+            if path is None:
+                continue
+            deadline = time.monotonic() + 1.0
+            while time.monotonic() < deadline and not (path.exists() and path.stat().st_size):
+                time.sleep(0.01)
+            time.sleep(0.05)  # the file is not empty; let the rank finish writing
+            text = path.read_text() if path.exists() else "no stacks\n"
+            texts.append(f"--- rank {rank} ---\n{text}")
+        return "".join(texts)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide `__main__` while processes start.
+
+    Otherwise every rank runs the starter's main script again, which costs time and hangs a script
+    without a `__main__` guard. Ranks need nothing of it.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _rank_main(
+    rank: int,
+    environment: dict[str, str],
+    payload: bytes,
+    pipe: Connection,
+    stack_file: Path | None,
+) -> None:
+    """The whole life of a rank process."""
+    # The fork server has the environment of its own start, not that of this call.
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's to handle
+    faulthandler.register(
+        STACKS_SIGNAL, file=sys.stderr if stack_file is None else stack_file.open("w")
+    )
+    threading.Thread(target=_end_with_starter, name="end with starter", daemon=True).start()
+    end_with_failed_thread(
+        lambda error: _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)
+    )
+    try:
+        target, args = pickle.loads(payload)
+        message = pickle.dumps((_resolve(target)(*args),))
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and not error.code):
+            _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)
+        message = pickle.dumps((None,))
+    # Threads and libraries of the engine may not wind down in time, or at all: do not wait.
+    _send_and_exit(pipe, message, code=0)
+
+
+def end_with_failed_thread(end: Callable[[BaseException], None]) -> None:
+    """Call ``end`` in this process when one of its threads fails, in that thread.
+
+    Python would print the error and go on, though the main thread may be stuck for good.
+    """
+
+    def failed(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            end(args.exc_value)
+
+    threading.excepthook = failed
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process that ``error`` ends says to who started it."""
+    return error.exit_code if isinstance(error, InputError) else 1
+
+
+def _resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(target, str):
+        return target
+    module, _, function = target.partition(":")
+    return getattr(import_module(module), function)
+
+
+def _describe(rank: int, error: BaseException) -> RankError:
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return RankError(
+        rank=rank,
+        reason=f"failed: {summary}",
+        traceback="".join(traceback.format_exception(error)),
+        exit_code=exit_code_of(error),
+        time_seconds=time.monotonic(),
+        is_consequence=is_consequence(error),
+        waits_for=_waits_for(error),
+    )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether ``error`` comes of another rank that is gone or does not answer."""
+    if not isinstance(error, RuntimeError | OSError):
+        return False
+    return bool(_waits_for(error)) or _CONSEQUENCE.search(str(error)) is not None
+
+
+def _waits_for(error: BaseException) -> tuple[int, ...]:
+    return tuple(getattr(error, "waits_for", ()))
+
+
+def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:
+    _LAST_WORDS.acquire()  # for good
+    try:
+        # First: once the last message is there, the starter ends every rank.
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        try:
+            pipe.send_bytes(message)
+        finally:
+            os._exit(code)
+
+
+def _end_with_starter() -> None:
+    """Exit as soon as the process that started this rank is gone, even by SIGKILL."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    wait([starter.sentinel])
+    os._exit(1)

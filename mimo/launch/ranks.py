@@ -1,0 +1,208 @@
+"""Ranks: started here on one machine, or found in the environment of torchrun or srun."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mimo.launch.processes import RankProcesses, RanksFailed, warm_up
+
+RENDEZVOUS = "MIMO_RENDEZVOUS"
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """Who this process is. `rendezvous` is an `init_method` of torch.distributed."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    rendezvous: str
+    ranks_on_machine: int = 1
+
+    @property
+    def ranks_here(self) -> range:
+        """The ranks of this machine, itself at least: whoever starts them numbers them in a row."""
+        first = max(0, self.rank - self.local_rank)
+        last = min(first + max(self.ranks_on_machine, self.local_rank + 1), self.world_size)
+        return range(first, last)
+
+
+def launch(
+    target: str,
+    args: tuple[Any, ...],
+    world_size: int,
+    preload: Sequence[str] = (),
+    log_dir: Path | None = None,
+) -> int:
+    """Run `target(*args)` (`module:function`) in `world_size` ranks and return an exit code.
+
+    The modules `preload` are imported once, before the ranks are forked. When a rank fails, the
+    others are ended, the cause is the last thing on stderr, and every failed rank's traceback goes
+    to `log_dir/error_rank_<r>.txt`. The exit code is 0, 2 for an InputError, 1 for any
+    other exception of a rank, or 128 + the signal that ended this process.
+    """
+    warm_up(preload)
+    rendezvous_dir = Path(tempfile.mkdtemp(prefix="mimo-ranks-"))
+    try:
+        with (
+            _signals_raise(),
+            RankProcesses(target, args, world_size, rank_variables(rendezvous_dir)) as ranks,
+        ):
+            ranks.results()
+    except RanksFailed as failure:
+        return _report(failure, log_dir)
+    except _Signalled as signalled:
+        print(f"ended by {signalled.signal.name}", file=sys.stderr)
+        return 128 + signalled.signal
+    finally:
+        shutil.rmtree(rendezvous_dir, ignore_errors=True)
+    return 0
+
+
+# A machine's GPUs must be hidden from the fork server as well, which must not initialise CUDA.
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def warm_up_on_cpu(preload: Sequence[str]) -> None:
+    """`warm_up` for ranks that use the CPU whatever the machine has; returns at once."""
+    before = {name: os.environ.get(name) for name in _WITHOUT_GPUS}
+    os.environ.update(_WITHOUT_GPUS)
+    try:
+        warm_up(preload)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def run_on_cpu(
+    target: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    timeout_seconds: float,
+) -> list[Any]:
+    """Run `target(*args)` in `world_size` one-thread ranks of this machine; results by rank.
+
+    Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
+    """
+    with tempfile.TemporaryDirectory(prefix="mimo-ranks-") as directory:
+        environment = {**rank_variables(Path(directory)), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
+        with RankProcesses(
+            target, args, world_size, environment, stack_dir=Path(directory)
+        ) as ranks:
+            return ranks.results(timeout_seconds)
+
+
+def rank_variables(rendezvous_dir: Path) -> dict[str, str]:
+    """This process's environment, with ranks that meet through a file in `rendezvous_dir`."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        # All ranks are on this machine; without it gloo looks up the host's name, which may fail.
+        "GLOO_SOCKET_IFNAME": loopback,
+        **os.environ,
+        RENDEZVOUS: f"file://{rendezvous_dir.resolve() / 'store'}",
+    }
+
+
+def rank_environment() -> RankEnv | None:
+    """The rank that this process was started as: by `launch`, torchrun or srun; else None."""
+    variables = os.environ
+    if RENDEZVOUS in variables:
+        rendezvous = variables[RENDEZVOUS]
+    elif all(name in variables for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        rendezvous = "env://"
+    else:
+        return _slurm_environment()
+    return RankEnv(
+        rank=int(variables["RANK"]),
+        world_size=int(variables["WORLD_SIZE"]),
+        local_rank=int(variables.get("LOCAL_RANK", "0")),
+        rendezvous=rendezvous,
+        ranks_on_machine=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+    )
+
+
+def _slurm_environment() -> RankEnv | None:
+    """The rank of a task that srun started, meeting the others on the step's first node."""
+    variables = os.environ
+    # A batch script has SLURM_PROCID as well, but it is no task of a step.
+    if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
+        return None
+    world_size = int(variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS", "1"))
+    if world_size < 2:
+        return None
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    host = variables.get("MASTER_ADDR") or first_host(nodes)
+    # Jobs and steps that share a node get different ports, the same one on all their ranks.
+    job_id, step_id = int(variables.get("SLURM_JOB_ID", "0")), int(variables["SLURM_STEP_ID"])
+    port = variables.get("MASTER_PORT") or 20000 + (job_id * 37 + step_id) % 10000
+    return RankEnv(
+        rank=int(variables["SLURM_PROCID"]),
+        world_size=world_size,
+        local_rank=int(variables.get("SLURM_LOCALID", "0")),
+        rendezvous=f"tcp://{host}:{port}",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: `gpu[03-05,9],login1` gives `gpu03`."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^\[,]*)", nodes)
+    return "".join(part or "" for part in match.groups()) if match else "127.0.0.1"
+
+
+def _report(failure: RanksFailed, log_dir: Path | None) -> int:
+    """Write what happened, the cause last, and return the exit code."""
+    cause, *others = failure.errors
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for error in failure.errors:
+            path = log_dir / f"error_rank_{error.rank}.txt"
+            path.write_text(f"{error.traceback}{error}\n", encoding="utf-8")
+    sys.stdout.flush()
+    if others:
+        ranks = ", ".join(str(error.rank) for error in others)
+        where = f"; see {log_dir}/error_rank_*.txt" if log_dir is not None else ""
+        print(f"failed as well, later or because of it: rank {ranks}{where}", file=sys.stderr)
+    if not cause.traceback:  # it died without a word: what a peer was waiting for says more
+        for error in [error for error in others if cause.rank in error.waits_for][:1]:
+            print(error, file=sys.stderr)
+    # An error about the input is a message to a person; a traceback would bury it.
+    traceback = cause.traceback if cause.exit_code != 2 else ""
+    print(f"{traceback}{cause}", file=sys.stderr, flush=True)
+    return cause.exit_code
+
+
+class _Signalled(BaseException):
+    """This process was asked to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signal = signal.Signals(signum)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP unwind the stack, so that ranks and files are cleared."""
+
+    def handle(signum: int, frame: object) -> None:
+        raise _Signalled(signum)
+
+    before = {
+        signum: signal.signal(signum, handle)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

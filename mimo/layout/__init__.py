@@ -1,0 +1,1 @@
+"""Which rank does what: grids, levels, padding, process groups."""

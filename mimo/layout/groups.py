@@ -1,0 +1,189 @@
+"""Process groups of every module and of every bridge, made here and nowhere else.
+
+Each module is a Megatron job of its own on its own grid of ranks, so each gets its own
+`ProcessGroupCollection`; no global `parallel_state` is initialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from mimo.device import local_device
+from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.layout.levels import Link
+
+# Megatron's names for groups, and the axes of our grid that each spans. Without experts, the
+# expert groups are those of the dense model with one expert rank.
+_GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("cp", "dp"),
+    "intra_dp_cp": ("cp", "dp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
+    "mp": ("tp", "pp"),
+    "ep": (),
+    "expt_tp": ("tp",),
+    "expt_dp": ("cp", "dp"),
+    "intra_expt_dp": ("cp", "dp"),
+    "tp_ep": ("tp",),
+    "tp_ep_pp": ("tp", "pp"),
+    # The whole module, so that the distributed optimizer never reduces over the world.
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+}
+
+
+@dataclass(frozen=True)
+class BridgeGroups:
+    """Groups of one bridge: the encoder's last stage and one stage of the language model.
+
+    Two groups, because in-order transfers of gradients must not wait behind those of rows.
+    """
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's view: its modules' groups and the bridges that it takes part in.
+
+    modules: groups of the modules that this rank owns a part of, by module name.
+    bridges: those with this rank at one end, of an encoder in the order of their stages.
+    groups: all that this rank is in, in the order of their making.
+    """
+
+    layout: Layout
+    rank: int
+    modules: dict[str, ProcessGroupCollection] = field(default_factory=dict)
+    bridges: dict[Link, BridgeGroups] = field(default_factory=dict)
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def owns(self, module: str) -> bool:
+        """Whether this rank holds a part of the module."""
+        return module in self.modules
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for the run: first rank of the language model's last stage."""
+        language = self.layout.language
+        return self.rank == language.rank(pp=language.pp - 1)
+
+    def close(self) -> None:
+        """Destroy all groups but the world; the model on them is not used any more.
+
+        Every rank of the world calls it. The world may build another topology then.
+        """
+        dist.barrier()
+        for group in self.groups:
+            dist.destroy_process_group(group)
+        self.groups.clear()
+
+
+class _GroupFactory:
+    """Creates groups by their ranks, each set once. Every rank makes the same calls."""
+
+    def __init__(self, rank: int, groups: list[dist.ProcessGroup]) -> None:
+        self.rank = rank
+        self.groups = groups
+        self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def mine(self, enumeration: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+        """The group of ``enumeration`` with this rank in it; None when there is none."""
+        found = None
+        for ranks in enumeration:
+            key = tuple(ranks)
+            if key not in self.made:
+                self.made[key] = self.fresh(key, name)
+            if self.rank in key:
+                found = self.made[key]
+        return found
+
+    def fresh(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
+        """A group of its own even when another with the same ranks exists."""
+        group = dist.new_group(list(ranks), group_desc=name)
+        if not isinstance(group, dist.ProcessGroup):
+            return None
+        self.groups.append(group)
+        return group
+
+
+def comm_grid(spec: GridSpec) -> HyperCommGrid:
+    """Megatron's view of a module's ranks; creates no group."""
+    axes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
+    return HyperCommGrid(list(axes.values()), list(axes), spec.rank_offset)
+
+
+def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
+    """All groups that Megatron 0.19 asks of one module; None where this rank has no part of it."""
+    grid = comm_grid(spec)
+    made = {
+        name: factory.mine(
+            grid.get_rank_enum(list(axes)) if axes else [[r] for r in spec.ranks],
+            f"{spec.module}.{name}",
+        )
+        for name, axes in _GROUP_AXES.items()
+    }
+    if spec.module == LANGUAGE:
+        # Tied embeddings need a real [first stage, last stage] group: without one Megatron skips
+        # their synchronisation without a word. Middle stages hold no embedding and have none.
+        stages = grid.get_rank_enum(["pp"])
+        ends = [[s[0], s[-1]] if len(s) > 1 else [s[0]] for s in stages]
+        made["embd"] = factory.mine(ends, f"{spec.module}.embd")
+        made["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
+    if factory.rank not in spec.ranks:
+        return None
+    groups = ProcessGroupCollection(**{n: group for n, group in made.items() if group is not None})
+    return groups
+
+
+def build_topology(layout: Layout) -> Topology:
+    """Create every group. Every rank of the world calls it, once, after joining the world."""
+    rank = dist.get_rank()
+    assert dist.get_world_size() == layout.world_size, "the layout was made for another world"
+    topology = Topology(layout, rank)
+    factory = _GroupFactory(rank, topology.groups)
+    for name, spec in layout.grids.items():
+        groups = _module_groups(spec, factory)
+        if groups is not None:
+            topology.modules[name] = groups
+    for name, spec in layout.encoders.items():
+        for link in layout.links_of(name):
+            _add_bridge(topology, factory, spec, link)
+    return topology
+
+
+def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, link: Link) -> None:
+    """Create the groups of one bridge; every rank of the world calls it."""
+    language = topology.layout.language
+    senders = [
+        encoder.rank(dp=d, pp=encoder.pp - 1, tp=t)
+        for d in range(encoder.dp)
+        for t in range(encoder.tp)
+    ]
+    receivers = [
+        language.rank(dp=d, pp=link.stage, cp=c, tp=t)
+        for d in range(language.dp)
+        for c in range(language.cp)
+        for t in range(language.tp)
+    ]
+    ends = sorted({*senders, *receivers})
+    pair = [
+        factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}")
+        for way in ("forward", "backward")
+    ]
+    if topology.rank not in ends:
+        return
+    assert pair[0] is not None and pair[1] is not None
+    for group in pair:
+        # NCCL wants the first call of a group from all of its ranks; later messages go only
+        # between peers that have rows to exchange.
+        dist.all_reduce(torch.zeros(1, device=local_device()), group=group)
+    topology.bridges[link] = BridgeGroups(pair[0], pair[1])

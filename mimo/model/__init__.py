@@ -1,0 +1,1 @@
+"""The modules of a rank: building them, rows in place, partition, loss."""

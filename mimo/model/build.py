@@ -1,0 +1,223 @@
+"""Builds this rank's model from the recipe: config, chunks, DDP, optimizer, bridge ends."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from bridge import (
+    BridgeEnd,
+    BridgeReceiver,
+    BridgeSender,
+    ColocatedBridge,
+    LevelReceiver,
+    TransferWatch,
+)
+from mimo.device import has_gpu, local_device
+from mimo.engines.megatron.config import LoRA, ModuleContext
+from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.parallel import (
+    OptimizerSettings,
+    build_optimizer,
+    prepare_engine,
+    wrap_data_parallel,
+)
+from mimo.errors import RecipeError
+from mimo.families.lora import is_adapter
+from mimo.families.registry import (
+    encoder_family,
+    encoder_settings,
+    language_family,
+    language_settings,
+)
+from mimo.hf.initial import InitialWeights
+from mimo.layout.grids import LANGUAGE, run_ahead
+from mimo.layout.groups import Topology
+from mimo.model.load import load_weights
+from mimo.model.modules import MimoModel, Module
+from mimo.model.partition import PartitionAdapter
+from mimo.recipe.schema import Encoder, Language, Recipe
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def build_model(
+    recipe: Recipe,
+    topology: Topology,
+    tokenizer_size: int,
+    initial: InitialWeights | None = None,
+) -> MimoModel:
+    """The modules that this rank owns, with weights and optimizers.
+
+    initial: weights to begin with; freshly drawn ones without. Every rank of the world calls it.
+    Raises RecipeError for a tokenizer with more tokens than the model knows.
+    """
+    prepare_engine(recipe.train.seed)
+    dtype = DTYPES[recipe.train.precision]
+    settings = language_settings(recipe)
+    try:
+        num_tokens = settings.num_tokens(tokenizer_size)
+    except ValueError as error:
+        raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
+    groups_of_microbatches = {
+        encoder.encode_group
+        for encoder in recipe.encoders.values()
+        if encoder.placement == "colocated" and encoder.encode_group != "all"
+    }
+    partition = None
+    if topology.owns(LANGUAGE):
+        groups = topology.modules[LANGUAGE]
+        partition = PartitionAdapter(groups.cp, groups.tp, recipe.language.grid.sp)
+    model = MimoModel(
+        modules={},
+        device=local_device(),
+        partition=partition,
+        encode_group=min(groups_of_microbatches, default=None),
+        # On a GPU waiting does not block the host.
+        watch=TransferWatch() if has_gpu() else None,
+        trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
+        whole_rows=recipe.bridge.delivery == "replicated",
+        item_rules=language_family(recipe).ITEM_RULES,
+    )
+    for name, groups in topology.modules.items():
+        part = recipe.language if name == LANGUAGE else recipe.encoders[name]
+        stages = part.grid.vpp
+        lora = None
+        if part.lora is not None:
+            lora = LoRA(part.lora.rank, part.lora.alpha, frozenset(part.lora.targets))
+        chunks = []
+        for stage in range(stages):
+            ctx = ModuleContext(
+                groups=groups,
+                dtype=dtype,
+                sequence_parallel=part.grid.sp,
+                virtual_stages=stages,
+                vp_stage=stage if stages > 1 else None,
+                recompute=part.recompute,
+                scatter_embedding=recipe.bridge.delivery == "sharded",
+                lora=lora,
+            )
+            if name == LANGUAGE:
+                chunk = language_family(recipe).build(
+                    settings,
+                    ctx,
+                    num_tokens,
+                    recipe.data.sequence_length * recipe.train.micro_batch_size,
+                    recipe.train.seed,
+                )
+            else:
+                chunk = encoder_family(recipe, name).build(
+                    encoder_settings(recipe, name), ctx, settings.hidden_size, recipe.train.seed
+                )
+            chunk = chunk.to(model.device)
+            if initial is not None:
+                # Before the optimizer makes its copies of them.
+                weights = initial.weights[name]
+                load_weights(chunk, ctx.vp_stage, groups, initial.checkpoint, weights)
+            chunks.append(chunk)
+        model.modules[name] = _module(recipe, name, part, groups, chunks, dtype)
+        if name != LANGUAGE and name not in topology.layout.colocated:
+            model.modules[name].run_ahead = run_ahead(recipe, topology.layout, name)
+    _add_bridges(model, recipe, topology, settings.hidden_size, dtype)
+    return model
+
+
+def _module(
+    recipe: Recipe,
+    name: str,
+    part: Language | Encoder,
+    groups: ProcessGroupCollection,
+    chunks: list[nn.Module],
+    dtype: torch.dtype,
+) -> Module:
+    train = recipe.train
+    learning_rate = part.learning_rate or train.learning_rate
+    freeze_weights(recipe, name, chunks)
+    if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
+        return Module(name, groups, chunks, chunks, None, learning_rate, part.trains)
+    wrapped = wrap_data_parallel(
+        chunks, groups, train.overlap_grad_reduce, train.distributed_optimizer
+    )
+    # The schedules switch gradient synchronisation off for all but the last microbatch.
+    switches = [one.no_sync for one in wrapped]
+    for chunk in chunks:
+        cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
+    optimizer = build_optimizer(
+        wrapped,
+        OptimizerSettings(
+            name=train.optimizer,
+            weight_decay=train.weight_decay,
+            beta1=train.adam_beta1,
+            beta2=train.adam_beta2,
+            eps=train.adam_eps,
+            distributed=train.distributed_optimizer,
+        ),
+        learning_rate,
+        dtype,
+        groups,
+    )
+    return Module(name, groups, chunks, list(wrapped), optimizer, learning_rate, part.trains)
+
+
+def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
+    """Take the weights that the recipe freezes out of training, in place.
+
+    A module with adapters learns these alone, an encoder its projector too.
+    """
+    part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+    if part.freeze is False and part.lora is None:
+        return
+    kept = ()
+    if part.trains and module != LANGUAGE:
+        kept = encoder_family(recipe, module).PROJECTOR
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            learns = name.startswith(kept) or (part.trains and is_adapter(name))
+            param.requires_grad_(learns)
+
+
+def _add_bridges(
+    model: MimoModel, recipe: Recipe, topology: Topology, hidden_size: int, dtype: torch.dtype
+) -> None:
+    wire = dtype if recipe.bridge.wire_dtype == "auto" else DTYPES[recipe.bridge.wire_dtype]
+    # Nothing to gather where each rank needs just its slice, or gets all rows anyway.
+    slices = recipe.language.grid.sp or recipe.bridge.delivery == "replicated"
+    tp = topology.modules[LANGUAGE].tp if topology.owns(LANGUAGE) else None
+    whole_lane = tp if tp and tp.size() > 1 and not slices else None
+    for link, groups in topology.bridges.items():
+        name = link.encoder
+        shares, lane = None, 0
+        if topology.owns(name):
+            own = topology.modules[name]
+            grid = topology.layout.encoders[name]
+            shares = own.tp if grid.tp > 1 and not grid.sp else None
+            lane = grid.coords(topology.rank).dp
+        sends_only = topology.owns(name) and name not in topology.layout.colocated
+        end = BridgeEnd(
+            name=link.name,
+            rank=topology.rank,
+            forward=groups.forward,
+            backward=groups.backward,
+            hidden_size=hidden_size * len(link.levels),
+            dtype=dtype,
+            wire_dtype=wire,
+            device=model.device,
+            trainable=recipe.encoders[name].trains,
+            gather=shares if sends_only else whole_lane,
+            timeout_seconds=recipe.bridge.timeout_seconds,
+            watch=model.watch,
+        )
+        if sends_only:
+            model.senders[link] = BridgeSender(end, lane, model.modules[name].run_ahead)
+        elif topology.owns(name):
+            receives = topology.modules[LANGUAGE].pp.rank() == link.stage
+            model.colocated[link] = ColocatedBridge(end, lane, receives, shares)
+        else:
+            model.receivers[link] = LevelReceiver(BridgeReceiver(end), link.chunks)

@@ -1,0 +1,381 @@
+"""The multimodal model of one rank: only the modules that this rank owns a part of.
+
+Each module runs its own Megatron schedule on its own grid; the bridge is the only thing between
+them. Disjoint: an encoder's forward ends in `BridgeSender.send`, that of a language model's stage
+begins with `LevelReceiver.receive`, both autograd operations. Colocated: the items of a group of
+microbatches are encoded in one go, rows and gradients are exchanged around the language model's
+schedule.
+
+Letters: B sequences (1 for packed) of S tokens on this lane, N rows, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bridge import (
+    BridgeSender,
+    ColocatedBridge,
+    FlatEmbeddings,
+    LevelReceiver,
+    SampleKeys,
+    TransferWatch,
+    UnexpectedRows,
+    check_plans,
+    split_levels,
+    take_chunk,
+)
+from data.batch import PackedLane
+from mimo.engines.megatron.deepstack import level_inputs
+from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.parallel import (
+    MegatronOptimizer,
+    finish_gradients,
+    follow_weights,
+    zero_gradients,
+)
+from mimo.engines.megatron.schedule import accumulate_only, run_schedule
+from mimo.engines.megatron.segments import PackedSegments
+from mimo.families.item_rules import ItemRules
+from mimo.layout.grids import LANGUAGE
+from mimo.layout.levels import Link
+from mimo.model.loss import masked_sum, pass_token
+from mimo.model.partition import PartitionAdapter
+from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
+from mimo.step.loader import EncoderItems
+from mimo.step.plan import StepPlan
+
+
+@dataclass
+class Module:
+    """One module's part on this rank.
+
+    raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
+    where this rank has weights to update. optimizer: None where it has none.
+    trains: whether the module has weights to update, on whatever stage: all of its stages then
+    run backward.
+    run_ahead: of a disjoint encoder, forward passes before its first backward.
+    """
+
+    name: str
+    groups: ProcessGroupCollection
+    raw: list[nn.Module]
+    chunks: list[nn.Module]
+    optimizer: MegatronOptimizer | None
+    learning_rate: float
+    trains: bool
+    run_ahead: int = 0
+
+    @property
+    def sequence_parts(self) -> int:
+        """Over how many ranks the module's output is cut: 1 without sequence parallelism."""
+        config = cast("Any", self.raw[0]).config
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return next(self.raw[0].parameters()).dtype
+
+
+@dataclass(frozen=True)
+class LanguageBatch:
+    """One microbatch of the language model on one rank, on whatever pipeline stage.
+
+    input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S) int64,
+    whole. labels (B, S/cp) int64, loss_mask (B, S/cp) float32. segments: whole, None for a batch.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    segments: PackedSegments | None
+
+
+@dataclass
+class MimoModel:
+    """The modules of this rank and its ends of the bridges.
+
+    item_rules: the language family's.
+    senders: of disjoint encoders, on their last stage. receivers: of disjoint encoders, on stages
+    of the language model that need their rows. colocated: of colocated encoders.
+    encode_group: microbatches that colocated encoders encode in one go; None for all.
+    trains_encoders: whether any encoder of the recipe trains, on whatever rank: gradients then
+    pass all stages of the language model, frozen or not.
+    watch: looks after transfers on a device whose waiting does not block the host.
+    partition: cuts sequences for this rank; on language ranks.
+    whole_rows: with `delivery: replicated`, all rows of the lane arrive and are put in place in
+    whole sequences, which are cut then.
+    """
+
+    modules: dict[str, Module]
+    device: torch.device
+    item_rules: ItemRules
+    senders: dict[Link, BridgeSender] = field(default_factory=dict)
+    receivers: dict[Link, LevelReceiver] = field(default_factory=dict)
+    colocated: dict[Link, ColocatedBridge] = field(default_factory=dict)
+    encode_group: int | None = None
+    trains_encoders: bool = False
+    watch: TransferWatch | None = None
+    partition: PartitionAdapter | None = None
+    whole_rows: bool = False
+
+    def run(
+        self,
+        plan: StepPlan,
+        language: Sequence[PackedLane],
+        items: Mapping[str, Sequence[EncoderItems]],
+        forward_only: bool = False,
+        check: bool = False,
+        sample_keys: SampleKeys | None = None,
+    ) -> float:
+        """All microbatches of one step, forward and backward; every rank of the world calls it.
+
+        language: this lane's packed microbatches, on language ranks. items: by encoder
+        of this rank, its lane's items. check: compare plan digests over the bridge first, and
+        with ``sample_keys`` also which samples each microbatch has.
+        Returns the summed loss of this lane on tensor-parallel rank 0 of the last language stage,
+        else 0. Gradients are complete after `finish_gradients`.
+        """
+        for module in self.modules.values():
+            for chunk in module.chunks:
+                chunk.train(not forward_only)
+            if module.optimizer is not None and not forward_only:
+                zero_gradients(cast("Any", module.chunks), module.optimizer)
+        bridges = {**self.senders, **self.receivers, **self.colocated}
+        for link, bridge in bridges.items():
+            plans = plan.bridges(link)
+            if check:
+                check_plans(bridge.end, plans, sample_keys)
+            bridge.begin(plans, forward_only)
+        loss = 0.0
+        for name, module in self.modules.items():
+            if name == LANGUAGE:
+                loss = self._run_groups(module, language, items, forward_only)
+            elif name not in self._colocated_encoders():
+                self._run_encoder(module, items[name], forward_only)
+        for bridge in bridges.values():
+            bridge.finish()
+        return loss
+
+    def finish_gradients(self, num_loss_tokens: int) -> None:
+        """Complete every module's gradients and divide them once by the global token count."""
+        for module in self.modules.values():
+            if module.optimizer is not None:
+                finish_gradients(cast("Any", module.chunks), module.groups, num_loss_tokens)
+
+    def follow_weights(self) -> None:
+        """Tell the optimizers that weights were written from outside, as loading them does."""
+        for module in self.modules.values():
+            if module.optimizer is not None:
+                follow_weights(module.optimizer)
+
+    # ------------------------------------------------------------ disjoint encoders
+
+    def _run_encoder(
+        self, module: Module, items: Sequence[EncoderItems], forward_only: bool
+    ) -> None:
+        # On the last stage.
+        senders = {link: s for link, s in self.senders.items() if link.encoder == module.name}
+
+        def forward_step(batches: Iterator[tuple[int, EncoderItems]], chunk: nn.Module):
+            number, own = next(batches)
+            output = chunk(self._patches(own, module), torch.from_numpy(own.grids))
+            if not senders:
+                return output, pass_token
+            try:
+                rows = [
+                    FlatEmbeddings(part, own.split_sizes, module.sequence_parts)
+                    for part in split_levels(output, [link.levels for link in senders])
+                ]
+            except ValueError as error:
+                what = f"bridge {module.name}, microbatch {number}: {error}"
+                raise UnexpectedRows(what, number) from error
+            tokens = [
+                sender.send(number, own_rows)
+                for sender, own_rows in zip(senders.values(), rows, strict=True)
+            ]
+            return torch.stack(tokens).sum(), pass_token
+
+        with torch.set_grad_enabled(module.trains and not forward_only):
+            run_schedule(
+                forward_step,
+                list(enumerate(items)),
+                module.chunks,
+                module.groups,
+                forward_only=forward_only or not module.trains,
+                run_ahead=module.run_ahead,
+            )
+
+    def _patches(self, own: EncoderItems, module: Module) -> Tensor | None:
+        if own.patches is None:
+            return None
+        return torch.from_numpy(own.patches).to(self.device, module.dtype)
+
+    # --------------------------------------------- language model, colocated encoders
+
+    def _run_groups(
+        self,
+        module: Module,
+        batches: Sequence[PackedLane],
+        items: Mapping[str, Sequence[EncoderItems]],
+        forward_only: bool,
+    ) -> float:
+        """The language model's schedule, once or, with colocated encoders, group by group."""
+        size = len(batches)
+        if self.colocated and self.encode_group is not None:
+            size = self.encode_group
+        loss = 0.0
+        for start in range(0, len(batches), size):
+            group = range(start, min(start + size, len(batches)))
+            with ExitStack() as stack:
+                if group.stop < len(batches) and not forward_only:
+                    trained = [m for m in self.modules.values() if m.optimizer is not None]
+                    stack.enter_context(accumulate_only([c for m in trained for c in m.chunks]))
+                rows = {
+                    name: self._encode(name, items[name], group, forward_only)
+                    for name in self._colocated_encoders()
+                }
+                loss += self._run_language(module, batches, group, forward_only)
+                for name, parts in rows.items():
+                    bridges = self._colocated_of(name).values()
+                    if self.modules[name].trains and not forward_only:
+                        gradients = [bridge.collect(group) for bridge in bridges]
+                        torch.autograd.backward(parts, gradients)
+        return loss
+
+    def _colocated_encoders(self) -> list[str]:
+        return list(dict.fromkeys(link.encoder for link in self.colocated))
+
+    def _colocated_of(self, encoder: str) -> dict[Link, ColocatedBridge]:
+        return {link: b for link, b in self.colocated.items() if link.encoder == encoder}
+
+    def _encode(
+        self, name: str, items: Sequence[EncoderItems], group: range, forward_only: bool
+    ) -> list[Tensor]:
+        """One forward of a colocated encoder over a group's items; delivers its rows.
+
+        Returns the rows (N, k·H) of each of its bridges, for their way back.
+        """
+        module = self.modules[name]
+        own = [items[m] for m in group]
+        patches = np.concatenate([one.patches for one in own if one.patches is not None])
+        grids = np.concatenate([one.grids for one in own])
+        with torch.set_grad_enabled(module.trains and not forward_only):
+            rows = module.chunks[0](
+                torch.from_numpy(patches).to(self.device, module.dtype), torch.from_numpy(grids)
+            )
+            bridges = self._colocated_of(name)
+            parts = split_levels(rows, [link.levels for link in bridges])
+        for bridge, part in zip(bridges.values(), parts, strict=True):
+            bridge.deliver(group, part)
+        return parts
+
+    def _run_language(
+        self, module: Module, batches: Sequence[PackedLane], group: range, forward_only: bool
+    ) -> float:
+        raw_of = dict(zip(map(id, module.chunks), module.raw, strict=True))
+        trains = module.trains or self.trains_encoders
+
+        def forward_step(numbers: Iterator[int], chunk: nn.Module):
+            number = next(numbers)
+            gpt = cast("Any", raw_of[id(chunk)])
+            own = self._language_batch(batches[number])
+            arrived = self._receive(gpt, number)
+            embed = gpt.pre_process
+            output = chunk(
+                input_ids=own.input_ids,
+                position_ids=own.position_ids,
+                attention_mask=None,
+                decoder_input=self._embed(gpt, own, arrived) if embed else None,
+                labels=own.labels,
+                packed_seq_params=own.segments,
+                extra_block_kwargs=level_inputs(self._levels(own, arrived)),
+            )
+            return output, masked_sum(own.loss_mask)
+
+        sequences = batches[group.start].num_sequences
+        with torch.set_grad_enabled(trains and not forward_only):
+            logged = run_schedule(
+                forward_step,
+                list(group),
+                module.chunks,
+                module.groups,
+                forward_only=forward_only or not trains,
+                sequence_length=max(len(batches[m].input_ids) for m in group) // sequences,
+                num_sequences=sequences,
+            )
+        counts = module.groups.tp.rank() == 0
+        return float(torch.stack(logged).sum()) if logged and counts else 0.0
+
+    def _language_batch(self, lane: PackedLane) -> LanguageBatch:
+        """What every stage and tensor-parallel rank needs of a microbatch, cut for this rank."""
+        assert self.partition is not None, "language ranks have a partition adapter"
+        batch = lane.num_sequences
+        segments = None
+        if lane.packed:
+            segments = PackedSegments.from_lengths(
+                lane.lengths, self.device, lane.real_lengths, self.item_rules.seen_whole(lane)
+            )
+        ids = self._tensor(lane.input_ids).view(batch, -1)
+        _, labels, loss_mask, segments = self.partition.shard(
+            None,
+            self._tensor(lane.labels).view(batch, -1),
+            self._tensor(lane.loss_mask).view(batch, -1),
+            segments,
+        )
+        return LanguageBatch(
+            input_ids=ids if self.whole_rows else self.partition.slice_tokens(ids, segments),
+            position_ids=self._tensor(self.item_rules.position_ids(lane)).view(3, batch, -1),
+            labels=labels,
+            loss_mask=loss_mask,
+            segments=segments,
+        )
+
+    def _receive(self, gpt: Any, number: int) -> list[Arrived]:
+        """What all encoders deliver to a chunk for a microbatch."""
+        chunk, size = gpt.vp_stage or 0, gpt.config.hidden_size
+        found = [
+            receiver.receive(number, chunk)
+            for link, receiver in self.receivers.items()
+            if chunk in link.chunks
+        ]
+        for link, bridge in self.colocated.items():
+            if bridge.receives and chunk in link.chunks:
+                rows, places = bridge.receive(number)
+                found.append((take_chunk(rows, link.chunks, chunk), places))
+        first = gpt.pre_process
+        return [Arrived.of(rows, at, size, has_embeddings=first) for rows, at in found]
+
+    def _embed(self, gpt: Any, own: LanguageBatch, arrived: Sequence[Arrived]) -> Tensor:
+        """Text embeddings with the rows of all encoders in place: this rank's (S', B, H)."""
+        hidden = gpt.embedding(input_ids=own.input_ids, position_ids=own.position_ids)
+        hidden = place_embeddings(hidden, arrived)
+        if self.whole_rows:
+            assert self.partition is not None, "language ranks have a partition adapter"
+            hidden = self.partition.shard_embeddings(hidden, own.segments)
+        return hidden
+
+    def _levels(
+        self, own: LanguageBatch, arrived: Sequence[Arrived]
+    ) -> tuple[Tensor, Tensor] | None:
+        """The levels of all encoders for a chunk's layers: rows (k, n, H) and their places."""
+        levels = join_levels(arrived)
+        if levels is None or not self.whole_rows:
+            return levels
+        assert self.partition is not None, "language ranks have a partition adapter"
+        cut = partial(self.partition.shard_embeddings, packed_seq_params=own.segments)
+        batch, length = own.input_ids.shape
+        return cut_levels(levels, batch, length, cut)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)

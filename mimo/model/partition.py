@@ -1,0 +1,98 @@
+"""Gives each language rank its part of sequences: context parallel first, then sequence parallel.
+
+Context parallelism (CP) cuts every segment of a packed sequence, or every sequence of a batch,
+into 2·cp equal chunks; CP rank r gets chunks r and 2·cp-1-r, one segment after the other. So with
+causal attention all ranks have the same work (zigzag; these are the indices of Transformer
+Engine's `thd_get_partitioned_indices`). Sequence parallelism (SP) then scatters what a CP rank has
+of the whole sequence in tp equal parts over its tensor-parallel group.
+
+Embeddings get both. Labels and loss mask get CP only, because logits come back gathered from SP.
+Position ids stay whole: the rotary embedding picks what a rank needs.
+
+Letters: B batch (1 for packed), S sequence (T packed tokens), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mimo.engines.megatron.segments import PackedSegments, zigzag_indices
+from mimo.engines.megatron.sequence import scatter_sequence
+from mimo.layout.padding import sequence_multiple
+
+
+class PartitionAdapter:
+    """Cuts sequences over explicit groups of one language rank; exists on language ranks only.
+
+    cp, tp: this rank's context- and tensor-parallel groups. sequence_parallel: whether embeddings
+    are scattered over ``tp``. No communication happens in a forward; the backward of the SP
+    scatter all-gathers over ``tp``, so all of its ranks take part.
+    """
+
+    def __init__(
+        self, cp: dist.ProcessGroup, tp: dist.ProcessGroup, sequence_parallel: bool
+    ) -> None:
+        self.cp = cp
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+
+    def shard(
+        self,
+        embeddings: Tensor | None,
+        labels: Tensor,
+        loss_mask: Tensor,
+        packed_seq_params: PackedSegments | None,
+    ) -> tuple[Tensor | None, Tensor, Tensor, PackedSegments | None]:
+        """This rank's part of a microbatch.
+
+        embeddings: (S, B, H), equal on all ranks -> (S/(cp·tp), B, H) with SP, else (S/cp, B, H);
+            None on later pipeline stages. labels, loss_mask: (B, S) -> (B, S/cp).
+        packed_seq_params: the segments of a packed sequence, handed through whole; None for a
+            batch.
+        Raises ValueError, naming the recipe key, for lengths that do not divide.
+        """
+        if embeddings is not None:
+            embeddings = self.shard_embeddings(embeddings, packed_seq_params)
+        return (
+            embeddings,
+            self.slice_tokens(labels, packed_seq_params),
+            self.slice_tokens(loss_mask, packed_seq_params),
+            packed_seq_params,
+        )
+
+    def shard_embeddings(
+        self, embeddings: Tensor, packed_seq_params: PackedSegments | None
+    ) -> Tensor:
+        """The embeddings' part of `shard`."""
+        return self._scatter(self._cut(embeddings, 0, packed_seq_params))
+
+    def slice_tokens(self, tokens: Tensor, packed_seq_params: PackedSegments | None) -> Tensor:
+        """(B, S) -> (B, S/cp), CP only: for labels, loss masks, and token ids before the lookup."""
+        return self._cut(tokens, 1, packed_seq_params)
+
+    def _cut(self, tensor: Tensor, dim: int, packed_seq_params: PackedSegments | None) -> Tensor:
+        if self.cp.size() == 1:
+            return tensor
+        lengths: Sequence[int] = [tensor.shape[dim]]
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.lengths
+            assert sum(lengths) == tensor.shape[dim], (
+                f"segments of {sum(lengths)} tokens for a sequence of {tensor.shape[dim]}"
+            )
+        index = zigzag_indices(tuple(lengths), self.cp.size(), self.cp.rank())
+        return tensor.index_select(dim, index.to(tensor.device))
+
+    def _scatter(self, embeddings: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return embeddings
+        cp, tp = self.cp.size(), self.tp.size()
+        tokens, multiple = embeddings.shape[0] * cp, sequence_multiple(cp, tp, sp=True)
+        if tokens % multiple:
+            raise ValueError(
+                f"language.grid.sp: a sequence of {tokens} tokens is not a multiple of {multiple} "
+                f"(language.grid.tp {tp}, cp {cp}); pad it"
+            )
+        return scatter_sequence(embeddings, self.tp)

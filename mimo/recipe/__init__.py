@@ -1,0 +1,1 @@
+"""What people type: the schema, where each value was written, phases."""

@@ -1,0 +1,1 @@
+"""Everything about a step before a tensor exists: data, plan, loading."""

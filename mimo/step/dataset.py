@@ -1,0 +1,133 @@
+"""Opens the data of a recipe: tokenizer, processors, indexes, readers and order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from data.batch import GlobalMicrobatch
+from data.index.reader import SampleReader
+from data.index.samples import Index, Processors, check_lengths
+from data.index.store import load_or_build_index
+from data.media.processor import ItemProcessor
+from data.order import SampleOrder
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
+from mimo.errors import RecipeError
+from mimo.families.registry import encoder_settings
+from mimo.recipe.schema import MediaTokens, Recipe, Source
+from mimo.recipe.source import Location, dotted
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One split: an index and a reader per data source, and the order of its samples."""
+
+    indexes: tuple[Index, ...]
+    readers: tuple[SampleReader, ...]
+    order: SampleOrder
+
+    def sample_keys(self, microbatch: GlobalMicrobatch) -> list[str]:
+        """The keys of a microbatch's samples, lane after lane."""
+        pairs = zip(microbatch.source.tolist(), microbatch.sample.tolist(), strict=True)
+        return [str(self.indexes[source].keys[sample]) for source, sample in pairs]
+
+
+def check_media(recipe: Recipe) -> None:
+    """Raise RecipeError unless every media has one encoder, and tokens of its own."""
+    problems = []
+    owners: dict[tuple[str, str], str] = {}
+    for where, place, media, tokens in _media_of(recipe):
+        if media == "text":
+            message = "'text' is the language model's own; name another media"
+            problems.append(recipe.problem(where, message))
+        values = [
+            ("media", where, media),
+            ("placeholder", (*place, "placeholder"), tokens.placeholder),
+            ("template_token", (*place, "template_token"), tokens.template_token),
+        ]
+        for key, location, value in values:
+            if value is None:
+                continue
+            owner = owners.setdefault((key, value), dotted(location))
+            if owner != dotted(location):
+                message = f"got {value!r}, which {owner} is already; name another"
+                problems.append(recipe.problem(location, message))
+    if problems:
+        raise RecipeError(*problems)
+
+
+def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:
+    """Where in the recipe each media is named, where its keys are, its name and its tokens."""
+    for name, encoder in recipe.encoders.items():
+        place = ("encoders", name)
+        yield (*place, "media"), place, encoder.media, encoder.own_tokens
+        for media, tokens in encoder.other_media.items():
+            other = (*place, "other_media", media)
+            yield other, other, media, tokens
+
+
+def item_processors(recipe: Recipe) -> dict[str, ItemProcessor]:
+    """By media, how its encoder turns an item into patches. Raises RecipeError."""
+    check_media(recipe)
+    return {
+        media: encoder_settings(recipe, name).processor(media)
+        for name, encoder in recipe.encoders.items()
+        for media in encoder.media_tokens
+    }
+
+
+def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
+    """The recipe's tokenizer. Raises RecipeError with the key ``data.tokenizer``."""
+    placeholders = {
+        media: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
+        for encoder in recipe.encoders.values()
+        for media, tokens in encoder.media_tokens.items()
+    }
+    try:
+        return ChatTokenizer(recipe.data.tokenizer, placeholders)
+    except ValueError as error:
+        raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
+
+
+def open_dataset(
+    recipe: Recipe,
+    split: str,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Callable[[int, int], None] | None = None,
+) -> Dataset | None:
+    """A split ("sources", "validation" or "test"); None when the recipe names no shards for it.
+
+    Builds an index where there is none that fits.
+    Raises RecipeError for missing shards, samples that are too long, and samples whose
+    placeholders do not match their items or that have items which no encoder takes.
+    """
+    sources: Sequence[Source] = getattr(recipe.data, split)
+    if not sources:
+        return None
+    indexes, problems = [], []
+    for number, source in enumerate(sources):
+        try:
+            index = load_or_build_index(source.path, chat, processors, progress)
+            check_lengths(index, recipe.data.sequence_length)
+            if len(index) == 0:
+                raise ValueError(
+                    f"{source.path}: none of {len(index.skipped)} samples is usable; the first: "
+                    + "; ".join(f"{s.key}: {s.reason}" for s in index.skipped[:3])
+                )
+            indexes.append(index)
+        except ValueError as error:
+            problems.append(recipe.problem(("data", split, number, "path"), str(error)))
+    if problems:
+        raise RecipeError(*problems)
+    return Dataset(
+        indexes=tuple(indexes),
+        readers=tuple(SampleReader(index, chat, processors) for index in indexes),
+        order=SampleOrder(
+            [len(index) for index in indexes],
+            [source.weight for source in sources],
+            seed=recipe.train.seed,
+            block=recipe.data.shuffle_block,
+        ),
+    )

@@ -1,0 +1,163 @@
+"""What a run reports: figures of each step, in metrics.jsonl and TensorBoard, a line and a bar."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mimo.device import has_gpu, peak_flops
+from mimo.layout.grids import Layout
+from mimo.step.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step came to, over the whole world.
+
+    loss: summed over the global batch. grad_norm: before clipping. rates: learning rate by module
+    that trains. idle_seconds: summed over the ranks of disjoint encoders, which wait for gradients.
+    """
+
+    plan: StepPlan
+    loss: float
+    grad_norm: float
+    rates: Mapping[str, float]
+    idle_seconds: float
+    step_seconds: float
+    skipped_samples: int
+
+
+def step_metrics(
+    done: StepResult, layout: Layout, flops_per_token: float
+) -> dict[str, float | None]:
+    """The line of a step in metrics.jsonl, without its number.
+
+    flops_per_token: of the language model. mfu is None where the device's peak is unknown.
+    """
+    plan, seconds = done.plan, done.step_seconds
+    waiting = _ranks_that_wait(layout)
+    peak = peak_flops()
+    flops = flops_per_token * plan.num_tokens
+    return {
+        "loss": done.loss / max(plan.num_loss_tokens, 1),
+        "grad_norm": done.grad_norm,
+        "lr": max(done.rates.values()),
+        **{f"lr_{name}": rate for name, rate in done.rates.items()},
+        "tokens": plan.num_tokens,
+        "loss_tokens": plan.num_loss_tokens,
+        "tokens_per_second": plan.num_tokens / seconds,
+        "mfu": flops / (seconds * peak * layout.language.size) if peak else None,
+        "encoder_idle_fraction": done.idle_seconds / (waiting * seconds) if waiting else None,
+        "encoder_imbalance": plan.encoder_imbalance,
+        "skipped_samples": done.skipped_samples,
+        "step_seconds": seconds,
+    }
+
+
+def _ranks_that_wait(layout: Layout) -> int:
+    """How many ranks send rows and wait; on a GPU waiting does not block the host."""
+    if has_gpu():
+        return 0
+    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
+    return sum(grid.dp * grid.tp for grid in disjoint)
+
+
+class MetricsWriter:
+    """Writes one JSON object per step; used by the one rank that speaks for the run.
+
+    A resumed run continues the file: lines after the step it resumes from are dropped first.
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int, first_step: int, log_every: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.log_every = log_every
+        self.total_steps = total_steps
+        path = run_dir / "metrics.jsonl"
+        _drop_lines_from(path, first_step)
+        self._file = path.open("a", buffering=1)
+        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+        self.console = Console(file=sys.stdout, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} tokens/s"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task(
+            "training", total=total_steps, completed=first_step, loss="-", rate="-"
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        self._events.close()
+        self._file.close()
+
+    def step(self, metrics: Mapping[str, float | None]) -> None:
+        """Record one training step; ``metrics`` holds at least step, loss, tokens_per_second."""
+        self._write(metrics, "train")
+        step = int(metrics["step"] or 0)
+        done = step + 1
+        self._bar.update(
+            self._task,
+            completed=done,
+            loss=f"{metrics['loss']:.4f}",
+            rate=f"{metrics['tokens_per_second']:,.0f}",
+        )
+        if done % self.log_every == 0 or done == self.total_steps:
+            self.say(
+                f"step {done}/{self.total_steps} loss {metrics['loss']:.4f} "
+                f"grad_norm {metrics['grad_norm']:.3f} lr {metrics['lr']:.3e} "
+                f"tokens/s {metrics['tokens_per_second']:.0f}"
+            )
+
+    def validation(self, step: int, loss: float) -> None:
+        """Record a validation after ``step`` updates."""
+        self._write({"step": step, "validation_loss": loss}, "validation")
+        self.say(f"validation after step {step}: loss {loss:.4f}")
+
+    def say(self, line: str) -> None:
+        """Print one line above the bar."""
+        self.console.print(line, highlight=False, markup=False)
+
+    def _write(self, metrics: Mapping[str, float | None], group: str) -> None:
+        self._file.write(json.dumps(dict(metrics)) + "\n")
+        for name, value in metrics.items():
+            if name != "step" and value is not None:
+                self._events.add_scalar(f"{group}/{name}", value, int(metrics["step"] or 0))
+
+
+def _drop_lines_from(path: Path, first_step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the last line of a run that was killed while writing
+        limit = first_step + (1 if "validation_loss" in record else 0)
+        if record["step"] < limit:
+            kept.append(line + "\n")
+    path.write_text("".join(kept))

@@ -1,0 +1,196 @@
+"""Which ranks still answer, and where each of them is: so that a lost one can be named.
+
+Each rank keeps a small file in the run folder up to date, from a thread of its own: a rank that
+waits for others still does, a stopped or ended one does not. Where a collective fails, the files
+say who has failed, who does not answer any more, or who is behind. Ages are differences between
+times of files, so clocks of hosts do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge import BridgeError
+from mimo.launch.processes import is_consequence
+from mimo.layout.grids import Layout
+
+# A rank is lost that has missed so many of the times at which it should have written; a busy
+# machine may keep a thread from its turn for seconds.
+_MISSED = 4
+_LOST_SECONDS = 5.0  # at least
+_BEATS_PER_TIMEOUT = 20
+_BEAT_SECONDS = (0.5, 10.0)  # at least, at most
+
+PHASES = (
+    "setup",
+    "forward and backward",
+    "gradients",
+    "data of the next step",
+    "norm and loss",
+    "update",
+    "validation",
+    "checkpoint",
+)
+"""What a rank does in a step, in this order."""
+
+
+class RankLost(RuntimeError):
+    """Other ranks are the reason why this one cannot go on; ``waits_for`` are their numbers."""
+
+    def __init__(self, message: str, waits_for: Sequence[int]) -> None:
+        super().__init__(message)
+        self.waits_for = tuple(waits_for)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What the file of ``rank`` says; ``age_seconds`` after it was written."""
+
+    rank: int
+    who: str
+    step: int
+    phase: str
+    failure: str
+    age_seconds: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.who})"
+
+    @property
+    def where(self) -> str:
+        return f"at step {self.step}, in '{self.phase}'"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.step, PHASES.index(self.phase)
+
+
+class Presence:
+    """The file of this ``rank`` in ``folder``, and a look at those of the others.
+
+    timeout_seconds: after which transfers fail; what is written in that time tells a lost rank.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, rank: int, timeout_seconds: float) -> None:
+        self._folder, self._rank, self._size = folder, rank, layout.world_size
+        self._who = " and ".join(
+            f"{name}, lane {grid.coords(rank).dp}"
+            for name, grid in layout.grids.items()
+            if rank in grid.ranks
+        )
+        least, most = _BEAT_SECONDS
+        self._beat_seconds = min(most, max(least, timeout_seconds / _BEATS_PER_TIMEOUT))
+        self._lost_seconds = max(_LOST_SECONDS, _MISSED * self._beat_seconds)
+        self._place = (0, PHASES[0])
+        self._failure = ""
+        self._writing = threading.Lock()
+        self._left = threading.Event()
+
+    def at(self, step: int, phase: str) -> None:
+        """Where this rank is from now on; costs nothing, as the thread writes it."""
+        assert phase in PHASES, f"{phase!r} is no phase"
+        self._place = (step, phase)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Be present inside; errors that come of another rank name it.
+
+        Raises RankLost in place of a backend's error, if there is a rank to name.
+        """
+        self._folder.mkdir(exist_ok=True)
+        self._write()
+        threading.Thread(target=self._keep_writing, name="presence", daemon=True).start()
+        try:
+            yield
+        except BridgeError as error:
+            # It names a peer, which itself may wait for a rank that is lost. Not to be delayed:
+            # this rank's own end is what its peers hear of next.
+            if lost := [one for one in self._lost() if one.rank not in error.waits_for]:
+                error.add_note(_told(lost))
+            self._fail(error)
+            raise
+        except Exception as error:
+            if not is_consequence(error):
+                self._fail(error)
+            elif found := self._find():
+                raise RankLost(*found) from error
+            raise
+        finally:
+            self._left.set()
+            if not self._failure:
+                with self._writing:
+                    self._file(self._rank).unlink(missing_ok=True)
+
+    def _fail(self, error: Exception) -> None:
+        """Leave word of an error of this rank's own."""
+        self._failure = f"{type(error).__name__}: {error}"
+        self._write()
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"rank_{rank}.json"
+
+    def _keep_writing(self) -> None:
+        while not self._left.wait(self._beat_seconds):
+            self._write()
+
+    def _write(self) -> None:
+        step, phase = self._place
+        state = {"who": self._who, "step": step, "phase": phase, "failure": self._failure}
+        partial = self._folder / f".rank_{self._rank}"
+        with self._writing:
+            if self._left.is_set() and not self._failure:
+                return
+            try:
+                partial.write_text(json.dumps(state))
+                os.replace(partial, self._file(self._rank))
+            except OSError:  # a full disk is told by what matters more
+                return
+
+    def _find(self) -> tuple[str, list[int]] | None:
+        """Who is to blame, in words, and the ranks; None if all ranks are at the same place."""
+        deadline = time.monotonic() + self._lost_seconds + self._beat_seconds
+        while True:
+            if failed := [one for one in self._others() if one.failure]:
+                told = "; ".join(f"{one} failed {one.where}: {one.failure}" for one in failed)
+                return told, [one.rank for one in failed]
+            if lost := self._lost():
+                return _told(lost), [one.rank for one in lost]
+            if time.monotonic() > deadline:
+                break
+            time.sleep(self._beat_seconds / 2)
+        step, phase = self._place
+        behind = [one for one in self._others() if one.progress < (step, PHASES.index(phase))]
+        if not behind:
+            return None
+        told = "; ".join(f"{one} is still {one.where}" for one in behind)
+        return f"{told}; all ranks answer", [one.rank for one in behind]
+
+    def _lost(self) -> list[_Rank]:
+        return [one for one in self._others() if one.age_seconds > self._lost_seconds]
+
+    def _others(self) -> list[_Rank]:
+        """All ranks but this one that have a file. One that ended well has none."""
+        self._write()
+        found, now = [], self._file(self._rank).stat().st_mtime
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            try:
+                with self._file(rank).open() as file:
+                    age = now - os.fstat(file.fileno()).st_mtime
+                    found.append(_Rank(rank, age_seconds=age, **json.load(file)))
+            except (OSError, ValueError):
+                continue
+        return found
+
+
+def _told(lost: Sequence[_Rank]) -> str:
+    told = "; ".join(f"{one} does not answer, last seen {one.where}" for one in lost)
+    return f"{told}; stopped or killed, or its host is down"

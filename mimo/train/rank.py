@@ -1,0 +1,143 @@
+"""One rank, from joining the others to leaving them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from mimo.checkpoint.contents import begin
+from mimo.checkpoint.start import FromScratch, Start
+from mimo.device import (
+    gpu_memory,
+    initialize_distributed,
+    local_device,
+    release_memory,
+    set_threads,
+)
+from mimo.hf.initial import initial_weights
+from mimo.launch.ranks import RankEnv, rank_environment
+from mimo.layout.grids import build_layout
+from mimo.layout.groups import Topology, build_topology
+from mimo.model.memory import check_memory
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import Dataset, open_dataset
+from mimo.train.loop import Trainer
+from mimo.train.metrics import MetricsWriter
+from mimo.train.presence import Presence
+
+logger = logging.getLogger(__name__)
+
+# Transfers over the bridge say what is missing, so they give up before any other collective does.
+_COLLECTIVE_PATIENCE = 1.5
+
+
+def run_rank(recipe: Recipe, run_dir: Path, start: Start) -> None:
+    """One rank of a job that was launched on this machine."""
+    join_world(recipe)
+    train_in_world(recipe, run_dir, start)
+    leave_world()
+
+
+def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> RankEnv:
+    """Join torch.distributed with the rank that the environment names.
+
+    later: what the same world trains afterwards; the longest of all timeouts holds. store: where
+    the ranks have met already; else they meet as the environment says.
+    """
+    environment = rank_environment()
+    assert environment is not None, "ranks run inside a launched job"
+    timeout_seconds = max(one.bridge.timeout_seconds for one in (recipe, *later))
+    initialize_distributed(
+        environment.rank,
+        environment.world_size,
+        store or environment.rendezvous,
+        timeout_seconds * _COLLECTIVE_PATIENCE,
+        environment.local_rank,
+    )
+    return environment
+
+
+def leave_world() -> None:
+    """The end of a rank; every rank of the world calls it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_in_world(recipe: Recipe, run_dir: Path, start: Start) -> None:
+    """From building the model to the last checkpoint; every rank of the world calls it.
+
+    Afterwards only the world's own group is left, so that another run can follow.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    set_threads(recipe.train.threads_per_rank, here)
+    with _logging_to(run_dir / f"log_rank_{dist.get_rank()}.txt"):
+        layout, rank = build_layout(recipe, dist.get_world_size()), dist.get_rank()
+        if (memory := gpu_memory()) is not None:
+            check_memory(recipe, layout, range(rank, rank + 1), memory)
+        presence = Presence(run_dir / "ranks", layout, rank, recipe.bridge.timeout_seconds)
+        with presence.watched():
+            topology = build_topology(layout)
+            _train(recipe, topology, run_dir, start, presence)
+            topology.close()
+    release_memory()
+
+
+def _train(
+    recipe: Recipe, topology: Topology, run_dir: Path, start: Start, presence: Presence
+) -> None:
+    # Where weights come from a checkpoint of ours, those to start from need not be read.
+    initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
+    trainer = Trainer(recipe, topology, run_dir, initial, presence.at)
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
+    assert dataset is not None, "the recipe schema asks for at least one source"
+    trainer.progress = begin(trainer.model, start)
+    logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
+    with ExitStack() as stack:
+        writer = None
+        if topology.reports:
+            train = recipe.train
+            writer = stack.enter_context(
+                MetricsWriter(run_dir, train.steps, trainer.progress.step, train.log_every)
+            )
+            _say_skipped(writer, dataset)
+        for metrics in trainer.train(dataset, validation):
+            if writer is None:
+                continue
+            if "validation_loss" in metrics:
+                writer.validation(metrics["step"], metrics["validation_loss"])
+            else:
+                writer.step(metrics)
+
+
+def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
+    skipped = [sample for index in dataset.indexes for sample in index.skipped]
+    if skipped:
+        writer.say(f"{len(skipped)} samples of the index are unusable and left out:")
+        for sample in skipped[:10]:
+            writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Write this process's log and warnings to a file, and not to the console.
+
+    A library that logs before any handler is there has given the root logger one for the console.
+    """
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    others, root.handlers = root.handlers, list[logging.Handler]([handler])
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        root.handlers = others
+        handler.close()

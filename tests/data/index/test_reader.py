@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.index.reader
+from data import (
+    ChatTokenizer,
+    Processors,
+    SampleReader,
+    UnreadableSample,
+    build_index,
+    open_image,
+)
+
+
+@pytest.fixture(scope="module")
+def reader(digits: Path, chat: ChatTokenizer, processors: Processors) -> SampleReader:
+    index = build_index(str(digits / "train-*.tar"), chat, processors)
+    return SampleReader(index, chat, processors)
+
+
+def test_samples_and_patches_agree_with_the_index(reader: SampleReader):
+    index = reader.index
+    for i in range(len(index)):
+        sample = reader.sample(i)
+        assert len(sample.input_ids) == index.token_length[i]
+        assert sample.loss_mask.sum() == index.loss_tokens[i]
+        items = range(index.item_start[i], index.item_start[i + 1])
+        assert sample.item_offsets.tolist() == index.item_placeholder[list(items)].tolist()
+        for item in items:
+            patches = reader.patches(item)
+            assert patches.dtype == np.float32
+            assert patches.shape == (np.prod(reader.grid(item)), reader.processor(item).patch_dim)
+            assert len(patches) == index.item_rows[item] * 2**2  # the processors merge 2 x 2
+            assert np.prod(reader.row_grid(item)) == index.item_rows[item]
+
+
+def test_messages_and_item_bytes_are_those_of_the_shard(reader: SampleReader):
+    messages = reader.messages(0)
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert open_image(reader.file_bytes(0, 0)).size == (
+        reader.index.item_width[0],
+        reader.index.item_height[0],
+    )
+
+
+def test_threads_can_read_at_the_same_time_from_more_shards_than_stay_open(
+    tmp_path: Path,
+    chat: ChatTokenizer,
+    processors: Processors,
+    write_shard,
+    ask,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(data.index.reader, "_MAX_OPEN_SHARDS", 2)
+    for number in range(8):
+        write_shard(tmp_path / f"{number}.tar", {f"k{number}.json": ask(0, answer=str(number))})
+    index = build_index(str(tmp_path / "*.tar"), chat, processors)
+    reader = SampleReader(index, chat, processors)
+
+    def answer(i: int) -> str:
+        sample = reader.sample(i)
+        return chat.decode(sample.labels[sample.loss_mask == 1])
+
+    order = np.random.default_rng(0).integers(0, 8, 300)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(answer, order)) == [str(i) for i in order]
+    reader.close()
+    assert answer(3) == "3"
+
+
+def test_a_corrupt_image_is_reported_with_shard_key_and_item(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+):
+    members = {
+        "fine.json": ask(1),
+        "fine.0.png": make_image(),
+        "bad.json": ask(1),
+        "bad.0.png": make_image(300, 300)[:4000],
+    }
+    shard = write_shard(tmp_path / "a.tar", members)
+    reader = SampleReader(build_index(str(shard), chat, processors), chat, processors)
+    assert reader.patches(0).shape == (4, processors["image"].patch_dim)
+    with pytest.raises(UnreadableSample, match=r"'bad' of .*, item 0: .*cannot be decoded") as e:
+        reader.patches(1)
+    assert (e.value.shard, e.value.key, e.value.item) == (str(shard), "bad", 0)
+    assert "truncated" in e.value.reason
+
+
+def test_a_sample_that_differs_from_the_index_is_reported(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+):
+    shard = tmp_path / "a.tar"
+    write_shard(shard, {"a.json": ask(1, "1 2 3"), "a.0.bmp": make_image(28, 56, "BMP")})
+    index = build_index(str(shard), chat, processors)
+    reader = SampleReader(index, chat, processors)
+    document = json.loads(ask(1, "1 2"))
+    same_size = json.dumps(document).encode().ljust(int(index.json_size[0]))
+    write_shard(shard, {"a.json": same_size, "a.0.bmp": make_image(56, 28, "BMP")})
+    reader.close()
+    with pytest.raises(UnreadableSample, match=r"the index says .* delete the index folder"):
+        reader.sample(0)
+    with pytest.raises(UnreadableSample, match="56 x 28 pixels, the index says 28 x 56"):
+        reader.patches(0)
+
+
+def test_items_are_cut_by_the_processor_of_their_media(
+    tmp_path: Path,
+    two_media_chat: ChatTokenizer,
+    two_media_processors: Processors,
+    write_shard,
+    ask,
+    make_image,
+):
+    shard = tmp_path / "a.tar"
+    members = {
+        "a.json": ask(["video", "image"]),
+        "a.0.png": make_image(28, 56),
+        "a.1.png": make_image(28, 56),
+    }
+    write_shard(shard, members)
+    index = build_index(str(shard), two_media_chat, two_media_processors)
+    reader = SampleReader(index, two_media_chat, two_media_processors)
+    assert [reader.grid(item) for item in (0, 1)] == [(1, 8, 4), (1, 4, 2)]
+    assert [reader.row_grid(item) for item in (0, 1)] == [(1, 4, 2), (1, 2, 1)]
+    for item, media in enumerate(("video", "image")):
+        assert reader.patches(item).shape[1] == two_media_processors[media].patch_dim
+    ids = reader.sample(0).input_ids
+    for media, rows in {"video": 8, "image": 2}.items():
+        assert (ids == two_media_chat.placeholder_ids[media]).sum() == rows
+    # The same bytes, the other way round.
+    write_shard(shard, members | {"a.json": ask(["image", "video"])})
+    reader.close()
+    with pytest.raises(UnreadableSample, match="the index says"):
+        reader.sample(0)
+
+
+def test_a_shard_that_vanished_or_became_shorter_is_reported(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
+):
+    shard = write_shard(tmp_path / "a.tar", {"a.json": ask(0)})
+    reader = SampleReader(build_index(str(shard), chat, processors), chat, processors)
+    shard.write_bytes(shard.read_bytes()[:600])
+    with pytest.raises(UnreadableSample, match="bytes too early"):
+        reader.sample(0)
+    reader.close()
+    shard.unlink()
+    with pytest.raises(UnreadableSample, match="the shard cannot be read"):
+        reader.sample(0)

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import ChatTokenizer, MessagesError, PlaceholderError, UnknownMediaError
+from data.digits.text import write_tokenizer
+
+
+def user(text: str, num_images: int = 0) -> dict[str, Any]:
+    images = [{"type": "image"}] * num_images
+    return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+
+
+def learned(chat: ChatTokenizer, ids: np.ndarray) -> list[str]:
+    return [chat._tokenizer.convert_ids_to_tokens(int(token)) for token in ids]
+
+
+def copy_with_template(chat: ChatTokenizer, folder: Path, template: str) -> ChatTokenizer:
+    shutil.copytree(chat.directory, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return ChatTokenizer(folder)
+
+
+def test_each_placeholder_becomes_as_many_ids_as_its_image_has_rows(chat: ChatTokenizer):
+    messages = [user("read the digits .", num_images=3), assistant("3 7 1")]
+    short = chat.encode(messages, [1, 1, 1], "k")
+    sample = chat.encode(messages, [4, 1, 2], "k")
+    assert len(sample.input_ids) == len(short.input_ids) + 4
+    assert sample.item_offsets.tolist() == [3, 9, 12]
+    is_image = np.flatnonzero(sample.input_ids == chat.placeholder_ids["image"])
+    assert is_image.tolist() == [3, 4, 5, 6, 9, 12, 13]
+
+
+def test_labels_are_the_next_tokens_and_the_mask_covers_the_answer_with_its_end(
+    chat: ChatTokenizer,
+):
+    sample = chat.encode([user("what digit is this ?", 1), assistant("7")], [2], "k")
+    assert (sample.input_ids.dtype, sample.labels.dtype) == (np.int64, np.int64)
+    assert (sample.loss_mask.dtype, sample.item_offsets.dtype) == (np.float32, np.int64)
+    np.testing.assert_array_equal(sample.labels[:-1], sample.input_ids[1:])
+    assert sample.labels[-1] == chat.pad_token_id
+    assert learned(chat, sample.labels[sample.loss_mask == 1]) == ["7", "<|im_end|>"]
+
+
+def test_every_answer_of_a_long_conversation_is_learned_and_nothing_else(chat: ChatTokenizer):
+    messages = [
+        {"role": "system", "content": "read the digits"},
+        user("what digit is this ?", 1),
+        assistant("7"),
+        user("write 3 then 8 ."),
+        assistant("3 8"),
+    ]
+    sample = chat.encode(messages, [2], "k")
+    expected = ["7", "<|im_end|>", "3", "8", "<|im_end|>"]
+    assert learned(chat, sample.labels[sample.loss_mask == 1]) == expected
+    # A conversation that ends with a question is learned up to its last answer.
+    open_ended = chat.encode(messages[:-1], [2], "k")
+    assert learned(chat, open_ended.labels[open_ended.loss_mask == 1]) == expected[:2]
+
+
+def test_what_follows_the_end_of_an_answer_is_not_learned(chat: ChatTokenizer, tmp_path: Path):
+    # Qwen's template writes a line break behind <|im_end|>; here it is a word with a token.
+    template = (chat.directory / "chat_template.jinja").read_text()
+    longer = copy_with_template(
+        chat, tmp_path / "t", template.replace("<|im_end|>\n", "<|im_end|> then\n")
+    )
+    sample = longer.encode([user("what digit is this ?"), assistant("7")], [], "k")
+    assert learned(chat, sample.input_ids[-1:]) == ["then"]
+    assert learned(chat, sample.labels[sample.loss_mask == 1]) == ["7", "<|im_end|>"]
+
+
+def test_a_prompt_is_the_beginning_of_the_finished_conversation(chat: ChatTokenizer):
+    messages = [user("what digits are these ?", 2), assistant("7 0")]
+    prompt, whole = chat.encode_prompt(messages[:1], [1, 4]), chat.encode(messages, [1, 4], "k")
+    length = len(prompt.input_ids)
+    np.testing.assert_array_equal(prompt.input_ids, whole.input_ids[:length])
+    np.testing.assert_array_equal(prompt.item_offsets, whole.item_offsets)
+    assert whole.loss_mask[: length - 1].sum() == 0
+    assert whole.loss_mask[length - 1] == 1  # the last token of the prompt predicts the answer
+    assert prompt.loss_mask.sum() == 0
+    assert (prompt.labels == chat.pad_token_id).all()
+
+
+def test_a_prompt_that_already_has_its_answer_is_refused(chat: ChatTokenizer):
+    with pytest.raises(MessagesError, match="leave the answer out"):
+        chat.encode_prompt([user("what digit is this ?"), assistant("7")], [])
+
+
+@pytest.mark.parametrize(("placeholders", "images"), [(2, 1), (0, 1), (1, 0)])
+def test_more_or_fewer_placeholders_than_images_names_sample_and_both_counts(
+    chat: ChatTokenizer, placeholders: int, images: int
+):
+    message = f"'shelf/12' has {placeholders} placeholders but {images} items"
+    with pytest.raises(PlaceholderError, match=message):
+        chat.encode([user("read", placeholders), assistant("1")], [1] * images, "shelf/12")
+
+
+def test_items_of_several_media_each_get_their_own_placeholder(two_media_chat: ChatTokenizer):
+    content = [{"type": "video"}, {"type": "image"}, {"type": "video"}]
+    messages = [{"role": "user", "content": content}, assistant("3")]
+    media = [one.media for one in two_media_chat.mentions(messages, "k")]
+    assert media == ["video", "image", "video"]
+    sample = two_media_chat.encode(messages, [2, 1, 3], "k")
+    image, video = (two_media_chat.placeholder_ids[media] for media in ("image", "video"))
+    kinds = sample.input_ids[np.isin(sample.input_ids, [image, video])]
+    assert kinds.tolist() == [video, video, image, video, video, video]
+    assert sample.input_ids[sample.item_offsets].tolist() == [video, image, video]
+
+
+def test_items_of_every_media_in_an_answer_do_not_count(two_media_chat: ChatTokenizer):
+    content = [{"type": "text", "text": "3"}, {"type": "video"}, {"type": "image"}]
+    content.append({"type": "text", "text": "7"})
+    messages = [user("read", 1), {"role": "assistant", "content": content}]
+    sample = two_media_chat.encode(messages, [2, 4, 3], "k")
+    expected = ["3", "7", "<|im_end|>"]
+    assert learned(two_media_chat, sample.labels[sample.loss_mask == 1]) == expected
+    # An answer that ends with an item still has its end of turn to learn.
+    drawn = [messages[0], {"role": "assistant", "content": [{"type": "image"}]}]
+    sample = two_media_chat.encode(drawn, [2, 3], "k")
+    assert learned(two_media_chat, sample.labels[sample.loss_mask == 1]) == ["<|im_end|>"]
+
+
+def test_a_media_without_placeholder_names_the_sample_and_the_known_ones(chat: ChatTokenizer):
+    messages = [{"role": "user", "content": [{"type": "video"}]}, assistant("3")]
+    with pytest.raises(UnknownMediaError, match=r"'k' has .* 'video', .* encoders for image only"):
+        chat.encode(messages, [1], "k")
+
+
+def test_a_placeholder_typed_as_text_is_no_item(chat: ChatTokenizer):
+    with pytest.raises(
+        PlaceholderError, match="has 1 placeholders but 0 items.*no text that contains the"
+    ):
+        chat.encode([user("read <|image_pad|>"), assistant("1")], [], "k")
+    with pytest.raises(PlaceholderError, match="has 0 placeholders but 1 items"):
+        chat.encode([user("read <|image_pad|>"), assistant("1")], [1], "k")
+
+
+def test_a_template_that_writes_the_placeholder_of_another_media_is_refused(chat: ChatTokenizer):
+    swapped = ChatTokenizer(chat.directory, {"image": "<|video_pad|>", "video": "<|image_pad|>"})
+    with pytest.raises(MessagesError, match=r"'k': .* does not write the placeholders .* items"):
+        swapped.encode([user("read", 1), assistant("1")], [1], "k")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hello",
+        [{"content": "no role"}],
+        ["hello"],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"kind": "image"}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": ["hello"]}],
+    ],
+)
+def test_malformed_messages_name_the_sample_and_show_the_right_form(
+    chat: ChatTokenizer, messages: Any
+):
+    with pytest.raises(MessagesError, match=r"sample 'k': .*need a list such as"):
+        chat.encode(messages, [], "k")
+
+
+def test_a_conversation_that_begins_with_an_answer_is_refused(chat: ChatTokenizer):
+    with pytest.raises(MessagesError, match="sample 'k': begins with an answer"):
+        chat.encode([assistant("7"), user("write 3 .")], [], "k")
+
+
+def test_a_template_that_refuses_the_messages_says_why(chat: ChatTokenizer, tmp_path: Path):
+    strict = copy_with_template(
+        chat, tmp_path / "t", "{{ raise_exception('roles must alternate') }}"
+    )
+    with pytest.raises(MessagesError, match=r"sample 'k': .*roles must alternate"):
+        strict.encode([user("read")], [], "k")
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused(chat: ChatTokenizer, tmp_path: Path):
+    rewriting = copy_with_template(
+        chat,
+        tmp_path / "rewriting",
+        "{% for m in messages %}{{ m['role'] }} {{ loop.length }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}",
+    )
+    with pytest.raises(MessagesError, match=r"'k': the chat template of .*rewriting renders"):
+        rewriting.encode([user("read"), assistant("1")], [], "k")
+
+
+def test_answers_survive_encoding_and_decoding(chat: ChatTokenizer):
+    for answer in ("3 7 1", "0", "9 9 9 9"):
+        sample = chat.encode([user("read the digits ."), assistant(answer)], [], "k")
+        assert chat.decode(sample.labels[sample.loss_mask == 1]) == answer
+
+
+def test_a_tokenizer_without_the_placeholder_is_refused(chat: ChatTokenizer):
+    with pytest.raises(ValueError, match=r"no token '<\|picture\|>' for the image placeholder"):
+        ChatTokenizer(chat.directory, {"image": "<|picture|>"})
+
+
+def test_a_folder_without_tokenizer_or_template_is_refused(chat: ChatTokenizer, tmp_path: Path):
+    with pytest.raises(ValueError, match="missing does not exist"):
+        ChatTokenizer(tmp_path / "missing")
+    with pytest.raises(ValueError, match="no tokenizer can be loaded"):
+        ChatTokenizer(tmp_path)
+    shutil.copytree(chat.directory, tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"chat template: add chat_template\.jinja"):
+        ChatTokenizer(tmp_path / "bare")
+
+
+def test_a_tokenizer_that_leaves_ids_out_needs_room_for_its_highest(
+    chat: ChatTokenizer, tmp_path: Path
+):
+    shutil.copytree(chat.directory, tmp_path / "gaps")
+    path = tmp_path / "gaps" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    vocabulary = document["model"]["vocab"]
+    last = max(vocabulary, key=lambda word: vocabulary[word])
+    vocabulary[last] += 40
+    document["added_tokens"] = [t for t in document["added_tokens"] if t["content"] != last]
+    path.write_text(json.dumps(document))
+    gaps = ChatTokenizer(tmp_path / "gaps")
+    assert gaps.vocab_size == chat.vocab_size + 40
+
+
+def test_special_tokens_and_sizes_come_from_the_tokenizer(chat: ChatTokenizer):
+    vocabulary = json.loads((chat.directory / "tokenizer.json").read_text())["model"]["vocab"]
+    assert chat.vocab_size == 1 + max(vocabulary.values())
+    assert chat.eos_token_id == vocabulary["<|im_end|>"]
+    assert chat.pad_token_id == vocabulary["<|endoftext|>"]
+    assert chat.placeholder_ids["image"] == vocabulary["<|image_pad|>"]
+
+
+def test_the_fingerprint_follows_the_template_and_not_the_folder(
+    chat: ChatTokenizer, tmp_path: Path
+):
+    template = (chat.directory / "chat_template.jinja").read_text()
+    same = copy_with_template(chat, tmp_path / "same", template)
+    other = copy_with_template(chat, tmp_path / "other", template + " ")
+    assert same.fingerprint() == chat.fingerprint() != other.fingerprint()
+    more = ChatTokenizer(chat.directory, {**chat.placeholders, "video": "<|video_pad|>"})
+    assert more.fingerprint() != chat.fingerprint()
+
+
+def test_threads_can_encode_at_the_same_time(chat: ChatTokenizer):
+    def encode(rows: int) -> int:
+        sample = chat.encode([user("read the digit .", 1), assistant("1")], [rows], "k")
+        return len(sample.input_ids)
+
+    with ThreadPoolExecutor(4) as pool:
+        lengths = list(pool.map(encode, range(1, 101)))
+    assert np.diff(lengths).tolist() == [1] * 99
+
+
+def test_a_written_tokenizer_has_the_placeholders_it_is_given(tmp_path: Path) -> None:
+    placeholders = {"an 'odd' \"media\"": "<image_soft_token>", "video": "<|video_pad|>"}
+    write_tokenizer(tmp_path, placeholders)
+    chat = ChatTokenizer(tmp_path, placeholders)
+    content = [{"type": "video"}, {"type": "an 'odd' \"media\""}, {"type": "text", "text": "3"}]
+    sample = chat.encode([{"role": "user", "content": content}, assistant("7")], [1, 3], "k")
+    odd, video = chat.placeholder_ids["an 'odd' \"media\""], chat.placeholder_ids["video"]
+    kinds = [token for token in sample.input_ids.tolist() if token in (odd, video)]
+    assert kinds == [video, odd, odd, odd]
+
+
+def test_answers_end_where_the_model_says_or_a_turn_ends(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    chat = ChatTokenizer(tmp_path)
+    assert chat.stop_token_ids == {chat.eos_token_id}
+    config = tmp_path / "generation_config.json"
+    for given, more in ((3, {3}), ([3, chat.eos_token_id], {3}), (None, set())):
+        config.write_text(json.dumps({"eos_token_id": given}))
+        assert ChatTokenizer(tmp_path).stop_token_ids == {chat.eos_token_id} | more
+    config.write_text("[")
+    with pytest.raises(ValueError, match=r"generation_config\.json cannot be read"):
+        ChatTokenizer(tmp_path)

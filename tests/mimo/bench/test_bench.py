@@ -1,0 +1,270 @@
+"""The benchmark's judgement: bytes that were really counted, bounds, exit codes. No timings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from mimo.bench import bridge as bench
+from mimo.bench.bridge_bounds import Bound, bounds, median_ratio
+from mimo.bench.bridge_contest import compete
+from mimo.bench.bridge_planning import Balance, PlanTime, build_plan, measure_balance, plan_case
+from mimo.bench.bridge_result import Contest, Rival, Traffic
+from mimo.bench.bridge_workload import Case, Workload
+from mimo.bench.received import count_received
+from mimo.cli import app
+from mimo.layout.groups import build_topology
+from tests.conftest import RunRanks
+
+ROWS, HIDDEN = 64, 8
+ROW_BYTES = HIDDEN * 4
+SHAPE_BYTES = 2 * 8  # a 2-d shape in int64
+
+
+def run_contest(rank: int, case: Case, rival: Rival) -> dict:
+    return asdict(compete(case, ROWS, HIDDEN, 1, rival, build_topology(case.layout)))
+
+
+def measured(run_ranks: RunRanks, case: Case, rival: Rival = "megatron") -> dict:
+    results = run_ranks(run_contest, case.layout.world_size, case, rival)
+    times = {"forward_ours_ms", "forward_theirs_ms", "both_ours_ms", "both_theirs_ms"}
+    for result in results[1:]:
+        assert {k: v for k, v in result.items() if k not in times} == {
+            k: v for k, v in results[0].items() if k not in times
+        }
+    return results[0]
+
+
+def known_traffic(rank: int) -> list[int]:
+    """Bytes of one call after the other; then again under the CPU adapter's torch mode."""
+    from mimo.engines.megatron.cpu import adapt_to_machine
+
+    tensor = torch.zeros(10)  # 40 bytes
+    found = []
+
+    def count(call) -> None:
+        with count_received() as received:
+            call()
+        found.append(received.num_bytes)
+
+    def pass_on() -> None:
+        dist.send(tensor, dst=1) if rank == 0 else dist.recv(tensor, src=0)
+
+    def swap() -> None:
+        operations = [
+            dist.P2POp(dist.isend, tensor[:5], 1 - rank),
+            dist.P2POp(dist.irecv, torch.zeros(5), 1 - rank),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    def everything() -> None:
+        count(pass_on)
+        count(swap)
+        count(lambda: dist.broadcast(tensor, src=0))
+        count(lambda: dist.all_gather_into_tensor(torch.zeros(20), tensor))
+        count(lambda: dist.all_reduce(tensor))
+
+    everything()
+    adapt_to_machine()
+    everything()
+    return found
+
+
+def test_bytes_are_counted_once_whichever_call_brings_them(run_ranks: RunRanks) -> None:
+    source, other = run_ranks(known_traffic, 2)
+    assert source == 2 * [0, 20, 0, 40, 40]
+    assert other == 2 * [40, 20, 40, 40, 40]
+
+
+def test_ours_is_at_the_lower_bound_and_megatron_delivers_every_row_to_every_rank(
+    run_ranks: RunRanks,
+) -> None:
+    result = measured(run_ranks, Case(1, 1, 4, 1))
+    received = result["rows_received"]
+    assert sum(received["bound"]) == ROWS * ROW_BYTES
+    assert received["ours"] == received["bound"]
+    # The leader receives shape and rows, the others get both by its broadcast.
+    assert received["theirs"] == [ROWS * ROW_BYTES + SHAPE_BYTES] * 4
+    returned = result["gradients_received"]
+    assert returned["ours"] == returned["bound"] == [ROWS * ROW_BYTES]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, 2, 4, 1), Case(2, 2, 2, 1), Case(1, 1, 2, 2), Case(1, 1, 2, 1, sp=False)],
+    ids=str,
+)
+def test_every_layout_is_checked_by_content_and_reaches_its_lower_bound(
+    case: Case, run_ranks: RunRanks
+) -> None:
+    received = measured(run_ranks, case)["rows_received"]
+    needed = ROWS * (1 if case.sp else case.language_tp)
+    assert sum(received["bound"]) == needed * ROW_BYTES
+    assert sum(received["ours"]) == sum(received["bound"])
+    assert sum(received["theirs"]) >= case.language_tp * ROWS * ROW_BYTES
+
+
+def test_replicated_delivery_brings_every_row_to_every_rank(run_ranks: RunRanks) -> None:
+    result = measured(run_ranks, Case(1, 1, 4, 1), "replicated")
+    assert result["rows_received"]["theirs"] == [ROWS * ROW_BYTES] * 4
+    assert sum(result["rows_received"]["ours"]) == ROWS * ROW_BYTES
+    assert result["gradients_received"]["theirs"] == [ROWS * ROW_BYTES]
+
+
+@pytest.mark.parametrize("case", [Case(1, 1, 4, 1), Case(2, 2, 2, 1)], ids=str)
+def test_bare_messages_are_checked_by_content_and_are_those_of_ours(
+    case: Case, run_ranks: RunRanks
+) -> None:
+    result = measured(run_ranks, case, "messages")
+    for traffic in (result["rows_received"], result["gradients_received"]):
+        assert traffic["theirs"] == traffic["ours"] == traffic["bound"]
+
+
+@pytest.mark.parametrize("case", bench.CASES, ids=str)
+def test_a_workload_gives_every_lane_equal_rows_and_leaves_no_row_out(case: Case) -> None:
+    workload = Workload(case, 256, HIDDEN)
+    for lane in range(case.encoder_lanes):
+        assert sum(workload.runs.split_sizes(lane)) == 256 // case.encoder_lanes
+    placed = np.bincount(
+        workload.runs.destination_lane, weights=workload.runs.rows, minlength=case.language_lanes
+    )
+    assert set(placed.tolist()) == {256 / case.language_lanes}
+    assert all(tokens % case.language_tp == 0 for tokens in workload.tokens)
+
+
+def test_the_plan_that_is_timed_moves_all_rows_to_the_ranks_that_it_promises() -> None:
+    case = plan_case(1024)
+    plan = build_plan(case)
+    assert case.runs.rows.sum() == plan.length.sum() == 65536
+    assert case.runs.rows.size == 500
+    assert case.ranks.size == 1024
+    assert set(plan.destination_rank.tolist()) <= set(case.ranks.reshape(-1).tolist())
+
+
+def test_no_assignment_is_below_the_lower_bound_of_imbalance() -> None:
+    balance = measure_balance(64, lanes=8, draws=3)
+    for bound, items, samples in zip(balance.bound, balance.items, balance.samples, strict=True):
+        assert bound <= items + 1e-9
+        assert items <= samples + 1e-9
+    assert balance == measure_balance(64, lanes=8, draws=3), "draws depend on the seed alone"
+
+
+# ------------------------------------------------------------------------- judgement
+
+CONTEST = Contest(
+    case="1×tp1 → 1×tp4 sp",
+    rival="megatron",
+    rows=8192,
+    hidden=1024,
+    num_ranks=5,
+    language_tp=4,
+    sp=True,
+    forward_ours_ms=[10.0, 20.0, 10.0],
+    forward_theirs_ms=[60.0, 100.0, 40.0],
+    both_ours_ms=[20.0],
+    both_theirs_ms=[60.0],
+    rows_received=Traffic([25, 25, 25, 25], [100, 100, 100, 100], [25, 25, 25, 25]),
+    gradients_received=Traffic([100], [100], [100]),
+)
+PLAN = PlanTime(1024, 65536, 500, receiver_ms=4.0, sender_ms=5.0)
+BALANCE = Balance(512, 64, [1.0, 2.0], [1.05, 2.0], [1.5, 3.0], [2.0, 4.0])
+
+
+def kept(contest: Contest = CONTEST, plan: PlanTime = PLAN, balance: Balance = BALANCE) -> bool:
+    return all(bound.holds for bound in bounds([contest], [plan], [balance]))
+
+
+def test_the_ratio_is_the_median_of_pairs_not_the_ratio_of_medians() -> None:
+    assert median_ratio([60.0, 100.0, 40.0], [10.0, 20.0, 10.0]) == 5.0
+
+
+def test_all_bounds_hold_at_their_limits() -> None:
+    assert kept()
+
+
+@pytest.mark.parametrize(
+    ("missed", "name"),
+    [
+        ({"contest": replace(CONTEST, forward_ours_ms=[10.0, 21.0, 10.0])}, "forward, times"),
+        ({"contest": replace(CONTEST, both_ours_ms=[21.0])}, "backward, times"),
+        (
+            {"contest": replace(CONTEST, rows_received=Traffic([27] * 4, [110] * 4, [25] * 4))},
+            "bytes / lower bound",
+        ),
+        (
+            {"contest": replace(CONTEST, rows_received=Traffic([25] * 4, [97] * 4, [25] * 4))},
+            "Megatron's bytes",
+        ),
+        ({"plan": replace(PLAN, sender_ms=5.1)}, "plan for 1024 ranks"),
+        ({"balance": replace(BALANCE, items=[1.0, 2.2])}, "imbalance of 512"),
+    ],
+)
+def test_each_bound_is_missed_by_name(missed: dict, name: str) -> None:
+    values = {"contest": CONTEST, "plan": PLAN, "balance": BALANCE} | missed
+    found = bounds([values["contest"]], [values["plan"]], [values["balance"]])
+    (one,) = [bound for bound in found if not bound.holds]
+    assert name in one.name
+
+
+def test_layouts_and_growth_that_the_bounds_do_not_speak_of_are_not_judged() -> None:
+    slow = {"forward_ours_ms": [100.0] * 3, "both_ours_ms": [100.0]}
+    assert kept(contest=replace(CONTEST, sp=False, **slow))
+    assert kept(contest=replace(CONTEST, language_tp=2, **slow))
+    assert kept(contest=replace(CONTEST, rival="replicated", **slow))
+    assert kept(contest=replace(CONTEST, rival="messages", **slow))
+    assert kept(plan=replace(PLAN, num_ranks=16384, sender_ms=99.0))
+
+
+# --------------------------------------------------------------------------- command
+
+
+@pytest.mark.parametrize("limit", [1e9, -1.0])
+def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_missed(
+    limit: float,
+    run_ranks: RunRanks,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One small layout from the start of its ranks to the exit code; its time is not judged."""
+    only = Bound("plan, any time", 1.0, limit, at_most=True)
+    monkeypatch.setattr(bench, "bounds", lambda *_: [only])
+    picture, figures = tmp_path / "new" / "bench.png", tmp_path / "bench.json"
+    code = bench.main(ROWS, HIDDEN, 1, figures, picture, cases=[Case(1, 1, 2, 1)])
+    assert code == (0 if only.holds else 1)
+    text = capsys.readouterr().out
+    assert ("missed: plan, any time: 1, at most -1" in text) == (code == 1)
+    assert text.splitlines()[-1] == f"bounds_kept={1 - code} bounds_missed={code}"
+    assert "mapped to gloo" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(figures.read_text())
+    assert found["bounds"] == [{**asdict(only), "holds": only.holds}]
+    assert [c["rows"] for c in found["against_megatron"]] == [ROWS, ROWS // 4]
+    assert all(c["forward_times_faster"] > 0 for c in found["against_megatron"])
+    assert [c["rival"] for c in found["against_replicated"]] == ["replicated"] * 2
+    assert found["against_messages"] == [], "only layouts whose speed is judged"
+    assert [plan["num_ranks"] for plan in found["plan"]] == [1024, 4096, 16384]
+    assert [balance["num_items"] for balance in found["balance"]] == [512, 4096]
+
+
+def test_rows_that_do_not_divide_over_lanes_are_refused_with_exit_code_2() -> None:
+    result = CliRunner().invoke(app, ["bench", "bridge", "--rows", "1001", "--hidden", "0"])
+    assert result.exit_code == 2
+    assert "--rows: got 1001, needs a multiple of 8" in result.stderr
+    assert "--hidden: got 0" in result.stderr
+
+
+def test_the_launcher_does_not_load_the_engine_nor_print_its_warnings() -> None:
+    code = "import sys, mimo.bench.bridge; sys.exit('megatron' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

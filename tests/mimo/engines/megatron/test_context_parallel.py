@@ -1,0 +1,220 @@
+"""Core attention over zigzag shares of a sequence equals attention over the whole of it.
+
+Ranks get their share of one drawn sequence; what they return is put together here and compared
+with a softmax over all pairs of tokens in fp64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.conftest import RunRanks
+from tests.mimo.engines.megatron.test_attention import (
+    HEAD_SIZE,
+    TOLERANCE,
+    core_attention,
+    draw,
+    naive_attention,
+    value_and_gradients,
+)
+
+NAMES = ("output", "dq", "dk", "dv")
+# Multiples of 2·cp in units of 2·cp: uneven, equal, and the smallest segment there is.
+UNITS = [3, 1, 3, 7, 2]
+HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, key/value heads
+
+
+def rows_of_rank(lengths: list[int], cp: int, rank: int) -> Tensor:
+    """Positions in the packed sequence that a rank holds, written out from the definition."""
+    rows, start = [], 0
+    for length in lengths:
+        chunks = torch.arange(start, start + length).chunk(2 * cp)
+        rows += [chunks[rank], chunks[2 * cp - 1 - rank]]
+        start += length
+    return torch.cat(rows)
+
+
+def batch_rows(batch: int, length: int, cp: int, rank: int) -> Tensor:
+    """The same for a dense batch of B sequences, laid end to end."""
+    return rows_of_rank([length] * batch, cp, rank)
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def attend_packed(
+    rank: int, lengths: list[int], causal: bool, window: int | None, dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """Each number of heads: this rank's output and gradients, by its rows of the sequence."""
+    from mimo.engines.megatron.segments import PackedSegments
+
+    cp = dist.group.WORLD
+    assert cp is not None
+    attention = core_attention(causal, window, cp=cp)
+    segments = PackedSegments.from_lengths(lengths, torch.device("cpu"))
+    rows = rows_of_rank(lengths, cp.size(), rank)
+    found = []
+    for heads, kv_heads in HEADS:
+        share = [t[rows].to(dtype) for t in draw(sum(lengths), heads, kv_heads)]
+        found.append(
+            value_and_gradients(
+                lambda q, k, v: attention(q, k, v, None, packed_seq_params=segments), share
+            )
+        )
+    return found
+
+
+def attend_dense(
+    rank: int, batch: int, length: int, causal: bool, window: int | None
+) -> dict[str, Tensor]:
+    """(S/C, B, N, D) of four heads over two: output and gradients as rows of the whole batch."""
+    cp = dist.group.WORLD
+    assert cp is not None
+    attention = core_attention(causal, window, cp=cp)
+    rows = batch_rows(batch, length, cp.size(), rank)
+    share = [t[rows] for t in draw(batch * length, 4, 2)]
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inputs = [x.unflatten(0, (batch, -1)).transpose(0, 1) for x in (q, k, v)]
+        output = attention(*inputs, None)
+        assert output.shape == (length // cp.size(), batch, 4 * HEAD_SIZE)
+        return output.transpose(0, 1).flatten(0, 1).unflatten(-1, (4, HEAD_SIZE))
+
+    return value_and_gradients(dense, share)
+
+
+def check_blocks(rank: int) -> None:
+    """Every rank's blocks, one after another in this process, against all pairs of tokens."""
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    from mimo.engines.megatron.layers.attention_kernels import sdpa
+    from mimo.engines.megatron.segments import attention_blocks, zigzag_order
+
+    units = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+    @settings(max_examples=80, deadline=None, database=None)
+    @given(units, st.integers(2, 5), st.booleans(), st.none() | st.integers(1, 30))
+    def check(units: list[int], cp: int, causal: bool, window: int | None) -> None:
+        window = window if causal else None
+        lengths = [2 * cp * n for n in units]
+        q, k, v, _ = draw(sum(lengths), 2, 1)
+        expected = naive_attention(q, k, v, lengths, causal, HEAD_SIZE**-0.5, window)
+        for r in range(cp):
+            rows = rows_of_rank(lengths, cp, r)
+            blocks = attention_blocks(tuple(lengths), causal, window, cp, r)
+            got = sdpa(q[rows], k, v, blocks, HEAD_SIZE**-0.5)
+            torch.testing.assert_close(got, expected[rows], rtol=TOLERANCE, atol=TOLERANCE)
+        gathered = torch.cat([rows_of_rank(lengths, cp, r) for r in range(cp)])
+        order = zigzag_order(tuple(lengths), cp, torch.device("cpu"))
+        assert torch.equal(gathered[order], torch.arange(sum(lengths)))
+
+    check()
+
+
+def refused_lengths(rank: int) -> list[str]:
+    from mimo.engines.megatron.segments import PackedSegments
+
+    cp = dist.group.WORLD
+    assert cp is not None
+    attention = core_attention(causal=True, cp=cp)
+    q, k, v, _ = draw(7, 2, 2)
+    messages = []
+    with pytest.raises(ValueError, match="multiple of") as packed:
+        attention(q, k, v, None, packed_seq_params=PackedSegments.from_lengths([4, 10], q.device))
+    messages.append(str(packed.value))
+    with pytest.raises(ValueError, match="multiple of") as dense:
+        attention(*(x[:, None] for x in (q, k, v)), None)
+    messages.append(str(dense.value))
+    mask = torch.ones(7, 7, dtype=torch.bool)
+    with pytest.raises(ValueError, match="pack segments"):
+        attention(*(x[:, None] for x in (q, k, v)), mask)
+    return messages
+
+
+# ------------------------------------------------------------------------------- tests
+
+
+def compare(
+    shares: list[dict[str, Tensor]], expected: dict[str, Tensor], rows: list[Tensor], tol: float
+) -> None:
+    for name in NAMES:
+        for share, own in zip(shares, rows, strict=True):
+            torch.testing.assert_close(
+                share[name].double(),
+                expected[name][own],
+                rtol=tol,
+                atol=tol,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(True, None), (False, None), (True, 1), (True, 7), (True, 1000)],
+    ids=["causal", "full", "window of one", "window", "wide window"],
+)
+def test_shares_of_packed_segments_equal_the_whole(
+    run_ranks: RunRanks, cp: int, causal: bool, window: int | None
+) -> None:
+    lengths = [2 * cp * n for n in UNITS]
+    found = run_ranks(attend_packed, cp, lengths, causal, window, torch.float32)
+    rows = [rows_of_rank(lengths, cp, rank) for rank in range(cp)]
+    for number, (heads, kv_heads) in enumerate(HEADS):
+        expected = value_and_gradients(
+            lambda q, k, v: naive_attention(q, k, v, lengths, causal, HEAD_SIZE**-0.5, window),
+            [t.double() for t in draw(sum(lengths), heads, kv_heads)],
+        )
+        compare([one[number] for one in found], expected, rows, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 5e-2)], ids=["fp64", "bf16"]
+)
+def test_shares_keep_their_dtype(run_ranks: RunRanks, dtype: torch.dtype, tolerance: float) -> None:
+    lengths = [4 * n for n in UNITS]
+    found = run_ranks(attend_packed, 2, lengths, True, None, dtype)
+    assert {tensor.dtype for one in found for part in one for tensor in part.values()} == {dtype}
+    rows = [rows_of_rank(lengths, 2, rank) for rank in range(2)]
+    for number, (heads, kv_heads) in enumerate(HEADS):
+        expected = value_and_gradients(
+            lambda q, k, v: naive_attention(q, k, v, lengths, True, HEAD_SIZE**-0.5),
+            [t.to(dtype).double() for t in draw(sum(lengths), heads, kv_heads)],
+        )
+        compare([one[number] for one in found], expected, rows, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(True, None), (False, None), (True, 5)],
+    ids=["causal", "full", "window"],
+)
+def test_shares_of_a_dense_batch_equal_the_whole(
+    run_ranks: RunRanks, causal: bool, window: int | None
+) -> None:
+    batch, length, cp = 2, 24, 2
+    found = run_ranks(attend_dense, cp, batch, length, causal, window)
+    expected = value_and_gradients(
+        lambda q, k, v: naive_attention(q, k, v, [length] * batch, causal, HEAD_SIZE**-0.5, window),
+        [t.double() for t in draw(batch * length, 4, 2)],
+    )
+    rows = [batch_rows(batch, length, cp, rank) for rank in range(cp)]
+    compare(found, expected, rows, TOLERANCE)
+
+
+def test_any_segments_on_any_number_of_ranks_are_cut_into_the_right_blocks(
+    run_ranks: RunRanks,
+) -> None:
+    run_ranks(check_blocks, 1)
+
+
+def test_lengths_that_two_cp_does_not_divide_and_masks_are_refused(run_ranks: RunRanks) -> None:
+    for packed, dense in run_ranks(refused_lengths, 2):
+        assert "2·cp = 4" in packed
+        assert "a segment of 10 tokens" in packed
+        assert "2·cp = 4" in dense
+        assert "14" in dense

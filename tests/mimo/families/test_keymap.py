@@ -1,0 +1,132 @@
+"""Key maps: our parameters as rows of theirs, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mimo.families.hf_config import read_config
+from mimo.families.hf_preprocessing import read_processors
+from mimo.families.keymap import Weight, check_complete, fused_qkv, grouped_qkv, plain, stacked
+from mimo.hf.architectures import ARCHITECTURES
+from tests.mimo.hf import folders
+
+SIZES = st.integers(1, 4)
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> Weight:
+    """One of any kind and size."""
+    groups, per_group, head = draw(SIZES), draw(SIZES), draw(SIZES)
+    columns = draw(st.sampled_from([(), (1,), (3,)]))
+    kind = draw(st.sampled_from(["plain", "conv", "transposed", "stacked", "grouped", "fused"]))
+    if kind == "plain":
+        return plain("ours", "a", groups, *columns)
+    if kind == "conv":
+        return plain("ours", "a", groups, 3, per_group, head, head)
+    if kind == "transposed":
+        return plain("ours", "a", groups, head, transposed=True)
+    if kind == "stacked":
+        return stacked("ours", ["a", "b", "c"][: draw(st.integers(1, 3))], groups, *columns)
+    if kind == "grouped":
+        return grouped_qkv("ours", ("q", "k", "v"), groups, per_group, head, *columns)
+    return fused_qkv("ours", "qkv", groups, head, *columns)
+
+
+def numbered(weight: Weight) -> dict[str, torch.Tensor]:
+    """Tensors of theirs in which every element differs from all others."""
+    found, start = {}, 0
+    for source in weight.sources:
+        count = torch.Size(source.shape).numel()
+        found[source.key] = torch.arange(start, start + count).reshape(source.shape)
+        start += count
+    return found
+
+
+@given(weights())
+def test_every_row_is_used_once_and_unpacking_undoes_packing(weight: Weight) -> None:
+    check_complete([weight])
+    theirs = numbered(weight)
+    ours = weight.pack(theirs)
+    assert len(ours) == weight.num_rows
+    assert ours.unique().numel() == ours.numel() == sum(t.numel() for t in theirs.values())
+    padded = torch.cat([ours, torch.full_like(ours[:1], -1)])  # a row that pads the vocabulary
+    back = weight.unpack(padded)
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in theirs.items())
+
+
+@given(weights(), st.data())
+def test_the_runs_of_a_stretch_of_rows_are_those_rows(weight: Weight, data: st.DataObject) -> None:
+    theirs = numbered(weight)
+    ours = weight.pack(theirs)
+    first = data.draw(st.integers(0, len(ours)))
+    last = data.draw(st.integers(first, len(ours) + 2))
+    parts = [
+        run.source.matrix(theirs[run.source.key])[run.start : run.start + run.count]
+        for run in weight.rows(first, last)
+    ]
+    found = torch.cat(parts) if parts else ours[:0]
+    assert torch.equal(found, ours[first:last])
+
+
+def test_groups_of_queries_keys_and_values_lie_as_megatron_wants_them() -> None:
+    weight = grouped_qkv("ours", ("q", "k", "v"), num_groups=2, queries_per_group=2, head_size=1)
+    theirs = {
+        "q": torch.tensor([10, 11, 12, 13]),
+        "k": torch.tensor([20, 21]),
+        "v": torch.tensor([30, 31]),
+    }
+    assert weight.pack(theirs).tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
+    fused = fused_qkv("ours", "qkv", num_heads=2, head_size=1)
+    assert fused.pack({"qkv": torch.tensor([10, 11, 20, 21, 30, 31])}).tolist() == [
+        *(10, 20, 30),
+        *(11, 21, 31),
+    ]
+
+
+@pytest.mark.parametrize("family", folders.FAMILIES)
+def test_the_map_of_a_model_covers_every_tensor_that_transformers_writes(
+    family: str, tmp_path: Path
+) -> None:
+    folder = folders.make(family, tmp_path / "model")
+    architecture = ARCHITECTURES[family]
+    config = read_config(folder)
+    language: Any = architecture.language_family()
+    tower: Any = architecture.encoder_family()
+    settings = language.Settings(**language.settings_from_hf(config))
+    encoder = tower.Settings(**tower.settings_from_hf(config, read_processors(folder)))
+    maps = architecture.weights(settings, {"vision": encoder})
+    every = [weight for own in maps.values() for weight in own]
+    check_complete(every)
+    written = {key: tuple(tensor.shape) for key, tensor in folders.tensors(folder).items()}
+    to_disk = architecture.layouts[0].on_disk
+    assert {to_disk(s.key): s.shape for w in every for s in w.sources} == written
+
+
+# What the models of transformers call it.
+PROJECTORS = {
+    "qwen2_5_vl": ("model.visual.merger.",),
+    "qwen3_vl": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+    "gemma3": ("model.multi_modal_projector.",),
+}
+
+
+@pytest.mark.parametrize("family", folders.FAMILIES)
+def test_the_projector_is_what_the_checkpoint_calls_so_norm_included(
+    family: str, tmp_path: Path
+) -> None:
+    folder = folders.make(family, tmp_path / "model")
+    tower: Any = ARCHITECTURES[family].encoder_family()
+    settings = tower.settings_from_hf(read_config(folder), read_processors(folder))
+    weights = tower.weights_in_hf(tower.Settings(**settings), 128)
+    ours = {w.name for w in weights if w.name.startswith(tower.PROJECTOR)}
+    theirs = {w.name for w in weights if w.sources[0].key.startswith(PROJECTORS[family])}
+    assert ours == theirs
+    assert any("norm" in name for name in ours)
+    assert len(ours) < len(weights)

@@ -1,0 +1,240 @@
+"""`mimo generate` and `mimo evaluate` with the checkpoint of a whole run."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mimo.errors import InputError
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import corrupt, mimo, run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def test_generate_answers_from_a_run_of_any_layout(run_ranks: RunRanks, recipe: Path) -> None:
+    image = recipe.parent / "image.png"
+    Image.new("L", (56, 28), 128).save(image)
+    run(run_ranks, recipe, "train.steps=1", "language.grid.pp=2", "language.grid.tp=2")
+    folder = recipe.parent / "runs" / "tiny"
+    done = mimo("generate", folder, "--image", image, "--prompt", "what is this ?")
+    # No notice of a library either: the engine loads, and reads the checkpoint, in this process.
+    assert (done.returncode, done.stderr) == (0, "")
+    (expected,) = run_ranks(_answer, 1, folder, image)
+    assert done.stdout.strip() == expected.strip()
+
+
+def _answer(rank: int, folder: Path, image: Path) -> str:
+    """The definition of greedy decoding: one whole forward per token, one sample at a time."""
+    from mimo.generate.answer import Generator, Request
+
+    generator = Generator(folder)
+    content = [{"type": "image"}, {"type": "text", "text": "what is this ?"}]
+    request = Request([{"role": "user", "content": content}], [Image.open(image).convert("RGB")])
+    other = Request([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], [])
+    alone = generator.answer([request], 64)
+    # What else is in the pack changes nothing.
+    assert generator.answer([other, request, other], 64)[1] == alone[0]
+    return alone[0]
+
+
+def test_two_encoders_answer_about_items_of_both(run_ranks: RunRanks, tmp_path: Path) -> None:
+    tiny.write_samples(tmp_path, videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
+    recipe = tiny.write_recipe(tmp_path)
+    test = f"data.test=[{{path: '{tmp_path}/train-*.tar'}}]"
+    run(run_ranks, recipe, tiny.SECOND_ENCODER, "train.steps=1", test)
+    run_ranks(_answer_both, 1, tmp_path / "runs" / "tiny")
+
+
+def _answer_both(rank: int, folder: Path) -> None:
+    from mimo.generate.answer import Generator, Request
+    from mimo.generate.evaluate import answer_split
+
+    generator = Generator(folder)
+    items = [Image.linear_gradient("L").resize(size) for size in ((56, 28), (28, 56), (28, 28))]
+    media = ["video", "image", "video"]
+
+    def request(*numbers: int) -> Request:
+        content = [{"type": media[n]} for n in numbers] + [{"type": "text", "text": "read"}]
+        return Request([{"role": "user", "content": content}], [items[n] for n in numbers])
+
+    requests = [request(0, 1, 2), request(2), request(1), request(), request(1, 0)]
+    # What else is in the pack changes nothing.
+    assert generator.answer(requests, 8) == [generator.answer([one], 8)[0] for one in requests]
+    answered = answer_split(folder)
+    numbers = zip(tiny.IMAGES_PER_SAMPLE, tiny.VIDEOS_PER_SAMPLE, strict=True)
+    assert [len(one.images) for one in answered] == [sum(both) for both in numbers]
+
+
+def test_held_out_samples_that_cannot_be_compared_are_skipped_counted_and_named(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    tiny.write_samples(recipe.parent, (1, 0, 2), name="test")
+    corrupt(recipe, "test")
+    _write_odd_samples(recipe.parent / "test-00001.tar")
+    test = f"data.test=[{{path: '{recipe.parent}/test-*.tar'}}]"
+    run(run_ranks, recipe, "train.steps=1", test)
+    (printed,) = run_ranks(_evaluate, 1, recipe.parent / "runs" / "tiny")
+    skipped, open_ended, in_pictures, count, _, last = printed.splitlines()
+    assert skipped.startswith("skipped sample 'sample0000' of ")
+    assert "test-00000.tar, item 0: the image cannot be decoded" in skipped
+    assert "sample 'open' of " in open_ended
+    assert "test-00001.tar: the last message is of 'user': need an answer" in open_ended
+    assert "test-00001.tar: the last message has items: need an answer in text" in in_pictures
+    assert count == "skipped_samples=3"
+    assert last.startswith("exact_match=")
+
+
+def _write_odd_samples(path: Path) -> None:
+    """A chat that ends with a question, and one whose answer is an image."""
+    user, assistant = {"role": "user", "content": "read"}, {"role": "assistant", "content": "3"}
+    drawn = {"role": "assistant", "content": [{"type": "image"}]}
+    picture = io.BytesIO()
+    Image.new("L", (28, 28)).save(picture, "PNG")
+    members = {
+        "open.json": json.dumps({"messages": [user, assistant, user]}).encode(),
+        "drawn.json": json.dumps({"messages": [user, drawn]}).encode(),
+        "drawn.0.png": picture.getvalue(),
+    }
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def _evaluate(rank: int, folder: Path) -> str:
+    from mimo.generate.evaluate import answer_split, main
+
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(folder, "test") == 0
+    with redirect_stdout(io.StringIO()):
+        assert len(answer_split(folder)) == 2
+    return printed.getvalue()
+
+
+def test_evaluate_lets_a_model_finish_the_longest_answer_and_cuts_where_it_is_told(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    chats = [_two_turns("read", "3 7"), _two_turns("write", " ".join("0123456789" * 3))]
+    with tarfile.open(recipe.parent / "test-00000.tar", "w") as tar:
+        for number, messages in enumerate(chats):
+            data = json.dumps({"messages": messages}).encode()
+            member = tarfile.TarInfo(f"{number}.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    test = f"data.test=[{{path: '{recipe.parent}/test-*.tar'}}]"
+    run(run_ranks, recipe, "train.steps=1", "data.sequence_length=48", test)
+    run_ranks(_evaluate_long_answers, 1, recipe.parent / "runs" / "tiny", chats)
+
+
+def _two_turns(question: str, answer: str) -> list[dict]:
+    turns = [("user", "see"), ("assistant", "3"), ("user", question), ("assistant", answer)]
+    return [{"role": role, "content": text} for role, text in turns]
+
+
+def _evaluate_long_answers(rank: int, folder: Path, chats: list[list[dict]]) -> None:
+    from mimo.generate.answer import Generator
+    from mimo.generate.evaluate import answer_split
+
+    expected = [messages[-1]["content"].split() for messages in chats]
+    longest = len(expected[1])
+    steps: list[int] = []
+
+    def given(token: Callable[[Generator, list[int]], int], limit: int | None) -> list[list[str]]:
+        """What a model that writes ``token`` after its sequence answers."""
+
+        def next_tokens(
+            self: Generator, requests: list[int], sequences: list[list[int]], *_: object
+        ) -> list[int]:
+            steps.append(max(len(sequences[r]) for r in requests))
+            return [token(self, sequences[r]) for r in requests]
+
+        steps.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Generator, "_next_tokens", next_tokens)
+            with redirect_stdout(printed):
+                return [one.given.split() for one in answer_split(folder, "test", limit)]
+
+    def knows(self: Generator, sequence: list[int]) -> int:
+        for messages in chats:
+            whole = self.chat.encode(messages, [], "k").input_ids.tolist()
+            if whole[: len(sequence)] == sequence:
+                return whole[len(sequence)]
+        raise AssertionError("no sample goes on like this")
+
+    def babbles(self: Generator, sequence: list[int]) -> int:
+        nine = self.chat.encode_prompt([{"role": "user", "content": "9"}], []).input_ids
+        return next(token for token in nine.tolist() if self.chat.decode([token]) == "9")
+
+    printed = io.StringIO()
+    assert given(knows, None) == expected
+    assert len(steps) == longest + 1, "the longest answer and its end of turn"
+    assert not printed.getvalue()
+    assert given(knows, 5) == [expected[0], expected[1][:5]]
+    assert printed.getvalue().startswith(
+        f"1 of 2 expected answers are longer than --max-new-tokens 5, the longest has {longest + 1}"
+    )
+    # Answers that do not end are cut where they would leave the sequence length.
+    prompt = 14
+    assert given(babbles, 1000) == [["9"] * (48 - prompt)] * 2
+    assert steps == [*range(prompt, 48)]
+
+
+# The template of the tiny tokenizer, for at most two images.
+AT_MOST_TWO = """\
+{%- if messages[0]['content'] | selectattr('type', 'equalto', 'image') | list | length > 2 -%}
+{{ raise_exception('at most two images, please') }}
+{%- endif -%}
+"""
+
+
+def test_generate_refuses_what_tokenizer_template_or_processor_cannot_take(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    template = recipe.parent / "tokenizer" / "chat_template.jinja"
+    template.write_text(AT_MOST_TWO + template.read_text())
+    run(run_ranks, recipe, "train.steps=1")
+    run_ranks(_generate_from_bad_input, 1, recipe.parent / "runs" / "tiny")
+
+
+def _generate_from_bad_input(rank: int, folder: Path) -> None:
+    from mimo.generate.answer import Generator, Request, main
+
+    good, long = folder / "good.png", folder / "long.png"
+    Image.new("L", (28, 28)).save(good)
+    Image.new("L", (2010, 10)).save(long)
+    for images, prompt, message in (
+        ([good], "what is <|image_pad|> ?", "^--prompt: '<|image_pad|>' stands for an item"),
+        ([good, long], "what is this ?", r"^--image .*long\.png: .* aspect ratio of 201"),
+        ([good] * 3, "what is this ?", "^the prompt cannot be answered: .*at most two images"),
+    ):
+        with pytest.raises(InputError, match=message.replace("|", r"\|")) as caught:
+            main(folder, images, prompt, 1)
+        assert caught.value.exit_code == 2
+    assert main(folder, [good] * 2, "what is this ?", 1) == 0
+    request = Request([{"role": "user", "content": [{"type": "image"}]}], [])
+    with pytest.raises(InputError, match="1 placeholders but 0 items"):
+        Generator(folder).answer([request], 1)
+    with pytest.raises(InputError, match=r"^sample 'a' of b\.tar cannot be answered: "):
+        Generator(folder).answer([replace(request, name="sample 'a' of b.tar")], 1)
+
+
+def test_generate_without_a_checkpoint_says_what_to_give(tmp_path: Path) -> None:
+    done = mimo("generate", tmp_path, "--prompt", "what is this ?")
+    assert done.returncode == 2
+    assert "no checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,237 @@
+"""Ranks of torchrun or srun: they meet whatever has their port, and speak with one voice."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from mimo.errors import InputError
+from mimo.launch import meeting
+from mimo.launch.meeting import Meeting, Refused
+from mimo.launch.processes import RanksFailed
+from mimo.launch.ranks import RENDEZVOUS, run_on_cpu
+from mimo.train.run_lock import run_lock
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import corrupt, metrics
+
+RANKS = 3
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def as_task_of_srun(port: int) -> None:
+    """Change this rank's environment to that of srun's tasks."""
+    rank, size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+    del os.environ[RENDEZVOUS]
+    os.environ |= {
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "77",
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_STEP_NUM_TASKS": size,
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def train(port: int, folder: Path, arguments: list[str], broken_rank: int | None = None) -> int:
+    """The command line as a task; what it prints goes to `printed_<rank>`. Returns exit codes."""
+    from mimo.cli import app
+
+    rank = int(os.environ["RANK"])
+    as_task_of_srun(port)
+    if rank == broken_rank:
+        arguments = [*arguments, "train.stepps=3"]
+    with (
+        (folder / f"printed_{rank}").open("w") as file,
+        redirect_stdout(file),
+        redirect_stderr(file),
+    ):
+        return app(["train", *arguments], standalone_mode=False) or 0
+
+
+def meet(port: int) -> tuple[str, float]:
+    """What rank 0 says to all, or the error; and the seconds until then."""
+    from mimo.launch.ranks import rank_environment
+
+    started = time.monotonic()
+    as_task_of_srun(port)
+    environment = rank_environment()
+    assert environment is not None
+    try:
+        met = Meeting(environment, timeout_seconds=20)
+        met.agree("")
+        answer = met.from_rank_0(lambda: "welcome")
+    except InputError as error:
+        answer = str(error)
+    if environment.rank == 0:
+        time.sleep(1)  # its store is asked until then
+    return answer, time.monotonic() - started
+
+
+# ------------------------------------------------------------------------------ helpers
+
+
+@contextmanager
+def other_program(port: int = 0, greeting: bytes | None = None) -> Iterator[int]:
+    """Something that has a port of this machine, and says nothing or something else."""
+    with socket.create_server(("", port)) as server:
+
+        def greet() -> None:
+            while True:
+                try:
+                    visitor, _ = server.accept()
+                except OSError:
+                    return
+                with visitor:
+                    visitor.sendall(greeting or b"")
+
+        if greeting is not None:
+            threading.Thread(target=greet, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def free_port() -> int:
+    with other_program() as port:
+        return port
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+@pytest.fixture
+def trained(run_ranks: RunRanks, recipe: Path) -> Callable[..., tuple[list[int], list[str]]]:
+    """Exit codes, and what each rank printed."""
+
+    def run(*arguments: str, broken_rank: int | None = None) -> tuple[list[int], list[str]]:
+        arguments = (str(recipe), "language.grid.dp=2", "train.micro_batch_size=2", *arguments)
+        given = (free_port(), recipe.parent, list(arguments), broken_rank)
+        try:
+            codes = run_on_cpu(train, given, RANKS, timeout_seconds=60)
+        except RanksFailed as failure:
+            codes = [error.exit_code for error in failure.errors]
+        printed = [(recipe.parent / f"printed_{rank}").read_text() for rank in range(RANKS)]
+        return codes, printed
+
+    return run
+
+
+# -------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("greeting", [None, b"HTTP/1.1 400 Bad Request\r\n"], ids=["mute", "http"])
+def test_ranks_meet_at_the_next_port_where_another_program_has_theirs(
+    run_ranks: RunRanks, greeting: bytes | None
+) -> None:
+    with other_program(greeting=greeting) as port:
+        met = run_on_cpu(meet, (port,), RANKS, timeout_seconds=60)
+    assert [answer for answer, _ in met] == ["welcome"] * RANKS
+    assert max(seconds for _, seconds in met) < 15
+
+
+def test_where_all_ports_are_taken_every_rank_says_so_with_host_port_and_what_to_set(
+    run_ranks: RunRanks,
+) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(other_program(greeting=b"no\n"))
+        for port in range(first + 1, first + 8):
+            stack.enter_context(other_program(port, greeting=b"no\n"))
+        met = run_on_cpu(meet, (first,), RANKS, timeout_seconds=60)
+    expected = (
+        f"ports {first} to {first + 7} of localhost are taken by other programs, so the ranks "
+        "cannot meet there; set MASTER_PORT to a port of that host that is free"
+    )
+    assert [answer for answer, _ in met] == [expected] * RANKS
+    assert max(seconds for _, seconds in met) < 15
+
+
+def test_what_is_wrong_with_a_recipe_is_printed_once_by_the_job(
+    trained: Callable[..., tuple[list[int], list[str]]],
+) -> None:
+    codes, printed = trained("train.stepps=3")
+    assert codes == [2] * RANKS
+    assert printed[0].count("did you mean 'steps'") == 1
+    assert printed[1:] == ["", ""]
+
+
+def test_what_only_one_rank_finds_wrong_is_printed_with_its_number_and_ends_all(
+    trained: Callable[..., tuple[list[int], list[str]]],
+) -> None:
+    codes, printed = trained(broken_rank=2)
+    assert codes == [2] * RANKS
+    assert printed[0].startswith("rank 2: ")
+    assert "did you mean 'steps'" in printed[0]
+    assert printed[1:] == ["", ""]
+
+
+def test_all_ranks_learn_that_the_run_folder_is_in_use(
+    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+) -> None:
+    run_dir = recipe.parent / "runs" / "tiny"
+    with run_lock(run_dir):
+        codes, printed = trained("--resume")
+    assert codes == [2] * RANKS
+    assert f"{run_dir}: another job is writing to this run folder (host " in printed[0]
+    assert printed[1:] == ["", ""]
+    assert not run_dir.exists()
+
+
+def test_one_command_serves_the_first_start_and_later_ones(
+    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+) -> None:
+    codes, printed = trained("--resume", "train.steps=1")
+    assert codes == [0] * RANKS
+    run_dir = recipe.parent / "runs" / "tiny"
+    assert f"no checkpoint in {run_dir} yet: starting anew\n" in printed[0]
+    codes, printed = trained("--resume", "train.steps=2")
+    assert codes == [0] * RANKS
+    assert f"the run continues from {run_dir / 'checkpoints' / 'step_1'}\n" in printed[0]
+    assert [line["step"] for line in metrics(recipe)] == [0, 1]
+    assert not list(run_dir.parent.glob("tiny.*")), "moved aside"
+
+
+def test_an_error_that_all_ranks_meet_in_the_run_is_printed_by_one_of_them(
+    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+) -> None:
+    corrupt(recipe)
+    codes, printed = trained("data.max_skipped_samples=0")
+    assert codes[0] == 1
+    text = "".join(printed)
+    assert text.count("more than data.max_skipped_samples 0") == 1
+    assert text.count("Traceback") == 1
+
+
+def test_ranks_that_fail_differently_all_have_their_say(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    said = []
+    for rank, problem in enumerate(["alike", "alike", "its own"]):
+        environment = meeting.RankEnv(rank, RANKS, 0, f"file://{store}")
+        one = Meeting(environment, timeout_seconds=5)
+        with (tmp_path / "err").open("w") as file, redirect_stderr(file):
+            one.last_words(RuntimeError(problem), tmp_path)
+        said.append((tmp_path / "err").read_text().splitlines()[-2:])
+    assert said == [
+        ["RuntimeError: alike", "rank 0 failed"],
+        [],
+        ["RuntimeError: its own", "rank 2 failed"],
+    ]
+    assert "alike" in (tmp_path / "error_rank_1.txt").read_text()
+
+
+def test_ranks_that_do_not_come_are_named_within_the_time(tmp_path: Path) -> None:
+    environment = meeting.RankEnv(0, RANKS, 0, f"file://{tmp_path / 'store'}")
+    with (tmp_path / "err").open("w") as file, redirect_stderr(file), pytest.raises(Refused):
+        Meeting(environment, timeout_seconds=0.3).agree("")
+    assert (tmp_path / "err").read_text() == "ranks 1, 2: did not join within 0.3 s\n"

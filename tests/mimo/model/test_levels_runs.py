@@ -1,0 +1,98 @@
+"""Whole runs with feature levels: checkpoints, validation, generation, plans that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mimo.launch.processes import RanksFailed
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.model.test_levels_parity import COLOCATED, DISJOINT, INTERLEAVED, LAYERS
+from tests.mimo.runs import ADAM, metrics, run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def test_checkpoint_of_an_interleaved_layout_resumes_in_others(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    settings = [LAYERS, *ADAM, "train.steps=4", "train.save_every=2"]
+    run(run_ranks, recipe, *DISJOINT, *settings, *INTERLEAVED)
+    whole = metrics(recipe)
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_2"
+    others = [
+        [*DISJOINT, "encoders.vision.grid.pp=2", "language.grid={tp: 2, sp: true}"],
+        [*COLOCATED, "language.grid.pp=2"],
+    ]
+    for number, other in enumerate(others):
+        name = f"other{number}"
+        run(run_ranks, recipe, *other, *settings, f"name={name}", resume_from=checkpoint)
+        for got, expected in zip(metrics(recipe, name), whole[2:], strict=True):
+            assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", [[*DISJOINT, *INTERLEAVED], [*COLOCATED, *INTERLEAVED]])
+def test_validation_passes_levels_on_without_gradients(
+    run_ranks: RunRanks, recipe: Path, layout: list[str]
+) -> None:
+    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    every = ["train.validate_every=1", "train.validation_batches=1", "train.learning_rate=1e-12"]
+    run(run_ranks, recipe, LAYERS, *layout, "train.steps=1", shard, *every)
+    step, validation = metrics(recipe)
+    # The same samples with (nearly) the same weights.
+    assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
+
+
+def test_answers_depend_on_the_levels_of_an_image(run_ranks: RunRanks, recipe: Path) -> None:
+    run(run_ranks, recipe, LAYERS, *DISJOINT, "language.grid.pp=2", "train.steps=1")
+    (differs,) = run_ranks(_logits_with_and_without_levels, 1, recipe.parent / "runs" / "tiny")
+    assert differs
+
+
+def _logits_with_and_without_levels(rank: int, folder: Path) -> bool:
+    import torch
+
+    from mimo.generate.answer import Generator, Request
+
+    generator = Generator(folder)
+    pixels = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    content = [{"type": "image"}, {"type": "text", "text": "read the digits"}]
+    request = Request([{"role": "user", "content": content}], [Image.fromarray(pixels)])
+    seen: list[torch.Tensor] = []
+    forward = generator.model.forward
+    generator.model.forward = lambda *a, **k: seen.append(forward(*a, **k)) or seen[-1]  # type: ignore[method-assign]
+    (answer,) = generator.answer([request], max_new_tokens=3)
+    assert isinstance(answer, str)
+    merger = generator.model.model.modules["vision"].raw[0].get_submodule("level_mergers.2.mlp")
+    with torch.no_grad():
+        for parameter in merger.parameters():
+            parameter.zero_()
+    first = len(seen)
+    generator.answer([request], max_new_tokens=1)
+    return bool((seen[first] != seen[0]).any())
+
+
+def test_a_stage_that_only_receives_levels_takes_part_in_the_check_of_plans(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    expected = r"bridge vision \(levels 3\), microbatch 0: ranks \[0\] and ranks \[2\] planned"
+    with pytest.raises(RanksFailed, match=expected):
+        run_ranks(_run_with_another_plan_on_the_last_stage, 3, recipe)
+
+
+def _run_with_another_plan_on_the_last_stage(rank: int, recipe: Path) -> None:
+    from mimo.step.plan import StepPlanner
+
+    if rank == 2:
+        plan = StepPlanner.microbatches
+        StepPlanner.microbatches = lambda self, step: plan(self, step)[::-1]  # type: ignore[method-assign]
+    tiny.run_layout_steps(rank, recipe, [LAYERS, *DISJOINT, "language.grid.pp=2"])

@@ -1,0 +1,147 @@
+"""A checkpoint computes for images and videos what transformers computes with it.
+
+fp32 on a CPU: the samples of a shard packed into one sequence, against one call per sample.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from encoders import qwen_vl
+from tests.conftest import RunRanks
+from tests.mimo.hf.folders import make
+from tests.mimo.step.test_videos import write_samples
+
+TOLERANCE = 1e-5
+# Frames of each video and images (0) of each sample, in order of mention.
+SAMPLES = ((0, 5, 0), (), (2, 7), (0,))
+
+RECIPE = """
+name: videos
+init_from: {folder}
+encoders:
+  vision: {{}}
+data:
+  sources: [{{path: "{directory}/train-*.tar"}}]
+  sequence_length: 1024
+train: {{steps: 1, global_batch_size: 4, micro_batch_size: 4}}
+"""
+
+
+def run_both(
+    rank: int, path: Path, folder: Path, overrides: list[str]
+) -> list[tuple[Tensor, Tensor]]:
+    """Logits (L, V) of each sample: ours, and those of transformers."""
+    from transformers import AutoModelForImageTextToText
+
+    from data.batch import pack_lane
+    from mimo.families.registry import encoder_settings
+    from mimo.generate.one_rank import LocalModel
+    from mimo.hf.initial import initial_weights
+    from mimo.recipe.schema import load_recipe
+    from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
+
+    recipe = load_recipe(path, overrides)
+    frames = encoder_settings(recipe, "vision").temporal_patch_size
+    chat = open_tokenizer(recipe)
+    dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
+    assert dataset is not None
+    (index,), (reader,) = dataset.indexes, dataset.readers
+    samples = [reader.sample(number) for number in range(len(index))]
+    items = [index.items_of_sample(number) for number in range(len(index))]
+    lengths = [len(sample.input_ids) for sample in samples]
+    lane = pack_lane(
+        samples,
+        [[reader.row_grid(item) for item in own] for own in items],
+        [0] * len(samples),
+        sum(lengths),
+        chat.pad_token_id,
+        time_steps=[[reader.time_step(item) for item in own] for own in items],
+    )
+    local = LocalModel(recipe, chat.vocab_size, True, initial_weights(recipe))
+    patches = [reader.patches(item) for item in range(index.num_items)]
+    grids = np.array([reader.grid(item) for item in range(index.num_items)], np.int64)
+    places = np.flatnonzero(np.isin(lane.input_ids, list(chat.placeholder_ids.values())))
+    with torch.no_grad():
+        rows = local.encode("vision", np.concatenate(patches), grids)
+        logits = local.forward(lane, [(rows, places)], with_labels=False)[0]
+    ours = logits[:, : local.num_tokens].split(lengths)
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for number, sample in enumerate(samples):
+        given = given_to_transformers(reader, items[number], patches, frames)
+        kinds = np.zeros(len(sample.input_ids), np.int32)
+        kinds[sample.input_ids == chat.placeholder_ids["image"]] = 1
+        kinds[sample.input_ids == chat.placeholder_ids["video"]] = 2
+        with torch.no_grad():
+            theirs = model(
+                input_ids=torch.from_numpy(sample.input_ids)[None],
+                mm_token_type_ids=torch.from_numpy(kinds)[None],
+                use_cache=False,
+                **given,
+            ).logits[0]
+        found.append((ours[number], theirs))
+    return found
+
+
+def given_to_transformers(
+    reader: Any, items: range, patches: list[np.ndarray], frames: int
+) -> dict[str, Any]:
+    """A sample's pixels and grids; the items of one video are one grid. frames: of a patch."""
+    index = reader.index
+    values: dict[str, list[np.ndarray]] = {"image": [], "video": []}
+    grids: dict[str, list[list[int]]] = {"image": [], "video": []}
+    seconds = []
+    for item in items:
+        media = index.media[index.item_media[item]]
+        values[media].append(patches[item])
+        if index.item_number[item] > 0:
+            grids[media][-1][0] += 1
+            continue
+        grids[media].append(list(reader.grid(item)))
+        if media == "video":
+            seconds.append(frames / index.part(item).fps)
+    given: dict[str, Any] = {}
+    for media, key in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if grids[media]:
+            given[key] = torch.from_numpy(np.concatenate(values[media]))
+            given[f"{media}_grid_thw"] = torch.tensor(grids[media])
+    return given | ({"second_per_grid_ts": torch.tensor(seconds)} if seconds else {})
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_logits_over_images_and_videos_equal_those_of_transformers(
+    run_ranks: RunRanks, tmp_path: Path, family: str
+) -> None:
+    folder = make(family, tmp_path / "checkpoint")
+    write_samples(tmp_path, SAMPLES)
+    path = tmp_path / "videos.yaml"
+    path.write_text(RECIPE.format(folder=folder, directory=tmp_path))
+    (found,) = run_ranks(run_both, 1, path, folder, [])
+    assert len(found) == len(SAMPLES)
+    for ours, theirs in found:
+        assert theirs.std() > 0.1, "an absolute tolerance needs logits of order one"
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_positions_per_second_that_the_importer_overlooks_are_found(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    folder = make("qwen2_5_vl", tmp_path / "checkpoint")
+    write_samples(tmp_path, SAMPLES)
+    path = tmp_path / "videos.yaml"
+    path.write_text(RECIPE.format(folder=folder, directory=tmp_path))
+    unsaid = qwen_vl.Settings.model_fields["tokens_per_second"].default
+    override = f"encoders.vision.model.tokens_per_second={unsaid}"
+    (found,) = run_ranks(run_both, 1, path, folder, [override])
+    # Three frames make a patch: shorter videos have no second one.
+    with_time = [any(frames > 3 for frames in sample) for sample in SAMPLES]
+    for (ours, theirs), differs in zip(found, with_time, strict=True):
+        assert bool((ours - theirs).abs().max() > 100 * TOLERANCE) == differs

@@ -1,0 +1,55 @@
+"""What a rank reads of a step, and the check that rows and placeholders fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mimo.layout.grids import Layout, build_layout
+from mimo.recipe.schema import load_recipe
+from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.step.loader import LoadedStep, StepLoader, pack_language
+from mimo.step.plan import StepPlan, StepPlanner
+from tests.mimo import tiny
+
+
+def load(path: Path, rank: int) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
+    """The first step as ``rank`` loads it: rank 0 encodes, rank 1 is the language model."""
+    recipe = load_recipe(path)
+    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
+    assert dataset is not None
+    layout = build_layout(recipe)
+    planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
+    loader = StepLoader(planner, dataset.readers, layout, rank, 0, 1, ahead=0)
+    loaded = loader.next()
+    loader.close()
+    return loaded, planner.finish(loaded.microbatches), dataset, layout
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def test_language_rank_decodes_no_item_and_encoder_rank_tokenizes_no_sample(path: Path) -> None:
+    encoder, language = (load(path, rank)[0] for rank in (0, 1))
+    assert [len(m) for m in encoder.patches] == [6, 0, 8]
+    assert not any(encoder.encoded)
+    assert [len(m) for m in language.encoded] == [4, 4, 4]
+    assert not any(language.patches)
+
+
+def test_rows_that_are_not_as_many_as_placeholders_name_sample_and_both_counts(path: Path) -> None:
+    loaded, plan, dataset, _ = load(path, 1)
+    first = plan.microbatches[0]
+    placeholders = int(first.samples.item_rows[first.samples.item_sample == 0].sum())
+    rows = first.samples.item_rows.copy()
+    rows[0] += 3
+    wrong = replace(first, samples=replace(first.samples, item_rows=rows))
+    plan = replace(plan, microbatches=(wrong, *plan.microbatches[1:]))
+    expected = f"sample0000.*{placeholders} image placeholder tokens.*{placeholders + 3} rows"
+    with pytest.raises(ValueError, match=expected):
+        pack_language(loaded, plan, dataset.readers, 0, 0)

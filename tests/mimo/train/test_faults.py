@@ -1,0 +1,206 @@
+"""Faults in a running job: it ends soon, says what was missing, and leaves no process behind.
+
+Two encoder lanes (ranks 0 and 1) feed one language rank (2). The fault strikes rank 0 when it is
+to send microbatch 1 of the second step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mimo.checkpoint.start import FromScratch
+from mimo.launch.ranks import launch, rank_environment
+from mimo.recipe.schema import Recipe, load_recipe
+from mimo.train.main import check_recipe, make_run_dir
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.ranks import running
+
+HERE = "tests.mimo.train.test_faults"
+STRUCK = "struck"  # a file in the run folder
+TIMEOUT_SECONDS = 5.0
+MICROBATCHES = 3
+SAMPLES = [f"sample{number:04d}" for number in range(12)]
+ROWS = r"rank 0 to send [1-9]\d* rows"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended; `seconds`: from the moment that the fault struck."""
+
+    exit_code: int
+    text: str
+    seconds: float
+    run_dir: Path
+
+    @property
+    def last_line(self) -> str:
+        return self.text.splitlines()[-1]
+
+    def named_samples(self) -> list[str]:
+        return re.findall(r"sample\d{4}", self.last_line)
+
+
+@pytest.fixture
+def run_with(
+    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Ended]:
+    """`run_with(fault) -> Ended`: the job of this file with a fault, through the launcher."""
+    tiny.write_samples(tmp_path, (2, 1, 1, 3) * MICROBATCHES)
+    path = tiny.write_recipe(tmp_path)
+    settings = [f"bridge.timeout_seconds={TIMEOUT_SECONDS}", "encoders.vision.grid.dp=2"]
+
+    def run(fault: str) -> Ended:
+        recipe = load_recipe(path, settings)
+        layout = check_recipe(recipe, None)
+        run_dir = make_run_dir(recipe, resumes=False)
+        code = launch(
+            f"{HERE}:run_faulty_rank", (fault, recipe, run_dir), layout.world_size, log_dir=run_dir
+        )
+        seconds = time.time() - (run_dir / STRUCK).stat().st_mtime
+        pids = [int((run_dir / f"pid_{rank}").read_text()) for rank in range(layout.world_size)]
+        assert not running(pids), "a rank is left over"
+        return Ended(code, capfd.readouterr().err, seconds, run_dir)
+
+    return run
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def run_faulty_rank(fault: str, recipe: Recipe, run_dir: Path) -> None:
+    from mimo.train.rank import run_rank
+
+    env = rank_environment()
+    assert env is not None
+    (run_dir / f"pid_{env.rank}").write_text(str(os.getpid()))
+    if env.rank == 0:
+        FAULTS[fault](run_dir / STRUCK)
+    run_rank(recipe, run_dir, FromScratch())
+
+
+def _when_sending(strike: Callable[[], None], struck: Path) -> None:
+    """Call ``strike`` when this rank is to send microbatch 1 of step 1."""
+    from bridge import BridgeSender
+
+    begin, send, step = BridgeSender.begin, BridgeSender.send, -1
+
+    def count_steps(self, *args, **settings):
+        nonlocal step
+        step += 1
+        return begin(self, *args, **settings)
+
+    def send_or_strike(self, microbatch, rows):
+        if (step, microbatch) == (1, 1):
+            struck.touch()
+            strike()
+        return send(self, microbatch, rows)
+
+    BridgeSender.begin, BridgeSender.send = count_steps, send_or_strike  # type: ignore[method-assign]
+
+
+def _kill() -> None:
+    time.sleep(0.5)  # the others have what was sent before, and wait
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _plan_in_another_order(struck: Path) -> None:
+    from mimo.step.plan import StepPlanner
+
+    struck.touch()
+    plan = StepPlanner.microbatches
+    StepPlanner.microbatches = lambda self, step: plan(self, step)[::-1]  # type: ignore[method-assign]
+
+
+def _stop_before_the_norm(struck: Path) -> None:
+    """SIGSTOP this rank in step 1, after its last transfer and before a collective of the world."""
+    from mimo.train import loop as train
+
+    sum_over_world, calls = train.sum_over_world, 0
+
+    def stop_or_sum(values):
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # the first is for the flags of step 0
+            time.sleep(1.0)  # where it is gets written about twice a second
+            struck.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return sum_over_world(values)
+
+    train.sum_over_world = stop_or_sum
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "killed": lambda struck: _when_sending(_kill, struck),
+    "stalled": lambda struck: _when_sending(lambda: time.sleep(600), struck),
+    "stopped": _stop_before_the_norm,
+    "other plan": _plan_in_another_order,
+}
+
+
+# ---------------------------------------------------------------------------- tests
+
+
+def test_killed_encoder_rank_is_the_cause_and_its_peer_says_what_it_waited_for(
+    run_with: Callable[..., Ended],
+) -> None:
+    ended = run_with("killed")
+    assert ended.exit_code == 1
+    assert ended.last_line == "rank 0 was killed by SIGKILL"
+    waited = rf"bridge vision -> language: rows of microbatch 1 failed while waiting for {ROWS}: "
+    assert re.search(rf"rank 2 failed: .*{waited}", ended.text)
+    assert re.search(waited, (ended.run_dir / "error_rank_2.txt").read_text())
+    assert ended.seconds < TIMEOUT_SECONDS, "nobody needs to wait for the timeout"
+
+
+def test_stalled_peer_ends_the_run_with_edge_microbatch_peer_rows_and_samples(
+    run_with: Callable[..., Ended],
+) -> None:
+    ended = run_with("stalled")
+    assert ended.exit_code == 1
+    error, where = ended.text.splitlines()[-2:]
+    assert re.fullmatch(
+        r"rank 2 failed: bridge\S+: bridge vision -> language: rows of microbatch 1 did not "
+        rf"arrive within bridge.timeout_seconds 5; still waiting for {ROWS}",
+        error,
+    )
+    assert where.startswith("in step 1, samples of microbatch 1: ")
+    assert len(ended.named_samples()) == len(SAMPLES) // MICROBATCHES
+    assert set(ended.named_samples()) < set(SAMPLES)
+    assert TIMEOUT_SECONDS - 1 < ended.seconds < TIMEOUT_SECONDS + 10
+
+
+def test_a_rank_that_is_stopped_outside_of_a_transfer_is_named_with_its_last_place(
+    run_with: Callable[..., Ended],
+) -> None:
+    ended = run_with("stopped")
+    assert ended.exit_code == 1
+    assert re.fullmatch(
+        r"rank [12] failed: mimo\.presence\.RankLost: rank 0 \(vision, lane 0\) does not answer, "
+        r"last seen at step 1, in 'norm and loss'; stopped or killed, or its host is down",
+        ended.last_line,
+    )
+    assert ended.seconds < 1.5 * TIMEOUT_SECONDS + 10
+
+
+def test_mismatched_plans_name_the_ranks_the_microbatch_and_its_samples(
+    run_with: Callable[..., Ended],
+) -> None:
+    ended = run_with("other plan")
+    assert ended.exit_code == 1
+    error, where = ended.text.splitlines()[-2:]
+    assert re.fullmatch(
+        r"rank \d failed: bridge\S+: bridge vision, microbatch 0: ranks \[0\] and ranks \[1, 2\] "
+        r"planned different transfers; they read different data indexes or recipes",
+        error,
+    )
+    assert where.startswith("in step 0, samples of microbatch 0: ")
+    assert len(ended.named_samples()) == len(SAMPLES) // MICROBATCHES

@@ -1,0 +1,169 @@
+"""What optimizers do with their parameter groups, by hand: rates, decay, clipping.
+
+Each rank has one module: rank 0 the encoder, the others the language model.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.recipe.schema import load_recipe
+from mimo.train.main import check_recipe
+from mimo.verify.results import RankSteps, Shard
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import metrics
+
+PEAKS = {"language": 0.004, "vision": 0.0005}
+WARMUP, STEPS, MINIMUM = 3, 8, 0.25
+SETTINGS = [
+    f"train.learning_rate={PEAKS['language']}",
+    f"encoders.vision.learning_rate={PEAKS['vision']}",
+    f"train.warmup_steps={WARMUP}",
+    f"train.min_learning_rate_ratio={MINIMUM}",
+    f"train.steps={STEPS}",
+    "train.optimizer=adam",
+    "train.global_batch_size=4",
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+# ------------------------------------------------------------- rates, also after a resume
+
+
+def held_rates(rank: int, path: Path, overrides: list[str], start: Start) -> list[list[float]]:
+    """A run of one rank: the rate of every parameter group at every update of its optimizer."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from mimo.train.rank import train_in_world
+
+    found = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found.append([float(group["lr"]) for group in optimizer.param_groups])
+
+    recipe = load_recipe(path, overrides)
+    recipe.run_dir.mkdir(parents=True, exist_ok=True)
+    register_optimizer_step_pre_hook(note)
+    train_in_world(recipe, recipe.run_dir, start)
+    return found
+
+
+def expected_rate(step: int, peak: float) -> float:
+    """Up in a line to the peak, then down along half a cosine to a quarter of it."""
+    if step < 3:
+        return peak * (1 / 3, 2 / 3, 1.0)[step]
+    return peak * (0.25 + 0.75 * (1 + math.cos(math.pi * (step - 3) / 5)) / 2)
+
+
+@pytest.mark.parametrize("state", ["whole", "shared out"])
+def test_every_group_follows_the_schedule_also_across_a_resume(
+    run_ranks: RunRanks, recipe: Path, state: str
+) -> None:
+    shared = f"train.distributed_optimizer={str(state == 'shared out').lower()}"
+    overrides = [*SETTINGS, shared, "train.save_every=1", f"train.keep_checkpoints={STEPS}"]
+    checkpoints = recipe.parent / "runs" / "tiny" / "checkpoints"
+    # From the start, from within the warm-up, and from within the descent.
+    for first in (0, 2, 6):
+        start = Resume(checkpoints / f"step_{first}") if first else FromScratch()
+        name = f"name={'resumed' if first else 'tiny'}"
+        by_rank = run_ranks(held_rates, 2, recipe, [*overrides, name], start)
+        for module, updates in zip(("vision", "language"), by_rank, strict=True):
+            assert len(updates) == STEPS - first
+            for step, rates in enumerate(updates, first):
+                expected = expected_rate(step, PEAKS[module])
+                assert len(rates) == 2, "matrices and vectors"
+                assert rates == pytest.approx([expected] * 2, rel=1e-12), (module, first, step)
+    for step, logged in enumerate(metrics(recipe)):
+        for module, peak in PEAKS.items():
+            assert logged[f"lr_{module}"] == pytest.approx(expected_rate(step, peak), rel=1e-12)
+
+
+# ------------------------------------------------------------- weights after every step
+
+DECAY, BETAS, EPS, CLIP = 0.1, (0.9, 0.95), 1e-4, 0.05
+UPDATES = 2  # the second one has moments, and biases that are not zero any more
+BY_HAND = [
+    *SETTINGS,
+    f"train.weight_decay={DECAY}",
+    f"train.adam_beta1={BETAS[0]}",
+    f"train.adam_beta2={BETAS[1]}",
+    f"train.adam_eps={EPS}",
+    f"train.clip_grad_norm={CLIP}",
+]
+OPTIMIZERS: dict[str, tuple[list[str], float]] = {
+    "adam": (["train.precision=fp64"], 1e-13),
+    "sgd": (["train.precision=fp64", "train.optimizer=sgd"], 1e-13),
+    "adam, its state shared out": (
+        ["train.distributed_optimizer=true", "language.grid.dp=2", "train.micro_batch_size=2"],
+        # Rounding of weights around 1 in fp32; a step of decay moves them by 1e-4 or more.
+        5e-7,
+    ),
+}
+
+
+def steps_from_first_weights(rank: int, path: Path, overrides: list[str]) -> RankSteps:
+    """Some steps of one rank, each tensor's weights before the first one included."""
+    from mimo.verify import run
+
+    class Trainer(run.WatchedTrainer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.note_weights()
+
+    run.WatchedTrainer = Trainer
+    return run.layout_steps(load_recipe(path, overrides), UPDATES)
+
+
+def by_hand(shard: Shard, factors: list[float], is_sgd: bool) -> list[np.ndarray]:
+    """The weights of a tensor after each step: from its first ones, and clipped gradients."""
+    weight, first, second = shard.weights[0], np.zeros(()), np.zeros(())
+    decay = DECAY if weight.ndim > 1 else 0.0
+    found = []
+    for step, (gradient, factor) in enumerate(zip(shard.gradients, factors, strict=True)):
+        rate, gradient = expected_rate(step, PEAKS[shard.module]), factor * gradient
+        if is_sgd:
+            weight = weight - rate * (gradient + decay * weight)
+        else:
+            first = BETAS[0] * first + (1 - BETAS[0]) * gradient
+            second = BETAS[1] * second + (1 - BETAS[1]) * gradient**2
+            mean = first / (1 - BETAS[0] ** (step + 1))
+            deviation = np.sqrt(second / (1 - BETAS[1] ** (step + 1)))
+            weight = weight - rate * decay * weight - rate * mean / (deviation + EPS)
+        found.append(weight)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_weight_moves_as_computed_by_hand_and_vectors_do_not_decay(
+    run_ranks: RunRanks, recipe: Path, name: str
+) -> None:
+    overrides, tolerance = [*BY_HAND, *OPTIMIZERS[name][0]], OPTIMIZERS[name][1]
+    ranks = check_recipe(load_recipe(recipe, overrides), None).world_size
+    results = run_ranks(steps_from_first_weights, ranks, recipe, overrides)
+    shards = [shard for result in results for shard in result.shards]
+    whole = [shard for shard in shards if shard.lane == 0]
+    factors = []
+    for step in range(UPDATES):
+        norm = math.sqrt(sum(float((one.gradients[step] ** 2).sum()) for one in whole))
+        assert norm > 2 * CLIP
+        factors.append(CLIP / (norm + 1e-6))
+    kinds = {(shard.module, shard.weights[0].ndim > 1) for shard in shards}
+    assert len(kinds) == 4, "matrices and vectors of both modules"
+    for shard in shards:
+        expected = by_hand(shard, factors, is_sgd=name == "sgd")
+        for step, weight in enumerate(expected):
+            error = np.abs(shard.weights[step + 1] - weight).max()
+            assert error <= tolerance, (shard.name, step, error)

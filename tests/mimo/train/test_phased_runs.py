@@ -1,0 +1,246 @@
+"""Whole jobs with stages, on real ranks: what each stage trains, begins with and leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.start import FromScratch, FromWeights, Start
+from mimo.families.lora import is_adapter
+from mimo.launch.ranks import run_on_cpu
+from mimo.model.build import DTYPES
+from mimo.recipe.phases import load_stages
+from mimo.recipe.schema import Recipe
+from mimo.train import main as job
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import run_from
+
+# Three ranks that train the projector, then four with other grids and data.
+STAGES = """\
+stages:
+  - name: projector
+    language: {{freeze: true, grid: {{tp: 2, sp: true}}}}
+    encoders: {{vision: {{freeze: tower}}}}
+    train: {{steps: 2, learning_rate: 0.01}}
+  - name: everything
+    language: {{grid: {{pp: 2}}, learning_rate: 0.002}}
+    encoders: {{vision: {{grid: {{dp: 2}}}}}}
+    data: {{sources: [{{path: "{directory}/other-*.tar"}}]}}
+    train: {{steps: 3}}
+"""
+SETTINGS = [
+    "train.optimizer=adam",
+    "train.learning_rate=0.003",
+    "train.clip_grad_norm=1.0",
+    "train.save_every=1",
+    "train.keep_checkpoints=9",
+]
+FIRST, SECOND = "stage_1_projector", "stage_2_everything"
+
+
+def write_recipe(directory: Path) -> Path:
+    tiny.write_samples(directory)
+    tiny.write_samples(directory, tiny.IMAGES_PER_SAMPLE[::-1], name="other")
+    path = tiny.write_recipe(directory)
+    path.write_text(STAGES.format(directory=directory) + path.read_text())
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a job that has run through, in the folder `runs/whole` beside it."""
+    path = write_recipe(tmp_path_factory.mktemp("whole"))
+    assert job.main(path, [*SETTINGS, "name=whole"]) == 0
+    return path
+
+
+def read(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole, by name: weights, and the optimizers' by their kind."""
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    load(state, checkpoint_id=checkpoint, no_dist=True)
+    return state
+
+
+def weights(checkpoint: Path) -> dict[str, Tensor]:
+    return {n: t for n, t in read(checkpoint).items() if n.startswith(("language.", "vision."))}
+
+
+def checkpoint_of(path: Path, name: str, stage: str, step: int) -> Path:
+    return path.parent / "runs" / name / stage / "checkpoints" / f"step_{step}"
+
+
+def metrics(path: Path, name: str, stage: str) -> list[dict[str, float]]:
+    """What each step has measured, without times."""
+    lines = (path.parent / "runs" / name / stage / "metrics.jsonl").read_text().splitlines()
+    keys = ("step", "loss", "grad_norm", "lr", "tokens")
+    return [{key: json.loads(line)[key] for key in keys} for line in lines]
+
+
+def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
+    """Write the checkpoint of a run before its first step."""
+    from mimo.checkpoint.contents import begin
+    from mimo.layout.grids import build_layout
+    from mimo.layout.groups import build_topology
+    from mimo.train.loop import Trainer
+
+    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
+    trainer.progress = begin(trainer.model, start)
+    trainer.save()
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_stage_of_the_projector_leaves_all_other_weights_as_they_were(
+    run_ranks: RunRanks, whole: Path
+) -> None:
+    recipe = load_stages(whole, [*SETTINGS, "name=before"]).stages[0].recipe
+    run_ranks(save_at_the_start, 3, recipe, FromScratch())
+    before = weights(checkpoint_of(whole, "before", FIRST, 0))
+    after = weights(checkpoint_of(whole, "whole", FIRST, 2))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    projector = {name for name in before if name.startswith("vision.merger.")}
+    assert moved == projector
+    # Every weight that may learn does so in the next stage.
+    last = weights(checkpoint_of(whole, "whole", SECOND, 3))
+    assert {name for name in after if not torch.equal(after[name], last[name])} == set(after)
+
+
+# Precision of the first stage and of the second, and whether the optimizers are distributed.
+PRECISIONS = {
+    "fp32": ("fp32", "fp32", "false"),
+    "bf16": ("bf16", "bf16", "false"),
+    "bf16, distributed": ("bf16", "bf16", "true"),
+    "fp32 to bf16, distributed": ("fp32", "bf16", "true"),
+}
+
+
+@pytest.mark.parametrize("case", PRECISIONS.values(), ids=PRECISIONS)
+def test_another_layout_begins_with_exactly_the_weights_and_a_fresh_optimizer(
+    run_ranks: RunRanks, tmp_path: Path, case: tuple[str, str, str]
+) -> None:
+    before, after, distributed = case
+    settings = [
+        *SETTINGS,
+        f"stages.0.train.precision={before}",
+        f"stages.1.train.precision={after}",
+        f"train.distributed_optimizer={distributed}",
+    ]
+    first, second = (one.recipe for one in load_stages(write_recipe(tmp_path), settings).stages)
+    run_from(run_ranks, first, FromScratch())
+    written = find_checkpoint(first.run_dir)
+    run_ranks(save_at_the_start, 4, second, FromWeights(written))
+    at_start = read(second.run_dir / "checkpoints" / "step_0")
+    for name, value in weights(written).items():
+        expected = value.to(DTYPES[after])
+        assert at_start[name].dtype == expected.dtype
+        assert torch.equal(at_start[name], expected), name
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert not at_start[f"optimizer.{kind}.{name}"].any(), "the optimizer is not fresh"
+        if after == "bf16":
+            master = at_start[f"optimizer.fp32_param.{name}"]
+            assert torch.equal(master, expected.float()), name
+
+
+def test_adapters_that_are_new_in_a_stage_add_nothing_to_the_weights_before_it(
+    run_ranks: RunRanks, whole: Path
+) -> None:
+    lora = ["stages.1.language.lora={rank: 2}", "stages.1.encoders.vision.lora={rank: 2}"]
+    recipe = load_stages(whole, [*SETTINGS, *lora, "name=adapted"]).stages[1].recipe
+    written = checkpoint_of(whole, "whole", FIRST, 2)
+    run_ranks(save_at_the_start, 4, recipe, FromWeights(written))
+    at_start = weights(checkpoint_of(whole, "adapted", SECOND, 0))
+    adapters = {name: at_start.pop(name) for name in [*at_start] if is_adapter(name)}
+    assert equal(at_start, weights(written))
+    assert {name.split(".")[0] for name in adapters} == {"language", "vision"}
+    assert all(bool(value.any()) == name.endswith("lora_a") for name, value in adapters.items())
+
+
+def test_a_job_equals_runs_that_are_chained_by_hand(run_ranks: RunRanks, whole: Path) -> None:
+    first, second = load_stages(whole, [*SETTINGS, "name=chained"]).stages
+    run_from(run_ranks, first.recipe, FromScratch())
+    run_from(run_ranks, second.recipe, FromWeights(find_checkpoint(first.recipe.run_dir)))
+    for stage, steps in ((FIRST, 2), (SECOND, 3)):
+        assert metrics(whole, "whole", stage) == metrics(whole, "chained", stage)
+        assert [m["step"] for m in metrics(whole, "whole", stage)] == list(range(steps))
+        got, expected = (read(checkpoint_of(whole, n, stage, steps)) for n in ("whole", "chained"))
+        assert equal(got, expected)
+    run = whole.parent / "runs" / "whole"
+    assert find_checkpoint(run) == run / SECOND / "checkpoints" / "step_3"
+
+
+INTERRUPTED = {
+    "inside the first": (FIRST, 1),
+    "between the stages": (FIRST, 2),
+    "inside the second": (SECOND, 2),
+}
+
+
+@pytest.mark.parametrize("last", INTERRUPTED.values(), ids=INTERRUPTED)
+def test_an_interrupted_job_continues_exactly(
+    whole: Path, last: tuple[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage, step = last
+    name = f"{stage}_{step}"
+    run = interrupted(whole, name, stage, step)
+    before = (run / FIRST / "metrics.jsonl").stat().st_mtime_ns
+    assert job.main(whole, [*SETTINGS, f"name={name}"], resume=True) == 0
+    printed = capsys.readouterr().out
+    assert ("stage 1 of 2" in printed) == (last == (FIRST, 1))
+    assert ((run / FIRST / "metrics.jsonl").stat().st_mtime_ns == before) == (last != (FIRST, 1))
+    for one in (FIRST, SECOND):
+        assert metrics(whole, name, one) == metrics(whole, "whole", one)
+    got, expected = (read(checkpoint_of(whole, n, SECOND, 3)) for n in (name, "whole"))
+    assert equal(got, expected)
+
+
+def interrupted(whole: Path, name: str, stage: str, step: int) -> Path:
+    """The run folder of a job that was ended after a checkpoint."""
+    run = whole.parent / "runs" / name
+    shutil.copytree(whole.parent / "runs" / "whole", run)
+    if stage == FIRST:
+        shutil.rmtree(run / SECOND)
+    checkpoints = run / stage / "checkpoints"
+    for later in checkpoints.glob("step_*"):
+        if int(later.name.removeprefix("step_")) > step:
+            shutil.rmtree(later)
+    (checkpoints / "latest").write_text(f"step_{step}")
+    return run
+
+
+def test_ranks_of_torchrun_or_srun_run_all_stages_in_their_one_world(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    path = write_recipe(tmp_path)
+    settings = [*SETTINGS, "stages.1.encoders.vision.grid.dp=1"]
+    run_on_cpu(train_as_rank, (path, [*settings, "name=in_place"]), 3, timeout_seconds=120)
+    assert job.main(path, [*settings, "name=launched"]) == 0
+    for stage, steps in ((FIRST, 2), (SECOND, 3)):
+        assert metrics(path, "in_place", stage) == metrics(path, "launched", stage)
+        got, expected = (
+            read(checkpoint_of(path, name, stage, steps)) for name in ("in_place", "launched")
+        )
+        assert equal(got, expected)
+
+
+def train_as_rank(path: Path, overrides: list[str]) -> None:
+    """What a rank that torchrun or srun has started does."""
+    assert job.main(path, overrides) == 0
+    assert not torch.distributed.is_initialized()

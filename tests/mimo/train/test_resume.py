@@ -1,0 +1,197 @@
+"""Checkpoints of whole runs: they continue exactly, also after a kill and in another layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mimo.checkpoint.folder import Progress, read_progress
+from mimo.launch.processes import RanksFailed
+from mimo.recipe.schema import load_recipe
+from mimo.train.main import check_recipe
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import ADAM, LAYOUT, command, corrupt, metrics, mimo, run
+from tests.ranks import MarkedJob
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    # Both sources are in every step, and each begins new epochs before and after the checkpoint.
+    tiny.write_samples(recipe.parent, (1, 0, 2, 0, 1), name="other")
+    paths = ", ".join(f'{{path: "{recipe.parent}/{name}-*.tar"}}' for name in ("train", "other"))
+    sources = [f"data.sources=[{paths}]", "data.shuffle_block=1"]
+    settings = [*LAYOUT, *ADAM, *sources, "train.steps=6", "train.save_every=3"]
+    run(run_ranks, recipe, *settings, "name=whole")
+    # The interrupted run: same recipe, ended after its checkpoint at step 3.
+    folder = recipe.parent / "runs" / "part"
+    shutil.copytree(recipe.parent / "runs" / "whole", folder)
+    checkpoint = folder / "checkpoints" / "step_3"
+    run(run_ranks, recipe, *settings, "name=part", resume_from=checkpoint)
+    expected, got = metrics(recipe, "whole"), metrics(recipe, "part")
+    assert [m["step"] for m in got] == [0, 1, 2, 3, 4, 5]
+    for key in ("loss", "grad_norm", "lr", "tokens"):
+        assert [m[key] for m in got] == [m[key] for m in expected], key
+
+
+def test_killed_run_leaves_no_rank_and_resumes_to_the_last_bit(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    # Short steps: an epoch is three of them.
+    settings = [*LAYOUT, *ADAM, "train.steps=60", "train.save_every=5", "train.global_batch_size=4"]
+    killed = [*settings, "name=killed"]
+    checkpoints = recipe.parent / "runs" / "killed" / "checkpoints"
+    kill_after_a_checkpoint(recipe, killed, checkpoints)
+
+    latest = checkpoints / (checkpoints / "latest").read_text()
+    step = json.loads((latest / "progress.json").read_text())["step"]
+    assert latest.name == f"step_{step}"
+    assert 0 < step < 60
+    assert len(list(latest.glob("rng_rank_*.pt"))) == 3
+    before = metrics(recipe, "killed")[:step]
+    # What is left to compare with runs while the command line starts.
+    with ThreadPoolExecutor(1) as thread:
+        resumed = thread.submit(mimo, "train", recipe, "--resume", *killed)
+        run(run_ranks, recipe, *settings, "name=whole")
+        done = resumed.result()
+    assert done.returncode == 0, done.stderr
+    expected, got = metrics(recipe, "whole"), metrics(recipe, "killed")
+    assert got[:step] == before, "steps before the checkpoint ran again"
+    for key in ("step", "loss", "grad_norm"):
+        assert [m[key] for m in got] == [m[key] for m in expected], key
+
+
+def kill_after_a_checkpoint(recipe: Path, settings: list[str], checkpoints: Path) -> None:
+    """Start `mimo train`, and SIGKILL its launcher once a checkpoint is complete."""
+    job, world_size = MarkedJob(), check_recipe(load_recipe(recipe, settings), None).world_size
+    with (recipe.parent / "killed.txt").open("w") as output:
+        launcher = subprocess.Popen(
+            command("train", recipe, *settings),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**job.environment, "TMPDIR": str(recipe.parent)},
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not (checkpoints / "latest").exists():
+            assert launcher.poll() is None, (recipe.parent / "killed.txt").read_text()
+            assert time.monotonic() < deadline, "no checkpoint was written"
+            time.sleep(0.01)
+        pids = job.pids()
+        launcher.kill()
+        launcher.wait()
+        # The launcher, its fork server and the ranks at least: a search that finds none is broken.
+        assert len(pids) >= 2 + world_size
+        assert not job.leftovers()
+    finally:
+        for pid in job.pids():
+            os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+
+
+def test_random_state_of_every_rank_is_restored_on_resume(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    states = run_ranks(_save_and_load_random_state, 3, recipe, [*LAYOUT, *ADAM])
+    assert len(set(states)) == 3, "every rank has a state of its own"
+
+
+def _save_and_load_random_state(rank: int, path: Path, overrides: list[str]) -> bytes:
+    import torch
+
+    from mimo.checkpoint.contents import load_checkpoint
+    from mimo.layout.grids import build_layout
+    from mimo.layout.groups import build_topology
+    from mimo.train.loop import Trainer
+
+    recipe = load_recipe(path, overrides)
+    trainer = Trainer(recipe, build_topology(build_layout(recipe)), path.parent / "run")
+    torch.manual_seed(100 + rank)
+    torch.rand(3)
+    at_save = torch.get_rng_state()
+    checkpoint = trainer.save()
+    saved = torch.load(checkpoint / f"rng_rank_{rank}.pt", weights_only=True)["cpu"]
+    assert torch.equal(saved, at_save)
+    torch.manual_seed(7)
+    load_checkpoint(trainer.model, checkpoint)
+    assert torch.equal(torch.get_rng_state(), saved)
+    return saved.numpy().tobytes()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpoint_of_one_layout_resumes_in_another(
+    run_ranks: RunRanks, recipe: Path, precision: str
+) -> None:
+    settings = [*ADAM, "train.steps=4", "train.save_every=2", f"train.precision={precision}"]
+    run(run_ranks, recipe, *LAYOUT, *settings)
+    whole = metrics(recipe)
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_2"
+    other = ["language.grid.tp=2", "language.grid.sp=true", "encoders.vision.grid.dp=2"]
+    run(run_ranks, recipe, *other, *settings, "name=other", resume_from=checkpoint)
+    # Layouts add in another order: the last bits differ, in bf16 (8 bits of mantissa) the first.
+    loss, norm = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, 1e-1)}[precision]
+    for got, expected in zip(metrics(recipe, "other"), whole[2:], strict=True):
+        assert got["loss"] == pytest.approx(expected["loss"], rel=loss)
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
+
+
+def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    corrupt(recipe)  # sample 0 of 12
+    fours = [*LAYOUT, *ADAM, "train.global_batch_size=4", "train.save_every=2"]
+    sixes = [*ADAM, "train.global_batch_size=6", "train.micro_batch_size=2"]
+    checkpoints = recipe.parent / "runs" / "tiny" / "checkpoints"
+
+    run(run_ranks, recipe, *fours, "train.steps=2")  # samples 0-3, 4-7
+    # 8-11, and in the next epoch 0-3.
+    run(run_ranks, recipe, *fours, "train.steps=4", resume_from=checkpoints / "step_2")
+    # In another layout, by sixes, which do not divide the 16 samples that are done: 4-9, 10-3.
+    other = ["encoders.vision.grid.dp=2", "train.steps=6"]
+    run(run_ranks, recipe, *sixes, *other, resume_from=checkpoints / "step_4")
+    assert [m["step"] for m in metrics(recipe)] == [0, 1, 2, 3, 4, 5]
+    assert [m["skipped_samples"] for m in metrics(recipe)] == [1] * 6
+    done = read_progress(checkpoints / "step_6")
+    assert done == Progress(step=6, samples=28, skipped_samples=1, skipped=frozenset({(0, 0)}))
+
+
+@pytest.mark.parametrize("module", ["language", "encoders.vision"])
+def test_adapters_of_a_checkpoint_are_not_left_out_without_a_word(
+    run_ranks: RunRanks, recipe: Path, module: str
+) -> None:
+    settings = [*LAYOUT, *ADAM, "train.steps=1"]
+    run(run_ranks, recipe, *settings, f"{module}.lora={{}}")
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_1"
+    name = module.rpartition(".")[2]
+    with pytest.raises(RanksFailed, match=rf"has adapters of {name}, but .* no {module}\.lora"):
+        run(run_ranks, recipe, *settings, "train.steps=2", resume_from=checkpoint)
+
+
+@pytest.mark.parametrize(("before", "after"), [(64, 128), (128, 64)])
+def test_a_checkpoint_with_another_number_of_vocabulary_rows_is_refused(
+    run_ranks: RunRanks, recipe: Path, before: int, after: int
+) -> None:
+    """Megatron would leave rows as they were drawn, or rows of the checkpoint out."""
+    key = "language.model.vocab_multiple"
+    run(run_ranks, recipe, *LAYOUT, "train.steps=1", f"{key}={before}")
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_1"
+    settings = [*LAYOUT, "train.steps=2", f"{key}={after}"]
+    expected = rf"embeddings\.weight has {before} rows, but the model has {after}"
+    with pytest.raises(RanksFailed, match=expected):
+        run(run_ranks, recipe, *settings, resume_from=checkpoint)

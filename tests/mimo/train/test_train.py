@@ -1,0 +1,173 @@
+"""Whole runs of the tiny recipe: corrupt samples, validation, bad input."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import ADAM, LAYOUT, corrupt, metrics, mimo, run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def test_corrupt_image_is_skipped_counted_and_named(run_ranks: RunRanks, recipe: Path) -> None:
+    corrupt(recipe)
+    run(run_ranks, recipe, *LAYOUT, *ADAM, "train.steps=2")
+    # Once, however often its turn comes.
+    assert [m["skipped_samples"] for m in metrics(recipe)] == [1, 1]
+    logs = "".join(p.read_text() for p in (recipe.parent / "runs" / "tiny").glob("log_rank_*.txt"))
+    assert "sample0000" in logs
+    assert "train-00000.tar" in logs
+
+
+def test_corrupt_video_blanks_the_images_of_its_sample_too(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    tiny.write_samples(tmp_path, videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
+    recipe = tiny.write_recipe(tmp_path)
+    corrupt(recipe)  # sample0000 begins with a video
+    run(run_ranks, recipe, tiny.SECOND_ENCODER, "encoders.vision.grid.dp=2", "train.steps=1")
+    (got,) = metrics(recipe)
+    # The same samples, with text of the same length in place of that sample's items.
+    (expected,) = run_ranks(_loss_without_first_sample, 1, recipe)
+    assert got["skipped_samples"] == 1
+    assert got["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def _loss_without_first_sample(rank: int, recipe: Path) -> float:
+    return tiny.run_reference_steps(
+        rank, recipe, [tiny.SECOND_ENCODER], unusable=frozenset({"sample0000"})
+    )["steps"][0]["loss"]
+
+
+def test_the_seed_of_the_recipe_changes_every_matrix_of_every_module(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    run_ranks(_weights_follow_the_seed, 1, recipe)
+
+
+def _weights_follow_the_seed(rank: int, path: Path) -> None:
+    from mimo.generate.one_rank import LocalModel
+    from mimo.recipe.schema import load_recipe
+
+    def weights(seed: int) -> dict[str, Any]:
+        modules = LocalModel(
+            load_recipe(path, [f"train.seed={seed}"]), 48, freeze=True
+        ).model.modules
+        return {
+            f"{module}.{name}": parameter
+            for module, one in modules.items()
+            for name, parameter in one.raw[0].named_parameters()
+        }
+
+    first, same, other = weights(1), weights(1), weights(2)
+    matrices = {name for name, parameter in first.items() if parameter.dim() > 1}
+    assert {name.partition(".")[0] for name in matrices} == {"language", "vision"}
+    assert all(first[name].equal(same[name]) for name in first)
+    assert {name for name in first if not first[name].equal(other[name])} == matrices
+
+
+def test_validation_loss_is_the_mean_over_held_out_tokens(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    every = ["train.validate_every=1", "train.validation_batches=1", "train.learning_rate=1e-12"]
+    run(run_ranks, recipe, *LAYOUT, "train.steps=1", "train.warmup_steps=0", shard, *every)
+    step, validation = metrics(recipe)
+    # The same samples with (nearly) the same weights.
+    assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
+
+
+def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path) -> None:
+    corrupt(recipe)
+    done = mimo("train", recipe, "data.max_skipped_samples=0")
+    assert done.returncode == 1
+    assert "data.max_skipped_samples" in done.stderr
+
+
+# All that training may print; a notice of a library is none of it.
+CONSOLE = re.compile(
+    r"run folder: \S+"
+    r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+"
+    r"|validation after step \d+: loss \S+"
+)
+
+
+def test_the_console_shows_our_lines_alone_and_the_log_files_the_rest(recipe: Path) -> None:
+    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    settings = [shard, "train.validate_every=2", "train.log_every=1", "train.save_every=1"]
+    for arguments, steps in ((["train.steps=2"], "12"), (["train.steps=3", "--resume"], "3")):
+        done = mimo("train", recipe, *settings, *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = done.stdout.splitlines()
+        assert [line for line in lines if not CONSOLE.fullmatch(line)] == []
+        assert "".join(re.findall(r"^step (\d)/", done.stdout, re.MULTILINE)) == steps
+    logs = sorted((recipe.parent / "runs" / "tiny").glob("log_rank_*.txt"))
+    assert len(logs) == 2
+    assert all("owns" in path.read_text() for path in logs)
+    # A file holds what the console does not; what nobody can act on is in neither.
+    assert [path.name for path in logs if "WARNING" in path.read_text()] == []
+
+
+def test_sample_with_more_placeholders_than_images_is_bad_input(recipe: Path) -> None:
+    shard = recipe.parent / "train-00000.tar"
+    with tarfile.open(shard) as whole, tarfile.open(recipe.parent / "cut.tar", "w") as cut:
+        for member in whole:
+            if member.name != "sample0003.2.png":
+                cut.addfile(member, whole.extractfile(member))
+    (recipe.parent / "cut.tar").rename(shard)
+    done = mimo("train", recipe)
+    assert done.returncode == 2, done.stderr
+    assert "sample0003" in done.stderr
+    assert "3" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "mentions"),
+    [
+        ("train.stepps=3", ["train.stepps", "did you mean 'steps'"]),
+        ("data.sources.0.path=nowhere/*.tar", ["data.sources.0.path", "nowhere/*.tar"]),
+        ("data.tokenizer=nowhere", ["data.tokenizer", "nowhere"]),
+        ("language.model.hidden_sizes=3", ["language.model.hidden_sizes", "hidden_size"]),
+        ("language.grid.tp=3", ["language.grid", "num_attention_heads"]),
+        ("language.family=qwen4", ["language.family", "qwen3"]),
+        ("encoders.vision.family=siglop", ["encoders.vision.family", "qwen_vl"]),
+        ("data.sequence_length=8", ["data.sources.0.path", "8"]),
+        (
+            "encoders.other={family: qwen_vl}",
+            [
+                "encoders.other.media: got 'image', which encoders.vision.media is already",
+                "encoders.other.placeholder: got '<|image_pad|>', which encoders.vision.pl",
+            ],
+        ),
+        ("encoders.vision.media=text", ["encoders.vision.media", "language model's own"]),
+        ("encoders.vision.media=video", ["data.sources.0.path", "sample0000: image", "take video"]),
+        ("encoders.vision.placeholder='<|no|>'", ["data.tokenizer", "'<|no|>' for the image"]),
+    ],
+)
+def test_bad_input_ends_with_one_message_and_exit_code_2(
+    recipe: Path, override: str, mentions: list[str]
+) -> None:
+    done = mimo("train", recipe, override)
+    assert done.returncode == 2, done.stderr
+    for text in mentions:
+        assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_grid_that_does_not_tile_the_ranks_is_bad_input(recipe: Path) -> None:
+    done = mimo("train", recipe, "--num-ranks=4")
+    assert done.returncode == 2
+    assert "4 ranks" in done.stderr

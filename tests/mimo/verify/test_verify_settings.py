@@ -1,0 +1,186 @@
+"""The recipe's warm-up, learning rates and data sources are in the workload; bugs of them show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.recipe.schema import load_recipe
+from mimo.train.learning_rate import learning_rate
+from mimo.verify.cells import recipe_cells
+from mimo.verify.reference import scheduled_rate
+from mimo.verify.scale import ScaledRecipe, scale_recipe
+from mimo.verify.sweep import SweepCell
+from mimo.verify.verifier import Verifier
+from tests.conftest import RunRanks
+from tests.mimo.verify.test_verify import RECIPE, plan_first_step
+from tests.mimo.verify.test_verify_faults import Case, check_fault_is_found, run
+
+# --------------------------------------------------------- faults, applied inside ranks
+
+
+def ignore_warm_up() -> None:
+    """The schedule begins with the whole learning rate."""
+    from mimo.train import loop as train
+
+    schedule = train.learning_rate
+
+    def without(step: int, total_steps: int, peak: float, warmup_steps: int, ratio: float) -> float:
+        return schedule(step, total_steps, peak, 0, ratio)
+
+    train.learning_rate = without
+
+
+def ignore_rate_of_encoder() -> None:
+    """An encoder learns at the rate of the language model."""
+    from mimo.model import build
+
+    module_of = build._module
+
+    def without(recipe: Any, name: str, part: Any, *rest: Any) -> Any:
+        return module_of(recipe, name, part.model_copy(update={"learning_rate": None}), *rest)
+
+    build._module = without
+
+
+def step_first_parameter_group_only() -> None:
+    """What does not decay, norms and biases, keeps the rate that the optimizer was built with."""
+    from mimo.train import loop as train
+
+    step = train.step_optimizer
+
+    def first_only(optimizer: Any, rate: float, factor: float) -> None:
+        kept = [group["lr"] for group in optimizer.optimizer.param_groups[1:]]
+
+        def restore(*_: Any) -> None:
+            for group, old in zip(optimizer.optimizer.param_groups[1:], kept, strict=True):
+                group["lr"] = old
+
+        hook = optimizer.optimizer.register_step_pre_hook(restore)
+        step(optimizer, rate, factor)
+        hook.remove()
+
+    train.step_optimizer = first_only
+
+
+def ignore_weights_of_sources() -> None:
+    """Every data source is drawn from equally often."""
+    from mimo.step import dataset
+
+    order: Any = dataset.SampleOrder
+
+    def even(num_samples: Any, weights: Any, **rest: Any) -> Any:
+        return order(num_samples, [1.0] * len(weights), **rest)
+
+    dataset.SampleOrder = even  # type: ignore[misc,assignment]
+
+
+# ---------------------------------------------------------------------------- tests
+
+RATES = ("encoders.vision.learning_rate=5.0e-3",)
+SOURCES = ("data.sources=[{path: a.tar}, {path: b.tar, weight: 2.0}]",)
+PATCHES = "vision.patch_embed.weight"
+
+CASES = {
+    "warm-up ignored": Case(
+        ignore_warm_up, SweepCell("", ""), PATCHES, overrides=RATES, what="weight"
+    ),
+    "an encoder's own learning rate ignored": Case(
+        ignore_rate_of_encoder, SweepCell("", ""), PATCHES, overrides=RATES, what="weight"
+    ),
+    "learning rate of the first parameter group only": Case(
+        step_first_parameter_group_only,
+        SweepCell("", ""),
+        "vision.blocks.layers.0.input_layernorm.weight",
+        overrides=RATES,
+        what="weight",
+    ),
+    "weights of data sources ignored": Case(
+        ignore_weights_of_sources, SweepCell("dp2", ""), PATCHES, overrides=SOURCES
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
+    """Shares the one-rank runs; `run_ranks` has started the fork server."""
+    return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_reported_with_the_first_parameter_that_differs(
+    verifier: Verifier, name: str
+) -> None:
+    check_fault_is_found(verifier, CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("cell", "overrides"), [(SweepCell("", ""), RATES), (SweepCell("dp2", ""), SOURCES)]
+)
+def test_without_a_fault_the_same_layouts_are_equal(
+    verifier: Verifier, cell: SweepCell, overrides: tuple[str, ...]
+) -> None:
+    result = run(verifier, cell, None, overrides)
+    assert result.passed, result.failure or str(result.comparison and result.comparison.first)
+
+
+def scaled(folder: Path, *overrides: str) -> ScaledRecipe:
+    recipe = load_recipe(RECIPE, [*overrides])
+    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    return scale_recipe(recipe, cell.layout, folder, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((1, 0.1), (3, 1)), ((0.2, 9), (1, 3)), ((2, 2), (1, 1)), ((2, 1, 5), (1, 3)), ((7,), (1,))],
+)
+def test_the_workload_has_two_data_sources_where_the_recipe_has_several(
+    tmp_path: Path, weights: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
+    sources = ", ".join(f"{{path: a.tar, weight: {float(weight)}}}" for weight in weights)
+    found = scaled(tmp_path, f"data.sources=[{sources}]").recipe.data.sources
+    assert tuple(source.weight for source in found) == expected
+
+
+def test_two_data_sources_differ_and_mix_in_a_microbatch(tmp_path: Path) -> None:
+    found = scaled(tmp_path, *SOURCES)
+    of_microbatches = [set(m.samples.source.tolist()) for m in plan_first_step(found).microbatches]
+    assert {0, 1} in of_microbatches
+    one, other = (Path(source.path).read_bytes() for source in found.recipe.data.sources)
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (0.01, None, None, 2)),
+        (["train.warmup_steps=0"], (0.01, None, None, 0)),
+        (["encoders.vision.learning_rate=5.0e-4"], (0.01, None, 0.005, 2)),
+        # Weights have to move, also where a rate is tiny.
+        (["language.learning_rate=1.0e-6"], (0.01, 0.001, None, 2)),
+        # The largest rate that a module has is the large one.
+        (
+            ["language.learning_rate=0.1", "encoders.vision.learning_rate=0.02"],
+            (0.001, 0.01, 0.002, 2),
+        ),
+    ],
+)
+def test_the_workload_has_the_rates_of_the_modules_and_a_warm_up_where_the_recipe_has(
+    tmp_path: Path, overrides: list[str], expected: tuple[float | None, ...]
+) -> None:
+    recipe = scaled(tmp_path, *overrides).recipe
+    own = recipe.language.learning_rate, recipe.encoders["vision"].learning_rate
+    assert (recipe.train.learning_rate, *own, recipe.train.warmup_steps) == pytest.approx(expected)
+
+
+def test_the_schedule_of_the_reference_is_that_of_training() -> None:
+    for warmup in (0, 1, 2, 7, 20):
+        train = load_recipe(RECIPE, ["train.steps=12", f"train.warmup_steps={warmup}"]).train
+        expected = [
+            learning_rate(step, 12, 0.3, warmup, train.min_learning_rate_ratio)
+            for step in range(14)
+        ]
+        rates = [scheduled_rate(train, 0.3, step) for step in range(14)]
+        assert rates == pytest.approx(expected, rel=1e-12)
