@@ -215,7 +215,7 @@ class Trainer:
 
     def shards(self) -> list[Any]:
         """Weights and gradients of this rank, for `tiny.assemble`."""
-        from mimo.model.modules import Module
+        from mimo.engines.megatron.module import Module
         from mimo.verify.run import numpy_copy, shards_of
 
         rate = self.job.learning_rate

@@ -205,7 +205,7 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     """This rank's part of every gradient, as `tiny.assemble` takes it."""
     import torch.distributed as dist
 
-    from mimo.model.modules import Module
+    from mimo.engines.megatron.module import Module
     from mimo.verify.run import shards_of
 
     module = Module("", ctx.groups, [model], [model], None, 0.0, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -21,17 +22,21 @@ from mimo.engines.megatron.checkpoint import (
     stored_names,
     weights_state,
 )
+from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.parallel import follow_weights
 from mimo.families.lora import is_adapter
 from mimo.layout.grids import LANGUAGE
-from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe
 
+Modules = Mapping[str, Module]
+"""By name, the modules that this rank owns a part of."""
 
-def _model_state(
-    model: MimoModel, purpose: Literal["save", "load"], with_optimizer: bool = True
+
+def _modules_state(
+    modules: Modules, purpose: Literal["save", "load"], with_optimizer: bool = True
 ) -> State:
     state: State = {}
-    for name, module in model.modules.items():
+    for name, module in modules.items():
         for number, chunk in enumerate(module.raw):
             weights = weights_state(chunk, name, module.groups)
             part = dict(weights)
@@ -43,7 +48,7 @@ def _model_state(
 
 
 def save_checkpoint(
-    model: MimoModel, progress: Progress, checkpoints: Path, recipe: Recipe, keep: int
+    modules: Modules, progress: Progress, checkpoints: Path, recipe: Recipe, keep: int
 ) -> Path:
     """Write ``checkpoints/step_<n>`` and point ``latest`` at it; every rank of the world calls it.
 
@@ -57,7 +62,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    save_sharded(_model_state(model, "save"), partial)
+    save_sharded(_modules_state(modules, "save"), partial)
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     dist.barrier()
     if rank == 0:
@@ -71,42 +76,42 @@ def save_checkpoint(
     return final
 
 
-def begin(model: MimoModel, start: Start) -> Progress:
+def begin(modules: Modules, start: Start) -> Progress:
     """Put the model of a run where it begins; every rank of the world calls it.
 
     Raises ValueError when a checkpoint does not fit the model.
     """
     match start:
         case Resume(checkpoint):
-            return load_checkpoint(model, checkpoint)
+            return load_checkpoint(modules, checkpoint)
         case FromWeights(checkpoint):
-            _load_weights(model, checkpoint)
+            _load_weights(modules, checkpoint)
         case FromScratch():
             pass
     return Progress(step=0, samples=0)
 
 
-def _load_weights(model: MimoModel, checkpoint: Path) -> None:
+def _load_weights(modules: Modules, checkpoint: Path) -> None:
     """Load all weights. Adapters that the checkpoint has not are new and stay as they were drawn.
 
     They add nothing before their first step, so the model is the one that was saved.
     """
-    state = _model_state(model, "load", with_optimizer=False)
-    _check_no_adapter_is_lost(model, checkpoint)
+    state = _modules_state(modules, "load", with_optimizer=False)
+    _check_no_adapter_is_lost(modules, checkpoint)
     stored = stored_names(checkpoint)
     new = {k: v for k, v in state.items() if is_adapter(k) and v.key not in stored}
     loaded = load_sharded({k: v for k, v in state.items() if k not in new}, checkpoint)
     loaded |= {name: sharded.data for name, sharded in new.items()}
-    _restore(model, loaded, with_optimizer=False, step=0)
+    _restore(modules, loaded, with_optimizer=False, step=0)
 
 
-def _check_no_adapter_is_lost(model: MimoModel, checkpoint: Path) -> None:
+def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path) -> None:
     """Raise ValueError for adapters in a checkpoint where this rank's model has none.
 
     Megatron would leave them out without a word.
     """
     stored = [name for name in stored_names(checkpoint) if is_adapter(name)]
-    for name, module in model.modules.items():
+    for name, module in modules.items():
         adapts = any(is_adapter(p) for chunk in module.raw for p, _ in chunk.named_parameters())
         if not adapts and any(key.startswith(f"{name}.") for key in stored):
             key = name if name == LANGUAGE else f"encoders.{name}"
@@ -116,7 +121,7 @@ def _check_no_adapter_is_lost(model: MimoModel, checkpoint: Path) -> None:
             )
 
 
-def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = True) -> Progress:
+def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = True) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
     Without the optimizers, those of the model start afresh from the loaded weights. The random
@@ -124,9 +129,9 @@ def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = T
     Raises ValueError when the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
-    state = _model_state(model, "load", with_optimizer)
-    _check_no_adapter_is_lost(model, checkpoint)
-    _restore(model, load_sharded(state, checkpoint), with_optimizer, progress.step)
+    state = _modules_state(modules, "load", with_optimizer)
+    _check_no_adapter_is_lost(modules, checkpoint)
+    _restore(modules, load_sharded(state, checkpoint), with_optimizer, progress.step)
     states = sorted(checkpoint.glob("rng_rank_*.pt"))
     if with_optimizer and len(states) == dist.get_world_size():
         own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"
@@ -134,13 +139,15 @@ def load_checkpoint(model: MimoModel, checkpoint: Path, with_optimizer: bool = T
     return progress
 
 
-def _restore(model: MimoModel, loaded: State, with_optimizer: bool, step: int) -> None:
+def _restore(modules: Modules, loaded: State, with_optimizer: bool, step: int) -> None:
     """Copy what was loaded into the model, whose optimizers have done ``step`` updates."""
-    for name, module in model.modules.items():
+    for name, module in modules.items():
         optimizer = module.optimizer if with_optimizer else None
         for number, chunk in enumerate(module.raw):
             prefix = f"{number}."
             own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
             restore(chunk, optimizer, name, own, step)
     if not with_optimizer:
-        model.follow_weights()
+        for module in modules.values():
+            if module.optimizer is not None:
+                follow_weights(module.optimizer)

@@ -99,7 +99,7 @@ class LocalModel:
         alone = one_rank_recipe(recipe, freeze=True)
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
         local = cls(recipe, tokenizer_size, freeze=True)
-        load_checkpoint(local.model, checkpoint, with_optimizer=False)
+        load_checkpoint(local.model.modules, checkpoint, with_optimizer=False)
         for module in local.model.modules.values():
             module.raw[0].eval()
         return local

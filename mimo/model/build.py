@@ -18,6 +18,7 @@ from bridge import (
 from mimo.device import has_gpu, local_device
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import (
     OptimizerSettings,
     build_optimizer,
@@ -36,7 +37,7 @@ from mimo.hf.initial import InitialWeights
 from mimo.layout.grids import LANGUAGE, run_ahead
 from mimo.layout.groups import Topology
 from mimo.model.load import load_weights
-from mimo.model.modules import MimoModel, Module
+from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
 from mimo.recipe.schema import Encoder, Language, Recipe
 

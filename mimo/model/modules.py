@@ -35,13 +35,8 @@ from bridge import (
 )
 from data.batch import PackedLane
 from mimo.engines.megatron.deepstack import level_inputs
-from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.parallel import (
-    MegatronOptimizer,
-    finish_gradients,
-    follow_weights,
-    zero_gradients,
-)
+from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.parallel import finish_gradients, zero_gradients
 from mimo.engines.megatron.schedule import accumulate_only, run_schedule
 from mimo.engines.megatron.segments import PackedSegments
 from mimo.families.item_rules import ItemRules
@@ -52,38 +47,6 @@ from mimo.model.partition import PartitionAdapter
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
 from mimo.step.loader import EncoderItems
 from mimo.step.plan import StepPlan
-
-
-@dataclass
-class Module:
-    """One module's part on this rank.
-
-    raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
-    where this rank has weights to update. optimizer: None where it has none.
-    trains: whether the module has weights to update, on whatever stage: all of its stages then
-    run backward.
-    run_ahead: of a disjoint encoder, forward passes before its first backward.
-    """
-
-    name: str
-    groups: ProcessGroupCollection
-    raw: list[nn.Module]
-    chunks: list[nn.Module]
-    optimizer: MegatronOptimizer | None
-    learning_rate: float
-    trains: bool
-    run_ahead: int = 0
-
-    @property
-    def sequence_parts(self) -> int:
-        """Over how many ranks the module's output is cut: 1 without sequence parallelism."""
-        config = cast("Any", self.raw[0]).config
-        return config.tensor_model_parallel_size if config.sequence_parallel else 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
-        return next(self.raw[0].parameters()).dtype
 
 
 @dataclass(frozen=True)
@@ -172,12 +135,6 @@ class MimoModel:
         for module in self.modules.values():
             if module.optimizer is not None:
                 finish_gradients(cast("Any", module.chunks), module.groups, num_loss_tokens)
-
-    def follow_weights(self) -> None:
-        """Tell the optimizers that weights were written from outside, as loading them does."""
-        for module in self.modules.values():
-            if module.optimizer is not None:
-                follow_weights(module.optimizer)
 
     # ------------------------------------------------------------ disjoint encoders
 

@@ -12,11 +12,12 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from mimo.engines.megatron.module import Module
 from mimo.families.registry import language_settings
 from mimo.hf.initial import InitialWeights, initial_weights
 from mimo.layout.grids import LANGUAGE, build_layout
 from mimo.layout.groups import Topology, build_topology
-from mimo.model.modules import MimoModel, Module
+from mimo.model.modules import MimoModel
 from mimo.parity.places import NOTHING, Places, held_part, held_tokens
 from mimo.parity.recording import ROWS, Recording, record_language, record_tower
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, OursOnRank, Part, level_point

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mimo.model.modules import Module
+from mimo.engines.megatron.module import Module
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, TOKENS
 
 ROWS = "rows"

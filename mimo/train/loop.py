@@ -263,7 +263,7 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint; every rank calls it."""
         return save_checkpoint(
-            self.model,
+            self.model.modules,
             self.progress,
             self.run_dir / "checkpoints",
             self.recipe,

@@ -97,7 +97,7 @@ def _train(
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"
-    trainer.progress = begin(trainer.model, start)
+    trainer.progress = begin(trainer.model.modules, start)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
     with ExitStack() as stack:
         writer = None

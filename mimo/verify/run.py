@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mimo.engines.megatron.initialize import global_name
+from mimo.engines.megatron.module import Module
 from mimo.hf.initial import InitialWeights
 from mimo.layout.grids import Layout, build_layout
 from mimo.layout.groups import Topology, build_topology
-from mimo.model.modules import Module
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, open_dataset
 from mimo.step.plan import StepPlan

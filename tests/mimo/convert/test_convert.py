@@ -43,7 +43,7 @@ def save_in_layout(rank: int, recipe_path: Path, overrides: list[str]) -> int:
     topology = build_topology(build_layout(recipe))
     size = open_tokenizer(recipe).vocab_size
     model = build_model(recipe, topology, size, initial)
-    save_checkpoint(model, Progress(0, 0), recipe_path.parent / "run", recipe, keep=1)
+    save_checkpoint(model.modules, Progress(0, 0), recipe_path.parent / "run", recipe, keep=1)
     return initial.checkpoint.folder.bytes_read
 
 

@@ -99,7 +99,7 @@ def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
-    trainer.progress = begin(trainer.model, start)
+    trainer.progress = begin(trainer.model.modules, start)
     trainer.save()
 
 

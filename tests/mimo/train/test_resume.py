@@ -129,7 +129,7 @@ def _save_and_load_random_state(rank: int, path: Path, overrides: list[str]) -> 
     saved = torch.load(checkpoint / f"rng_rank_{rank}.pt", weights_only=True)["cpu"]
     assert torch.equal(saved, at_save)
     torch.manual_seed(7)
-    load_checkpoint(trainer.model, checkpoint)
+    load_checkpoint(trainer.model.modules, checkpoint)
     assert torch.equal(torch.get_rng_state(), saved)
     return saved.numpy().tobytes()
 
