@@ -101,9 +101,9 @@ def check(
     num_ranks: NumRanksOption = None,
 ) -> None:
     """Validate a recipe and print which rank does what."""
+    from mimo.hf.recipes import load_stages
     from mimo.layout.grids import num_microbatches
     from mimo.model.memory import in_words, module_memory
-    from mimo.recipe.phases import load_stages
     from mimo.train.main import check_recipe
 
     staged = load_stages(recipe, overrides or [])

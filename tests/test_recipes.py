@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from mimo.hf.recipe_keys import architecture_of_folder
+from mimo.hf.recipes import load_stages
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.hf.tiny_configs import FAMILIES
 from mimo.layout.grids import Layout, num_microbatches
-from mimo.recipe.phases import load_stages
 from mimo.train.main import check_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -11,8 +11,8 @@ from data.digits.shards import prepare_digits
 from mimo.bounds import STRICT, Samples, Seed
 from mimo.errors import RecipeError, suggestion
 from mimo.families.registry import check_settings
+from mimo.hf.recipes import load_stages
 from mimo.progress import progress_of
-from mimo.recipe.phases import load_stages
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 

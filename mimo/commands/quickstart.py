@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mimo.commands.prepare import prepare
 from mimo.device import choose_before_fork
+from mimo.hf.recipes import load_stages
 from mimo.launch.ranks import warm_up
-from mimo.recipe.phases import load_stages
 from mimo.train import main as job
 from mimo.train.run_lock import run_lock
 

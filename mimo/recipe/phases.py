@@ -28,7 +28,7 @@ from mimo.recipe.phase_source import (
     lay_over,
     override_problems,
 )
-from mimo.recipe.schema import STAGES, LoRA, Recipe, fill, parse_recipe
+from mimo.recipe.schema import STAGES, Fill, LoRA, Recipe, fill_nothing, parse_recipe
 from mimo.recipe.source import Location, YamlSource, read_yaml
 
 _NAME = re.compile(STAGE_NAME)
@@ -73,7 +73,9 @@ class StagedRecipe:
         return stream.getvalue()
 
 
-def load_stages(path: Path, overrides: Sequence[str] = ()) -> StagedRecipe:
+def read_stages(
+    path: Path, overrides: Sequence[str] = (), fill: Fill = fill_nothing
+) -> StagedRecipe:
     """Read the recipe at `path`, with or without stages.
 
     An override such as `stages.0.train.steps=5` changes one stage. One of a key outside of stages
@@ -82,7 +84,7 @@ def load_stages(path: Path, overrides: Sequence[str] = ()) -> StagedRecipe:
     """
     source = read_yaml(Path(path), overrides)
     if STAGES not in source.data:
-        recipe = parse_recipe(source)
+        recipe = parse_recipe(source, fill)
         return StagedRecipe(recipe.run_dir, (Stage(recipe),), source)
     problems = [*source.problems, *_form_problems(source)]
     if problems:
@@ -92,13 +94,14 @@ def load_stages(path: Path, overrides: Sequence[str] = ()) -> StagedRecipe:
     problems += override_problems(source)
     # What the folder of `init_from` says is the same for all; each stage finds its own problems.
     shared = replace(source, data=deepcopy(source.data))
-    fill(shared.data)
+    for _ in fill(shared.data):
+        pass
     for index in range(len(given)):
         problems += fixed_problems(shared, index)
     sources = [lay_over(shared, index, name) for index, name in enumerate(names)]
     recipes: list[Recipe] = []
     try:
-        recipes = _for_each(names, sources, parse_recipe)
+        recipes = _for_each(names, sources, lambda own: parse_recipe(own, fill))
     except RecipeError as error:
         problems += error.problems
     if not problems:

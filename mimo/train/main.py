@@ -22,11 +22,12 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.hf.initial import initial_weights
+from mimo.hf.recipes import load_stages
 from mimo.launch.processes import end_with_failed_thread, exit_code_of
 from mimo.launch.ranks import RankEnv, launch, rank_environment
 from mimo.layout.grids import Layout, build_layout
 from mimo.model.memory import check_memory
-from mimo.recipe.phases import StagedRecipe, load_stages
+from mimo.recipe.phases import StagedRecipe
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import check_media, item_processors, open_dataset, open_tokenizer
 from mimo.train.run_lock import run_lock

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from mimo.device import machine_memory
 from mimo.errors import InputError
+from mimo.hf.recipes import load_stages
 from mimo.launch.ranks import warm_up_on_cpu
 from mimo.model.memory import check_processes
-from mimo.recipe.phases import Stage, load_stages
+from mimo.recipe.phases import Stage
 from mimo.verify.cells import Cell, Cells, recipe_cells, sweep_cells
 from mimo.verify.report import print_progress, print_table, write_json
 from mimo.verify.scale import changes, scale_recipe

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from mimo.checkpoint.start import FromScratch, Resume, Start
-from mimo.recipe.schema import Recipe, load_recipe
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import Recipe
 from mimo.train.main import check_recipe, make_run_dir
 from tests.conftest import RunRanks
 from tests.ranks import MarkedJob

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mimo.errors import RecipeError
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.train.main import check_recipe
 from tests.conftest import RunRanks
 from tests.mimo import tiny

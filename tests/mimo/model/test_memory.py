@@ -7,6 +7,7 @@ import pytest
 from mimo import device
 from mimo.device import Memory
 from mimo.errors import RecipeError
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import build_layout
 from mimo.model.memory import (
     RANK_BYTES,
@@ -15,7 +16,6 @@ from mimo.model.memory import (
     module_memory,
     parameters,
 )
-from mimo.recipe.schema import load_recipe
 from mimo.train import main as job
 from mimo.verify import main as verify
 from tests.conftest import RunRanks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.verify.cells import recipe_cells
 from mimo.verify.verifier import Verifier
 from tests.conftest import RunRanks

@@ -17,10 +17,10 @@ import mimo.languages.qwen3
 from mimo.bounds import MAX_RANKS
 from mimo.commands.prepare import GENERATORS
 from mimo.errors import InputError, RecipeError
+from mimo.hf.recipes import load_recipe, load_stages
 from mimo.layout.grids import build_layout
 from mimo.model.memory import module_memory
-from mimo.recipe.phases import load_stages
-from mimo.recipe.schema import Encoder, Recipe, load_recipe
+from mimo.recipe.schema import Encoder, Recipe
 from mimo.train.main import check_recipe
 
 # How long something may take before it counts as hanging.

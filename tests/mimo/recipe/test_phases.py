@@ -10,8 +10,8 @@ from mimo.checkpoint.folder import Progress, find_checkpoint, publish
 from mimo.checkpoint.runs import Run, runs_to_do
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume
 from mimo.errors import InputError, RecipeError
-from mimo.recipe.phases import StagedRecipe, load_stages
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe, load_stages
+from mimo.recipe.phases import StagedRecipe
 from mimo.train.main import check_recipe, make_run_dirs
 from tests.mimo import tiny
 from tests.mimo.hf import folders

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from mimo.checkpoint.start import FromScratch
+from mimo.hf.recipes import load_recipe
 from mimo.launch.ranks import launch, rank_environment
-from mimo.recipe.schema import Recipe, load_recipe
+from mimo.recipe.schema import Recipe
 from mimo.train.main import check_recipe, make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mimo.checkpoint.start import FromScratch, Resume, Start
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.train.main import check_recipe
 from mimo.verify.results import RankSteps, Shard
 from tests.conftest import RunRanks

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mimo.checkpoint.folder import Progress, read_progress
+from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
-from mimo.recipe.schema import load_recipe
 from mimo.train.main import check_recipe
 from tests.conftest import RunRanks
 from tests.mimo import tiny

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import LANGUAGE, GridSpec, num_microbatches
-from mimo.recipe.schema import load_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.step.plan import StepPlan, StepPlanner
 from mimo.verify.cells import Cell, recipe_cells, sweep_cells

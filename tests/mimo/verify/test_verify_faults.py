@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mimo.families.lora import is_adapter
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.verify.cells import Cell
 from mimo.verify.results import Fault
 from mimo.verify.sweep import SweepCell, sweep_recipe
