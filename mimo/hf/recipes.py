@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mimo.hf.recipe_keys import fill_recipe
-from mimo.recipe.phases import StagedRecipe, read_stages
+from mimo.recipe.phases import PhasedRecipe, read_phases
 from mimo.recipe.schema import Recipe, read_recipe
 
 
@@ -15,6 +15,6 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return read_recipe(path, overrides, fill_recipe)
 
 
-def load_stages(path: Path, overrides: Sequence[str] = ()) -> StagedRecipe:
-    """`mimo.recipe.phases.read_stages`, completed. Raises RecipeError."""
-    return read_stages(path, overrides, fill_recipe)
+def load_phases(path: Path, overrides: Sequence[str] = ()) -> PhasedRecipe:
+    """`mimo.recipe.phases.read_phases`, completed. Raises RecipeError."""
+    return read_phases(path, overrides, fill_recipe)

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from mimo import bounds
 from mimo.errors import RecipeError, nearest
-from mimo.recipe.findings import STAGES, describe
+from mimo.recipe.findings import PHASES, describe
 from mimo.recipe.modules import MAX_ENTRIES, Encoder, Grid, Language, LoRA, MediaTokens, Section
 from mimo.recipe.source import Location, YamlSource, dotted, read_yaml
 from mimo.recipe.unsupported import refusals
@@ -204,9 +204,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), fill: Fill = fill_not
     version does not support yet. A recipe with phases has several: see `mimo.recipe.phases`.
     """
     source = read_yaml(Path(path), overrides)
-    if STAGES in source.data:
-        message = "a recipe without stages is needed here; give that of one stage"
-        raise RecipeError(*source.problems, source.problem((STAGES,), message))
+    if PHASES in source.data:
+        message = "a recipe without phases is needed here; give that of one phase"
+        raise RecipeError(*source.problems, source.problem((PHASES,), message))
     return parse_recipe(source, fill)
 
 

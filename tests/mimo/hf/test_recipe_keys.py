@@ -12,8 +12,8 @@ from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.initial import initial_weights
 from mimo.hf.recipes import load_recipe
+from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
-from mimo.train.main import check_recipe
 from tests.mimo.hf import folders
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
-from mimo.train.main import check_recipe
+from mimo.model.recipe_checks import check_recipe
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_parity import check

@@ -67,7 +67,7 @@ LAYOUTS = {
     ),
 }
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 # The quickstart's model with this family's layers.
 VERIFIED = [
     FAMILY,

@@ -19,8 +19,9 @@ import pytest
 from mimo.checkpoint.start import FromScratch
 from mimo.hf.recipes import load_recipe
 from mimo.launch.ranks import launch, rank_environment
+from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
-from mimo.train.main import check_recipe, make_run_dir
+from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.ranks import running

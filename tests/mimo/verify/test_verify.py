@@ -20,7 +20,7 @@ from mimo.verify.sweep import SWEEP, SweepCell, sweep_recipe
 from mimo.verify.verifier import Verifier
 from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
 REPRESENTATIVE = [
     SweepCell("dp2", "dp3", ("clipped",)),

@@ -18,7 +18,7 @@ from mimo.verify.sweep import SweepCell, sweep_recipe
 from mimo.verify.verifier import CellResult, Verifier
 from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 SMALL = 2e-5  # twice the tolerance
 
 

@@ -17,7 +17,7 @@ from mimo.verify.cells import recipe_cells
 from mimo.verify.scale import scale_recipe
 from mimo.verify.shrink import cover, keep_axes, lane_ratio, parallel_axes, place, shrink
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 AXES = ("tp", "cp", "pp", "dp")
 
 
