@@ -181,9 +181,10 @@ class Tower[P](nn.Module):
     def embed(self, patches: Tensor, packed: P) -> Tensor:
         """patches (P, C) of all items, without blank ones -> this rank's tokens (T', D).
 
-        Every rank gets all inputs, so that it may embed whole items and then take its part of their
-        tokens with ``self.part.own``, or take its part of the inputs first. Either way the module
-        that embeds sees a part of the gradient: mark it by ``self.part.sum_gradients``.
+        Every rank gets all inputs, so that it may embed whole items (with zeros for the blank ones)
+        and then take its part of their tokens with ``self.part.own``, or take its part of the
+        inputs first. Either way the module that embeds sees a part of the gradient: mark it by
+        ``self.part.sum_gradients``. It runs also for no items, on blanks alone.
         """
         raise NotImplementedError
 
