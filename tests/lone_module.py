@@ -70,7 +70,10 @@ def join_gradients(results: Sequence[Mapping[str, Any]]) -> Weights:
 
 @dataclass(frozen=True)
 class TowerOptions:
-    """How `run_tower` runs a tower: its family, the grid (tp · pp ranks) and what is recomputed."""
+    """How `run_tower` runs a tower: its family, the grid (tp · pp ranks) and what is recomputed.
+
+    family: a file in `encoders`, or the whole path of a module.
+    """
 
     family: str = "qwen_vl"
     tp: int = 1
@@ -144,7 +147,8 @@ def run_tower(
 
     import torch.distributed as dist
 
-    family = importlib.import_module(f"encoders.{options.family}")
+    path = options.family if "." in options.family else f"encoders.{options.family}"
+    family = importlib.import_module(path)
     ctx = _context(options.tp, options.sp, options.pp, options.recompute)
     tower = family.build(family.Settings(**settings), ctx, output_size, SEED)
     if weights is not None:
