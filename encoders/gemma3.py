@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from data.media.pan_and_scan import PanAndScan
 from data.media.square_images import SquareImageProcessor
-from encoders._hf import block_norms, both, check_processor, normalisation
+from encoders._hf import block_norms, both, check_processor
 from encoders._patches import PackedPatches, PatchTower
 from encoders._tower import SequencePart, TowerSettings, build_tower, check_grid
 from mimo.bounds import Crops, Means, Rows, Side, SideRatio, Stds
