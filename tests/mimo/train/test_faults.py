@@ -245,8 +245,8 @@ def test_a_rank_that_is_stopped_outside_of_a_transfer_is_named_with_its_last_pla
     ended = run_with("stopped")
     assert ended.exit_code == 1
     assert re.fullmatch(
-        r"rank [12] failed: mimo\.train\.presence\.RankLost: rank 0 \(vision, lane 0\) does not answer, "
-        r"last seen at step 1, in 'norm and loss'; stopped or killed, or its host is down",
+        r"rank [12] failed: mimo\.train\.presence\.RankLost: rank 0 \(vision, lane 0\) does not "
+        r"answer, last seen at step 1, in 'norm and loss'; stopped or killed, or its host is down",
         ended.last_line,
     )
     assert ended.seconds < 1.5 * TIMEOUT_SECONDS + 10
