@@ -5,8 +5,9 @@ from data.index.build import build_index
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import Index, Processors, SkippedSample, check_lengths
 from data.index.store import load_index, load_or_build_index, save_index
-from data.media.images import ImageProcessor, image_size, open_image
-from data.media.processor import ItemProcessor, Part, PartPlan
+from data.media.image_files import image_size, open_image
+from data.media.images import ImageProcessor
+from data.media.processor import Media, Part, PartPlan
 from data.media.square_images import SquareImageProcessor
 from data.media.videos import TimedVideoProcessor, VideoProcessor
 from data.order import SampleOrder
@@ -20,7 +21,7 @@ __all__ = [
     "EncodedSample",
     "ImageProcessor",
     "Index",
-    "ItemProcessor",
+    "Media",
     "MediaText",
     "MessagesError",
     "Part",

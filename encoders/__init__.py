@@ -3,11 +3,11 @@
 An encoder file offers
 
 - ``Settings``: a strict pydantic model of the recipe keys under ``encoders.<name>.model``, with
-  ``processor(media="image")``, the `data.ItemProcessor` that turns items of that media into
-  patches and says how many rows they encode to. `mimo verify` calls ``scaled_down(stages, tp)``,
-  the smallest settings of the same character that ``stages`` pipeline stages and ``tp`` ranks
-  divide, with a layer of every kind per stage, and checks it by ``layer_kinds()``, one name per
-  layer.
+  ``processor(media="image")``, the `data.Media` of content parts of that type: how their
+  files become patches, and how many rows they encode to. `mimo verify` calls
+  ``scaled_down(stages, tp)``, the smallest settings of the same character that ``stages`` pipeline
+  stages and ``tp`` ranks divide, with a layer of every kind per stage, and checks it by
+  ``layer_kinds()``, one name per layer.
 - ``check_grid(settings, tp, pp) -> list[str]``: problems of a grid with these sizes, one sentence
   each.
 - ``num_levels(settings) -> int``: L, the feature levels that it emits beside the embeddings, 0 for

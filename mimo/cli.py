@@ -227,14 +227,28 @@ def generate(
             help="Frames of the video per second.",
         ),
     ] = 2.0,
+    item: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--item", metavar="MEDIA=FILE", help="A file of any media; may be given several times."
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, max=2**20, help="Length of the answer.")
     ] = 64,
 ) -> int | None:
-    """Answer a question about images or a video with a trained checkpoint, in one process."""
+    """Answer a question about images, a video or other items with a trained checkpoint.
+
+    It runs in one process. Items stand before the question: images, the video, others.
+    """
+    from mimo.generate.answer import GivenItem
     from mimo.generate.answer import main as answer
 
-    return answer(run, image or [], prompt, max_new_tokens, frame or [], fps)
+    items = [GivenItem("--image", "image", [path]) for path in image or []]
+    if frame:
+        items.append(GivenItem("--frame", "video", frame, {"frames": len(frame), "fps": fps}))
+    items += [GivenItem.parse("--item", text) for text in item or []]
+    return answer(run, items, prompt, max_new_tokens)
 
 
 @app.command()

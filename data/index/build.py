@@ -20,8 +20,7 @@ from data.index.samples import (
     make_index,
 )
 from data.index.tar_shards import Member, MemberFile, RawSample, match_shards, scan_shard
-from data.media.images import image_size
-from data.media.processor import Part, PartPlan
+from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.messages import Mention, MessagesError, PlaceholderError, UnknownMediaError
 
@@ -46,6 +45,7 @@ def build_index(
     media = sorted(processors)
     assert media == sorted(chat.placeholders), "every media has a placeholder and a processor"
     shards = match_shards(pattern)
+    suffixes = sorted({suffix for one in processors.values() for suffix in one.suffixes})
     fingerprint = index_fingerprint(pattern, shards, chat, processors)
     total_bytes = sum(os.path.getsize(path) for path in shards)
     keys: list[str] = []
@@ -57,7 +57,7 @@ def build_index(
     bytes_before = 0
     for number, path in enumerate(shards):
         with open(path, "rb") as file:
-            for count, raw in enumerate(scan_shard(path)):
+            for count, raw in enumerate(scan_shard(path, suffixes)):
                 try:
                     read = _read_sample(raw, file, chat, processors, media)
                 except PlaceholderError as error:
@@ -93,10 +93,11 @@ def build_index(
         problems.append(
             f"{len(mismatched)} samples have more or fewer placeholders than items (shard: key: "
             f"placeholders / items):\n  {listed(mismatched)}\n"
-            'need one content part such as {"type": "image"} per item, or one such as {"type": '
-            '"video", "frames": 8} for so many, and items named <key>.0.png, <key>.1.png, ... in '
-            "order of mention; the cause may also be a text that contains the token itself "
-            f"({', '.join(sorted(_tokens(chat))) or 'none'}); correct these samples or leave them "
+            f'need one content part such as {{"type": "{(media or ["..."])[0]}"}} per item, or one '
+            'with "frames": 8 for so many, and items named <key>.0.<suffix>, <key>.1.<suffix>, ... '
+            f"in order of mention (suffixes: {', '.join(suffixes) or 'none'}); the cause may also "
+            f"be a text that contains the token itself ("
+            f"{', '.join(sorted(_tokens(chat))) or 'none'}); correct these samples or leave them "
             "out of the shards"
         )
     if problems:
@@ -151,7 +152,7 @@ def _read_sample(
         first = 0
         for one in mentioned:
             files = range(first, first + one.frames)
-            part = _read_part(one, files, raw.items, file)
+            part = _read_part(one, files, raw.items, file, processors[one.media])
             try:
                 plan = processors[one.media].plan(part)
             except ValueError as error:
@@ -183,23 +184,25 @@ def _read_sample(
 
 
 def _read_part(
-    mention: Mention, files: range, members: Mapping[int, Member], file: IO[bytes]
+    mention: Mention,
+    files: range,
+    members: Mapping[int, Member],
+    file: IO[bytes],
+    media: Media[Any],
 ) -> Part:
     """The sizes of a part's files, which all need to be the same."""
     sizes = []
     for number in files:
         try:
-            sizes.append(image_size(cast(BinaryIO, MemberFile(file, members[number]))))
+            sizes.append(media.probe(cast(BinaryIO, MemberFile(file, members[number]))))
         except ValueError as error:
             raise _Unusable(f"item {number}: {error}") from error
         if sizes[-1] != sizes[0]:
-            (width, height), (first_width, first_height) = sizes[-1], sizes[0]
             raise _Unusable(
-                f"item {number}: a frame of {width} x {height} pixels in a {mention.media} that "
-                f"begins with one of {first_width} x {first_height}: need frames of one size"
+                f"item {number}: a file of {media.size_text(sizes[-1])} in a {mention.media} that "
+                f"begins with one of {media.size_text(sizes[0])}: need files of one size"
             )
-    width, height = sizes[0]
-    return Part(width, height, mention.frames, mention.fps)
+    return Part(sizes[0], mention.frames, mention.fps)
 
 
 def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) -> dict[str, float]:
@@ -210,8 +213,8 @@ def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) 
         "item_file": first_file,
         "item_frames": part.frames,
         "item_fps": part.fps,
-        "item_width": part.width,
-        "item_height": part.height,
+        "item_size_0": part.size[0],
+        "item_size_1": part.size[1],
         "item_rows": plan.num_rows,
         "item_cost": plan.cost,
     }

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from data.index.build import count_loss_tokens, parse_messages
 from data.index.samples import Index, Processors
-from data.media.images import open_image
-from data.media.processor import Grid, ItemProcessor, Part, PartPlan
+from data.media.processor import Grid, Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 
 _MAX_OPEN_SHARDS = 256
@@ -95,8 +94,8 @@ class SampleReader:
             )
         return encoded
 
-    def processor(self, item: int) -> ItemProcessor:
-        """The processor of the item's media."""
+    def media(self, item: int) -> Media[Any]:
+        """The media of an item."""
         return self.processors[self.index.media[self.index.item_media[item]]]
 
     def file_bytes(self, file: int, sample: int) -> bytes:
@@ -104,37 +103,36 @@ class SampleReader:
         index = self.index
         return self._read(sample, file, int(index.file_offset[file]), int(index.file_size[file]))
 
-    def image(self, file: int, sample: int) -> Image.Image:
-        """A file of a sample, decoded. Raises UnreadableSample."""
-        data = self.file_bytes(file, sample)
-        try:
-            return open_image(data)
-        except ValueError as error:
-            raise self._unreadable(sample, file, str(error)) from error
-
-    def patches(self, item: int) -> np.ndarray:
-        """float32 (P, C): the patches of an item, see ItemProcessor.item_patches.
+    def decoded(self, item: int, file: int) -> Any:
+        """A file of the part that an item belongs to, as its media decodes it.
 
         Raises UnreadableSample when it cannot be decoded or its size differs from the index.
         """
-        sample, part = self.index.sample_of_item(item), self.index.part(item)
-        number, processor = int(self.index.item_number[item]), self.processor(item)
-        files = self.index.files_of_part(item)
-        images = []
-        for file in processor.item_files(part, number):
-            image = self.image(files[file], sample)
-            if image.size != (part.width, part.height):
-                raise self._unreadable(
-                    sample,
-                    files[file],
-                    f"the image is {image.size[0]} x {image.size[1]} pixels, the index says "
-                    f"{part.width} x {part.height}: the shard changed since it was built; delete "
-                    "the index folder",
-                )
-            images.append(image)
+        sample, media = self.index.sample_of_item(item), self.media(item)
+        data = self.file_bytes(file, sample)
         try:
-            return processor.item_patches(images, part, number)
-        except (OSError, ValueError) as error:  # a colour mode that Pillow cannot convert
+            decoded = media.decode(data)
+        except ValueError as error:
+            raise self._unreadable(sample, file, str(error)) from error
+        size, expected = media.size_of(decoded), self.index.part(item).size
+        if size != expected:
+            raise self._unreadable(
+                sample,
+                file,
+                f"it has {media.size_text(size)}, the index says {media.size_text(expected)}: the "
+                "shard changed since it was built; delete the index folder",
+            )
+        return decoded
+
+    def patches(self, item: int) -> np.ndarray:
+        """float32 (P, C): the patches of an item, see `Media.item_patches`. Raises as `decoded`."""
+        part, media = self.index.part(item), self.media(item)
+        number, files = int(self.index.item_number[item]), self.index.files_of_part(item)
+        own = [self.decoded(item, files[file]) for file in media.item_files(part, number)]
+        try:
+            return media.item_patches(own, part, number)
+        except ValueError as error:
+            sample = self.index.sample_of_item(item)
             raise self._unreadable(sample, files[0], str(error)) from error
 
     def grid(self, item: int) -> Grid:
@@ -146,7 +144,7 @@ class SampleReader:
         return self._plan(item).row_grid
 
     def time_step(self, item: int) -> float:
-        """Positions from one frame of an item to the next, from the index alone."""
+        """Positions from one step in time of an item to the next, from the index alone."""
         return self._plan(item).time_step
 
     def close(self) -> None:

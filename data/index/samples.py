@@ -4,7 +4,7 @@ Built once per set of shards (index_build.py; index_store.py keeps it beside the
 
 A content part takes files and becomes items: see processor.py. The index knows both.
 
-Letters: `n` samples, `m` items (images, videos, ...) of all samples, in order of mention; the
+Letters: `n` samples, `m` items of all samples, in order of mention; the
 items of sample i are item_start[i] .. item_start[i + 1] - 1. `f` files of all samples, in order.
 """
 
@@ -14,14 +14,15 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from data.index.tar_shards import pattern_root
-from data.media.processor import ItemProcessor, Part
+from data.media.processor import Media, Part
 from data.text.chat import ChatTokenizer
 
-Processors = Mapping[str, ItemProcessor]  # by media
+Processors = Mapping[str, Media[Any]]  # by name
 
 INDEX_VERSION = 5  # raise it whenever the arrays, their meaning or what is left out change
 _SHOWN = 10  # bad samples named in one message
@@ -41,7 +42,7 @@ class Index:
     """All samples of a set of shards; see the header of this file."""
 
     shards: tuple[str, ...]  # paths
-    media: tuple[str, ...]  # names, sorted: "image", "video", ...
+    media: tuple[str, ...]  # names, sorted
     keys: np.ndarray  # (n,) str
     shard: np.ndarray  # (n,) int32, into shards
     json_offset: np.ndarray  # (n,) int64, byte in the shard
@@ -54,8 +55,8 @@ class Index:
     item_file: np.ndarray  # (m,) int64, first file of its part
     item_frames: np.ndarray  # (m,) int32, files of its part
     item_fps: np.ndarray  # (m,) float64, frames per second
-    item_width: np.ndarray  # (m,) int32, pixels of each file, before resizing
-    item_height: np.ndarray  # (m,) int32, pixels of each file, before resizing
+    item_size_0: np.ndarray  # (m,) int64, of each file of its part: the first number of its Size
+    item_size_1: np.ndarray  # (m,) int64, the second
     item_rows: np.ndarray  # (m,) int32, placeholder tokens
     item_placeholder: np.ndarray  # (m,) int32, first placeholder inside its sample's tokens
     item_cost: np.ndarray  # (m,) int64, see PartPlan.cost
@@ -79,8 +80,7 @@ class Index:
     def part(self, item: int) -> Part:
         """The content part that an item belongs to."""
         return Part(
-            width=int(self.item_width[item]),
-            height=int(self.item_height[item]),
+            size=(int(self.item_size_0[item]), int(self.item_size_1[item])),
             frames=int(self.item_frames[item]),
             fps=float(self.item_fps[item]),
         )
@@ -116,8 +116,8 @@ ITEM_DTYPES = {
     "item_file": np.int64,
     "item_frames": np.int32,
     "item_fps": np.float64,
-    "item_width": np.int32,
-    "item_height": np.int32,
+    "item_size_0": np.int64,
+    "item_size_1": np.int64,
     "item_rows": np.int32,
     "item_placeholder": np.int32,
     "item_cost": np.int64,
@@ -178,8 +178,8 @@ def check_lengths(index: Index, sequence_length: int) -> None:
         raise ValueError(
             f"{len(too_long)} of {len(index)} samples are longer than sequence_length "
             f"{sequence_length}; the longest has {index.token_length.max()} tokens:\n  "
-            f"{listed(named, len(too_long))}\nraise data.sequence_length, lower max_pixels of an "
-            "encoder, or leave them out of the shards (samples are never truncated)"
+            f"{listed(named, len(too_long))}\nraise data.sequence_length, let an encoder's "
+            "items have fewer rows, or leave them out of the shards (samples are never truncated)"
         )
 
 

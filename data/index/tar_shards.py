@@ -1,7 +1,7 @@
 """Webdataset tar shards: which files a pattern names, and the samples in one file by byte offset.
 
 A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
-items `<key>.0.png`, `<key>.1.jpg`, ... in order of mention, whatever their media. Members
+items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention, whatever their media. Members
 are stored uncompressed, so that any of them can be read later by one seek. Nothing is ever
 unpacked; all the same a name that leaves its folder (`../x.json`) makes a sample unusable.
 """
@@ -12,12 +12,11 @@ import glob
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-_ITEM_SUFFIX = re.compile(r"(\d+)\.(?:png|jpg|jpeg|webp|gif|bmp)", re.IGNORECASE)
 _TAR_BLOCK = 512
 
 
@@ -30,7 +29,7 @@ class Member:
 
 
 class MemberFile:
-    """One member as a file of its own, so that Pillow reads no more than the header."""
+    """One member as a file of its own, so that no more is read of it than its header."""
 
     def __init__(self, file: IO[bytes], member: Member) -> None:
         self._file, self._member, self._position = file, member, 0
@@ -89,18 +88,20 @@ def pattern_root(pattern: str) -> Path:
     return parent
 
 
-def scan_shard(path: str) -> Iterator[RawSample]:
+def scan_shard(path: str, suffixes: Collection[str]) -> Iterator[RawSample]:
     """The samples of a shard in the order of their first members; only headers are read.
 
+    suffixes: of items' names, in lower case and without a dot; other members are no items.
     Raises ValueError when the file is compressed, damaged or truncated.
     """
     samples: dict[str, RawSample] = {}
+    item_name = re.compile(rf"(\d+)\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE)
     try:
         # "r:" refuses compressed files, inside which a byte offset would mean nothing.
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 if member.isfile() and not member.issparse():
-                    _add_member(samples, member)
+                    _add_member(samples, member, item_name)
                 # tarfile keeps every header; a large shard would hold millions.
                 tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
             end = tar.offset
@@ -114,7 +115,9 @@ def scan_shard(path: str) -> Iterator[RawSample]:
     yield from samples.values()
 
 
-def _add_member(samples: dict[str, RawSample], member: tarfile.TarInfo) -> None:
+def _add_member(
+    samples: dict[str, RawSample], member: tarfile.TarInfo, item_name: re.Pattern[str]
+) -> None:
     folder, slash, name = member.name.rpartition("/")
     stem, dot, suffix = name.partition(".")
     if not dot or not stem:  # not a sample's member: a README, or a hidden file of some archiver
@@ -124,7 +127,7 @@ def _add_member(samples: dict[str, RawSample], member: tarfile.TarInfo) -> None:
     if key.startswith("/") or ".." in folder.split("/") or not key.isprintable():
         sample.problem = "the name leaves the folder of the shard, or has control characters"
     place = Member(member.offset_data, member.size)
-    item = _ITEM_SUFFIX.fullmatch(suffix)
+    item = item_name.fullmatch(suffix)
     if suffix == "json":
         if sample.json is not None:
             sample.problem = "two .json members: keys need to be unique inside a shard"

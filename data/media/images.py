@@ -1,4 +1,4 @@
-"""Images: decoding untrusted bytes safely, and the Qwen2-VL preprocessing into patches.
+"""Images, each an item of its own, and the Qwen2-VL preprocessing into patches.
 
 Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch size in frames,
 `t, h, w` the grid of one image in patches (`t` is 1 for a still image).
@@ -7,140 +7,56 @@ Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch
 from __future__ import annotations
 
 import hashlib
-import io
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import BinaryIO, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 
-from data.media.processor import Grid, StillImages
+from data.media.image_files import ImageFiles, to_rgb
+from data.media.processor import Grid, Part, PartPlan
 
-# Only formats that people train on: fewer decoders, fewer ways for a hostile file to hurt.
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_PIXELS_DECODED = 64 * 1024 * 1024
 MAX_ASPECT_RATIO = 200
 
 OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
-_PNG_SIGNATURE = 8  # bytes
-_PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
-_PNG_KEYWORD = 80  # bytes, the zero at its end included
-# Of texts that Pillow's `getexif` looks into: EXIF in hexadecimal, and XMP.
-_KEYWORDS_WITH_ORIENTATION = (b"exif", b"Raw profile type exif", b"XML:com.adobe.xmp", b"xmp")
-_EXIF_ORIENTATION = 274
-_ORIENTATION_METHOD = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
+class StillImages(ImageFiles):
+    """A `Media` of parts that are one image and become one item."""
 
-def image_size(
-    file: BinaryIO | bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED
-) -> tuple[int, int]:
-    """(width, height) in pixels from the header alone, the EXIF orientation applied.
+    @abstractmethod
+    def grid(self, width: int, height: int) -> Grid:
+        """(1, h, w) in patches of an image of so many pixels."""
 
-    Raises ValueError when the header cannot be read, or promises more than `max_pixels_decoded`.
-    """
-    image = _open_lazily(file, max_pixels_decoded)
-    width, height = image.size
-    if _has_late_metadata(image):
-        _load(image)
-    return (height, width) if _orientation(image) >= 5 else (width, height)
+    @abstractmethod
+    def row_grid(self, width: int, height: int) -> Grid:
+        """(1, h, w) in rows."""
 
+    @abstractmethod
+    def cost(self, width: int, height: int) -> int:
+        """Relative work to encode the image."""
 
-def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Image.Image:
-    """Decode an image completely, with its EXIF orientation applied; the first frame of several.
+    @abstractmethod
+    def patches(self, image: Image.Image) -> np.ndarray:
+        """float32 (P, C)."""
 
-    Its size equals `image_size(data)`. The size is checked before any pixel is decoded, so a
-    decompression bomb costs nothing.
+    def plan(self, part: Part) -> PartPlan:
+        """One item. Raises ValueError for several frames, and as `grid`."""
+        if part.frames != 1:
+            raise ValueError(f"a part of {part.frames} frames, but its encoder takes still images")
+        return PartPlan(self.grid(*part.size), self.row_grid(*part.size), self.cost(*part.size))
 
-    Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
-    """
-    image = _open_lazily(data, max_pixels_decoded)
-    _load(image)
-    method = _ORIENTATION_METHOD.get(_orientation(image))
-    return image if method is None else image.transpose(method)
+    def item_files(self, part: Part, item: int) -> range:
+        """The only one."""
+        return range(1)
 
-
-def _load(image: Image.Image) -> None:
-    try:
-        image.load()
-    except Exception as error:  # decoders raise many types on hostile input
-        raise ValueError(
-            f"the image cannot be decoded ({type(error).__name__}: {error}): the file is corrupt "
-            "or truncated; replace it or remove the sample"
-        ) from error
-
-
-def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image:
-    try:
-        image = Image.open(
-            io.BytesIO(file) if isinstance(file, bytes) else file, formats=IMAGE_FORMATS
-        )
-    except Exception as error:  # includes Pillow's own bomb error, a plain Exception
-        raise ValueError(
-            f"the image header cannot be read ({type(error).__name__}: {error}): need one of "
-            f"{', '.join(IMAGE_FORMATS)}; replace the file or remove the sample"
-        ) from error
-    width, height = image.size
-    if width < 1 or height < 1 or width * height > max_pixels_decoded:
-        raise ValueError(
-            f"the image is {width} x {height} pixels, between 1 and {max_pixels_decoded} are "
-            "allowed; scale it down before writing the shard"
-        )
-    return image
-
-
-def _has_late_metadata(image: Image.Image) -> bool:
-    """Whether a lazily opened PNG may tell its orientation behind its pixels, as some writers do.
-
-    Pillow sees that only after decoding all of them, so other texts there do not count.
-    """
-    file = getattr(image, "fp", None)
-    if image.format != "PNG" or file is None:
-        return False
-    position = file.tell()  # decoding goes on from here
-    file.seek(_PNG_SIGNATURE)
-    pixels_seen = False
-    found = False
-    while len(header := file.read(8)) == 8 and header[4:] != b"IEND":
-        kind, length, start = header[4:], int.from_bytes(header[:4], "big"), file.tell()
-        pixels_seen = pixels_seen or kind == b"IDAT"
-        if pixels_seen and kind in _PNG_TEXTS:
-            keyword = file.read(min(length, _PNG_KEYWORD)).split(b"\0", 1)[0]
-            found = found or keyword in _KEYWORDS_WITH_ORIENTATION
-        found = found or (pixels_seen and kind == b"eXIf")
-        file.seek(start + length + 4)  # data and checksum
-    file.seek(position)
-    return found
-
-
-def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8, from EXIF or XMP as Pillow reads them; 1 where absent or nonsense."""
-    try:
-        # Not image.getexif(): that of a PNG decodes all of it to look for a late chunk.
-        value = Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1)
-    except Exception:  # a broken EXIF block is no reason to lose the image
-        return 1
-    return value if isinstance(value, int) and value in range(1, 9) else 1
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB copy of an image of any mode; transparency is laid over white, as transformers does."""
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        background = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        return Image.alpha_composite(background, image).convert("RGB")
-    return image.convert("RGB")
+    def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
+        """float32 (P, C) of the image."""
+        return self.patches(files[0])
 
 
 @dataclass(frozen=True)

@@ -1,38 +1,36 @@
-"""What the index, the readers and the training loop ask of an encoder's item processor.
+"""`Media`: all that the index, the readers and the training loop ask of a kind of item.
 
 A content part takes one or more files and becomes one or more items: an image is one item of one
 file, an image with crops several items of one file, a video one item of many files or an item per
 few of them. All items of a part are of one size.
 
-Letters: `P` patches of one item, `C` numbers per patch, `t, h, w` a grid of frames, rows, columns.
+Letters: `P` patches of one item, `C` numbers per patch, `t, h, w` a grid of frames, lines, columns.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
-from PIL import Image
 
 from data.text.item_text import ITEM_SLOT
 from data.text.messages import DEFAULT_FPS
 
 Grid = tuple[int, int, int]
+Size = tuple[int, int]  # of a file, in the media's own units, such as (width, height) in pixels
 
 
 @dataclass(frozen=True)
 class Part:
     """What is known of a content part before its files are decoded.
 
-    width, height: pixels of each file. frames: files. fps: frames per second.
+    size: of each file. frames: files. fps: frames per second.
     """
 
-    width: int
-    height: int
+    size: Size
     frames: int = 1
     fps: float = DEFAULT_FPS
 
@@ -64,21 +62,49 @@ class PartPlan:
         return math.prod(self.row_grid)
 
 
-class ItemProcessor(Protocol):
-    """Turns the files of a content part into the patches of its items.
+class Media[D](Protocol):
+    """A kind of item: its files, and how they become patches and rows.
 
-    Sizes and numbers follow from the `Part` alone. Methods raise ValueError for a part that cannot
-    be taken.
+    D: a decoded file. What an item becomes follows from the sizes in the `Part` alone. Methods
+    raise ValueError, with what is wrong, for a file or a part that cannot be taken.
     """
+
+    # ------------------------------------------------------------------------------ files
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Of its files' names, in lower case and without a dot, the usual one first."""
+        ...
+
+    def probe(self, file: BinaryIO) -> Size:
+        """Size of a file from its header, in bounded time and memory however hostile it is."""
+        ...
+
+    def decode(self, data: bytes) -> D:
+        """A file, in bounded memory. Where this succeeds, `size_of` it is what `probe` says."""
+        ...
+
+    def size_of(self, decoded: D) -> Size:
+        """Size of a decoded file."""
+        ...
+
+    def size_text(self, size: Size) -> str:
+        """Words for a size, for messages."""
+        ...
+
+    def picture(self, decoded: D) -> np.ndarray:
+        """uint8 (height, width, 3): a decoded file as a person may look at it."""
+        ...
+
+    def random_file(self, rng: np.random.Generator) -> bytes:
+        """A small file of noise with the first suffix; sizes vary from a single row to a few."""
+        ...
+
+    # ------------------------------------------------------------------------------ items
 
     @property
     def patch_dim(self) -> int:
         """C."""
-        ...
-
-    @property
-    def row_pixels(self) -> int:
-        """Side in pixels of a square that makes one row."""
         ...
 
     def plan(self, part: Part) -> PartPlan:
@@ -89,45 +115,10 @@ class ItemProcessor(Protocol):
         """Which files of the part the item-th of its items is made of."""
         ...
 
-    def item_patches(self, images: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
-        """float32 (P, C), P = t·h·w, of one item; images: decoded, those of `item_files`."""
+    def item_patches(self, files: Sequence[D], part: Part, item: int) -> np.ndarray:
+        """float32 (P, C), P = t·h·w, of one item; files: decoded, those of `item_files`."""
         ...
 
     def fingerprint(self) -> str:
-        """Hex digest that changes whenever sizes, row counts or pixel values may change."""
+        """Hex digest that changes whenever sizes, row counts or patches may change."""
         ...
-
-
-class StillImages(ABC):
-    """An `ItemProcessor` of parts that are one image and become one item."""
-
-    @abstractmethod
-    def grid(self, width: int, height: int) -> Grid:
-        """(1, h, w) in patches of an image of so many pixels."""
-
-    @abstractmethod
-    def row_grid(self, width: int, height: int) -> Grid:
-        """(1, h, w) in rows."""
-
-    @abstractmethod
-    def cost(self, width: int, height: int) -> int:
-        """Relative work to encode the image."""
-
-    @abstractmethod
-    def patches(self, image: Image.Image) -> np.ndarray:
-        """float32 (P, C)."""
-
-    def plan(self, part: Part) -> PartPlan:
-        """One item. Raises ValueError for several frames, and as `grid`."""
-        if part.frames != 1:
-            raise ValueError(f"a part of {part.frames} frames, but its encoder takes still images")
-        size = part.width, part.height
-        return PartPlan(self.grid(*size), self.row_grid(*size), self.cost(*size))
-
-    def item_files(self, part: Part, item: int) -> range:
-        """The only one."""
-        return range(1)
-
-    def item_patches(self, images: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
-        """float32 (P, C) of the image."""
-        return self.patches(images[0])

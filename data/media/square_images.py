@@ -12,9 +12,10 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 from PIL import Image
 
-from data.media.images import cut_patches, encoding_cost, normalisation_table, to_rgb
+from data.media.image_files import to_rgb
+from data.media.images import StillImages, cut_patches, encoding_cost, normalisation_table
 from data.media.pan_and_scan import Box, PanAndScan, crops_text
-from data.media.processor import Grid, Part, PartPlan, StillImages
+from data.media.processor import Grid, Part, PartPlan
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,16 @@ class SquareImageProcessor(StillImages):
         whole = super().plan(part)
         return replace(whole, text=crops_text(len(self._crops(part))))
 
-    def item_patches(self, images: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
+    def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
         """float32 (h·w, 3·P·P) of the image, or of a crop of it."""
         if item == 0:
-            return self.patches(images[0])
-        return self.patches(to_rgb(images[0]).crop(self._crops(part)[item - 1]))
+            return self.patches(files[0])
+        return self.patches(to_rgb(files[0]).crop(self._crops(part)[item - 1]))
 
     def _crops(self, part: Part) -> list[Box]:
         if self.pan_and_scan is None:
             return []
-        return self.pan_and_scan.crops(part.width, part.height)
+        return self.pan_and_scan.crops(*part.size)
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """float32 (h·w, 3·P·P): normalised patches, the M² of one row adjacent: `cut_patches`."""

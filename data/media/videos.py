@@ -17,7 +17,8 @@ from typing import ClassVar, Self
 import numpy as np
 from PIL import Image
 
-from data.media.images import MAX_ASPECT_RATIO, ImageProcessor, cut_patches, encoding_cost, to_rgb
+from data.media.image_files import to_rgb
+from data.media.images import MAX_ASPECT_RATIO, ImageProcessor, cut_patches, encoding_cost
 from data.media.processor import Part, PartPlan
 from data.text.item_text import ITEM_SLOT
 
@@ -70,7 +71,7 @@ class VideoProcessor(ImageProcessor):
 
     def frame_size(self, part: Part) -> tuple[int, int]:
         """(width, height) in pixels of its resized frames. Raises as `resized`."""
-        return self.resized(part.width, part.height)
+        return self.resized(*part.size)
 
     def plan(self, part: Part) -> PartPlan:
         """One item. Raises as `frame_size`."""
@@ -95,9 +96,9 @@ class VideoProcessor(ImageProcessor):
         """All frames."""
         return range(part.frames)
 
-    def item_patches(self, images: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
+    def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
         """float32 (t·h·w, 3·T·P·P): normalised patches in Qwen's order, see `cut_patches`."""
-        frames = np.stack([np.asarray(to_rgb(image)) for image in images])
+        frames = np.stack([np.asarray(to_rgb(image)) for image in files])
         resized = resize_frames(frames, *self.frame_size(part))
         table = frame_normalisation_table(self.mean, self.std)
         return cut_patches(
@@ -122,7 +123,7 @@ class TimedVideoProcessor(VideoProcessor):
         Raises ValueError for an aspect ratio above 200.
         """
         block, frames = self.row_pixels, max(part.frames, self.temporal_patch_size)
-        width, height = part.width, part.height
+        width, height = part.size
         if min(width, height) < block:
             scale = max(block / height, block / width)
             width, height = int(width * scale), int(height * scale)

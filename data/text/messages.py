@@ -76,7 +76,7 @@ def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
         if type(frames) is not int or frames < 1:
             raise MessagesError(
                 f"sample {key!r}: a part of type {part['type']!r} has frames {_short(frames)}; "
-                "need the number of image files that it takes, 1 or more"
+                "need the number of files that it takes, 1 or more"
             )
         if type(fps) not in (int, float) or not 0 < fps <= sys.float_info.max:
             raise MessagesError(

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from data.batch import pack_lane
-from data.media.images import open_image, to_rgb
+from data.index.samples import Processors
 from data.media.processor import Grid, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
-from data.text.messages import DEFAULT_FPS, PlaceholderError
+from data.text.messages import PlaceholderError
 from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import InputError
@@ -27,13 +26,34 @@ from mimo.step.dataset import item_processors, open_tokenizer
 class Request:
     """A chat without its answer.
 
-    messages: Hugging Face chat list. images: the files of its content parts, in order of mention.
-    name: what errors call it.
+    messages: Hugging Face chat list. files: of its content parts, in order of mention, each as its
+    media decodes it. name: what errors call it.
     """
 
     messages: Sequence[dict]
-    images: Sequence[Image.Image]
+    files: Sequence[Any]
     name: str = "the prompt"
+
+
+@dataclass(frozen=True)
+class GivenItem:
+    """A content part of the command line.
+
+    option: what it was given by, for messages. keys: of the content part, beside its type.
+    """
+
+    option: str
+    media: str
+    paths: Sequence[Path]
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> GivenItem:
+        """One of ``media=path``. Raises InputError for another form."""
+        media, equals, path = text.partition("=")
+        if not (media and equals and path):
+            raise InputError(f"{option} {text}: need the media and a file, such as image=scan.png")
+        return cls(option, media, [Path(path)])
 
 
 @dataclass(frozen=True)
@@ -43,7 +63,7 @@ class _PromptPart:
     media: str
     part: Part
     plan: PartPlan
-    images: Sequence[Image.Image]
+    files: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -60,7 +80,7 @@ class _Prompt:
 
     @property
     def time_steps(self) -> list[float]:
-        """Positions from one frame to the next of each item."""
+        """Positions from one step in time to the next of each item."""
         return [one.plan.time_step for one in self.parts for _ in range(one.plan.num_items)]
 
 
@@ -143,18 +163,19 @@ class Generator:
     def _parts(self, request: Request) -> list[_PromptPart]:
         mentioned = self.chat.mentions(request.messages, "prompt")
         num_files = sum(one.frames for one in mentioned)
-        if num_files != len(request.images):
-            raise PlaceholderError("prompt", num_files, len(request.images))
+        if num_files != len(request.files):
+            raise PlaceholderError("prompt", num_files, len(request.files))
         parts, first = [], 0
         for one in mentioned:
-            images = request.images[first : first + one.frames]
+            files = request.files[first : first + one.frames]
             first += one.frames
-            if any(image.size != images[0].size for image in images):
-                sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
-                raise ValueError(f"the frames of a {one.media} are {sizes}: need one size")
-            part = Part(*images[0].size, one.frames, one.fps)
-            plan = self.processors[one.media].plan(part)
-            parts.append(_PromptPart(one.media, part, plan, images))
+            media = self.processors[one.media]
+            sizes = [media.size_of(file) for file in files]
+            if any(size != sizes[0] for size in sizes):
+                listed = ", ".join(media.size_text(size) for size in sizes)
+                raise ValueError(f"the files of a {one.media} are {listed}: need one size")
+            part = Part(sizes[0], one.frames, one.fps)
+            parts.append(_PromptPart(one.media, part, media.plan(part), files))
         return parts
 
     def _encode(self, media: str, prompts: Sequence[_Prompt]) -> _Rows:
@@ -163,8 +184,8 @@ class Generator:
         patches, grids = [], []
         for own in (part for prompt in prompts for part in prompt.parts if part.media == media):
             for item in range(own.plan.num_items):
-                images = [own.images[file] for file in processor.item_files(own.part, item)]
-                patches.append(processor.item_patches(images, own.part, item))
+                files = [own.files[file] for file in processor.item_files(own.part, item)]
+                patches.append(processor.item_patches(files, own.part, item))
                 grids.append(own.plan.grid)
         token = self.chat.placeholder_ids[media]
         places = [np.flatnonzero(prompt.sample.input_ids == token) for prompt in prompts]
@@ -215,27 +236,14 @@ class Generator:
         return logits[0, last, : self.model.num_tokens].argmax(-1).tolist()
 
 
-def main(
-    path: Path,
-    images: Sequence[Path],
-    prompt: str,
-    max_new_tokens: int,
-    frames: Sequence[Path] = (),
-    fps: float = DEFAULT_FPS,
-) -> int:
+def main(path: Path, items: Sequence[GivenItem], prompt: str, max_new_tokens: int) -> int:
     """`mimo generate RUN_OR_CHECKPOINT --image ... --prompt ...`: prints the answer.
 
-    frames: of one video, which stands behind the images.
+    items: stand before the prompt, in this order.
     """
-    opened, of_video = _opened("--image", images), _opened("--frame", frames)
+    processors = item_processors(recipe_of(find_checkpoint(path)))
+    files = [file for item in items for file in _decoded(item, processors)]
     generator = Generator(path)
-    _check_media(generator, "--image", "image", images)
-    _check_media(generator, "--frame", "video", frames)
-    for image, pixels in zip(images, opened, strict=True):
-        try:
-            generator.processors["image"].plan(Part(*pixels.size))
-        except ValueError as error:
-            raise InputError(f"--image {image}: {error}") from error
     for media, text in generator.chat.media_text.items():
         for token in (text.written, text.placeholder):
             if token in prompt:
@@ -243,29 +251,28 @@ def main(
                     f"--prompt: {token!r} stands for an item of media {media!r} and is no text; "
                     "leave it out, a placeholder is added for each item that is given"
                 )
-    content: list[dict[str, Any]] = [{"type": "image"} for _ in opened]
-    if of_video:
-        content.append({"type": "video", "frames": len(of_video), "fps": fps})
+    content: list[dict[str, Any]] = [{"type": item.media, **item.keys} for item in items]
     content.append({"type": "text", "text": prompt})
-    request = Request([{"role": "user", "content": content}], [*opened, *of_video])
+    request = Request([{"role": "user", "content": content}], files)
     print(generator.answer([request], max_new_tokens)[0])
     return 0
 
 
-def _opened(option: str, paths: Sequence[Path]) -> list[Image.Image]:
-    """The images in RGB. Raises InputError with option and path."""
-    opened = []
-    for path in paths:
+def _decoded(item: GivenItem, processors: Processors) -> list[Any]:
+    """The files of an item. Raises InputError with option and path."""
+    if item.media not in processors:
+        known = ", ".join(processors) or "nothing but text"
+        raise InputError(
+            f"{item.option}: no encoder of this run takes {item.media}s; it takes {known}"
+        )
+    media, decoded = processors[item.media], []
+    for path in item.paths:
         if not path.is_file():
-            raise InputError(f"{option} {path}: no such file")
+            raise InputError(f"{item.option} {path}: no such file")
         try:
-            opened.append(to_rgb(open_image(path.read_bytes())))
+            decoded.append(media.decode(path.read_bytes()))
+            if len(item.paths) == 1:
+                media.plan(Part(media.size_of(decoded[-1])))
         except (OSError, ValueError) as error:
-            raise InputError(f"{option} {path}: {error}") from error
-    return opened
-
-
-def _check_media(generator: Generator, option: str, media: str, paths: Sequence[Path]) -> None:
-    if paths and media not in generator.processors:
-        known = ", ".join(generator.processors) or "nothing but text"
-        raise InputError(f"{option}: no encoder of this run takes {media}s; it takes {known}")
+            raise InputError(f"{item.option} {path}: {error}") from error
+    return decoded

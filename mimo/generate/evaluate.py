@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from data.index.reader import SampleReader, UnreadableSample
-from data.media.images import to_rgb
 from data.text.chat import EncodedSample
 from data.text.messages import Message, is_answer, item_parts
 from mimo.checkpoint.assets import recipe_of
@@ -25,9 +24,12 @@ _BATCH = 100
 
 @dataclass(frozen=True)
 class Answered:
-    """One held-out sample: its images and question, the answer given and the one expected."""
+    """One held-out sample: pictures of its files, question, the answer given and the one expected.
 
-    images: Sequence[Image.Image]
+    pictures: uint8 (height, width, 3).
+    """
+
+    pictures: Sequence[np.ndarray]
     question: str
     given: str
     expected: str
@@ -40,7 +42,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Score:
-    """Over samples with images: whole answers right, and words right at their place."""
+    """Over samples with items: whole answers right, and words right at their place."""
 
     exact_match: float
     per_word: float
@@ -48,7 +50,7 @@ class Score:
 
 def score(answered: Sequence[Answered]) -> Score:
     """Compare answers word by word; a missing or surplus word counts as wrong."""
-    seen = [one for one in answered if one.images]
+    seen = [one for one in answered if one.pictures]
     right = total = 0
     for one in seen:
         given, expected = one.given.split(), one.expected.split()
@@ -78,7 +80,7 @@ def answer_split(
     generator = Generator(run)
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
-    waiting: list[tuple[Request, str, str]] = []
+    waiting: list[tuple[Request, list[np.ndarray], str, str]] = []
     lengths: list[int] = []
     skipped = [
         f"sample {one.key!r} of {one.shard}: {one.reason}"
@@ -88,14 +90,14 @@ def answer_split(
     for reader in dataset.readers:
         for sample in range(len(reader.index)):
             try:
-                messages, images = _read(reader, sample)
+                messages, files, pictures = _read(reader, sample)
                 lengths.append(_answer_length(reader.sample(sample)))
             except UnreadableSample as error:
                 skipped.append(str(error))
                 continue
             name = f"sample {str(reader.index.keys[sample])!r} of {_shard(reader, sample)}"
-            request = Request(messages[:-1], images, name)
-            waiting.append((request, _text(messages[-2]), _text(messages[-1])))
+            request = Request(messages[:-1], files, name)
+            waiting.append((request, pictures, _text(messages[-2]), _text(messages[-1])))
     if skipped:
         for reason in skipped:
             print(f"skipped {reason}")
@@ -111,17 +113,17 @@ def answer_split(
     answered = []
     for first in range(0, len(waiting), _BATCH):
         batch = waiting[first : first + _BATCH]
-        requests = [request for request, _, _ in batch]
+        requests = [request for request, *_ in batch]
         given = generator.answer(requests, max_new_tokens, recipe.data.sequence_length)
         answered += [
-            Answered(request.images, question, answer, expected)
-            for (request, question, expected), answer in zip(batch, given, strict=True)
+            Answered(pictures, question, answer, expected)
+            for (_, pictures, question, expected), answer in zip(batch, given, strict=True)
         ]
     return answered
 
 
-def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Image.Image]]:
-    """The messages and the RGB images of a sample: a chat that ends with an answer in text.
+def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Any], list[np.ndarray]]:
+    """Messages, decoded files and their pictures: of a chat that ends with an answer in text.
 
     Raises UnreadableSample.
     """
@@ -131,15 +133,13 @@ def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Image.Ima
     problem = _not_a_question_with_answer(messages)
     if problem:
         raise UnreadableSample(shard, key, None, problem)
-    images = []
-    for file in index.files_of_sample(sample):
-        image = reader.image(file, sample)
-        try:
-            images.append(to_rgb(image))
-        except (OSError, ValueError) as error:
-            item = file - index.files_of_sample(sample).start
-            raise UnreadableSample(shard, key, item, str(error)) from error
-    return messages, images
+    files, pictures = [], []
+    for item in index.items_of_sample(sample):
+        if index.item_number[item] == 0:  # the first of its part, whose files it stands for
+            own = [reader.decoded(item, file) for file in index.files_of_part(item)]
+            files += own
+            pictures += [reader.media(item).picture(file) for file in own]
+    return messages, files, pictures
 
 
 def _answer_length(sample: EncodedSample) -> int:
@@ -182,17 +182,17 @@ def _text(message: dict) -> str:
 
 
 def draw(answered: Sequence[Answered], path: Path, columns: int = 4, rows: int = 3) -> None:
-    """A picture of the first samples with images: image, question, answer given and expected."""
+    """A picture of the first samples with items: files, question, answer given and expected."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [one for one in answered if one.images][: columns * rows]
+    shown = [one for one in answered if one.pictures][: columns * rows]
     size = (3.4 * columns, 2.6 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
     for axis, one in zip(axes.flat, shown, strict=False):
-        axis.imshow(_side_by_side(one.images), cmap="gray")
+        axis.imshow(_side_by_side(one.pictures))
         colour = "#1a7f37" if one.is_exact else "#cf222e"
         axis.set_title(_wrap(one.question), fontsize=8)
         axis.set_xlabel(
@@ -214,12 +214,12 @@ def _wrap(text: str, width: int = 34) -> str:
     return "\n".join(textwrap.wrap(text, width)[:3])
 
 
-def _side_by_side(images: Sequence[Image.Image], gap: int = 4) -> Image.Image:
-    height = max(image.height for image in images)
-    width = sum(image.width for image in images) + gap * (len(images) - 1)
-    sheet = Image.new("RGB", (width, height), "white")
-    x = 0
-    for image in images:
-        sheet.paste(image.convert("RGB"), (x, (height - image.height) // 2))
-        x += image.width + gap
-    return sheet
+def _side_by_side(pictures: Sequence[np.ndarray], gap: int = 4) -> np.ndarray:
+    """uint8 (highest, all widths and gaps, 3), on white."""
+    highest = max(len(picture) for picture in pictures)
+    columns = []
+    for picture in pictures:
+        above = (highest - len(picture)) // 2
+        margins = (above, highest - len(picture) - above), (0, gap), (0, 0)
+        columns.append(np.pad(picture, margins, constant_values=255))
+    return np.concatenate(columns, axis=1)[:, :-gap]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from data.batch import GlobalMicrobatch
 from data.index.reader import SampleReader
 from data.index.samples import Index, Processors, check_lengths
 from data.index.store import load_or_build_index
-from data.media.processor import ItemProcessor
+from data.media.processor import Media
 from data.order import SampleOrder
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
@@ -67,8 +68,8 @@ def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTo
             yield other, other, media, tokens
 
 
-def item_processors(recipe: Recipe) -> dict[str, ItemProcessor]:
-    """By media, how its encoder turns an item into patches. Raises RecipeError."""
+def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
+    """The media that the encoders take, by name. Raises RecipeError."""
     check_media(recipe)
     return {
         media: encoder_settings(recipe, name).processor(media)

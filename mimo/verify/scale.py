@@ -17,7 +17,7 @@ from mimo.layout.padding import sequence_multiple
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Encoder, Language, Recipe
 from mimo.recipe.source import dotted
-from mimo.verify.workload import Media, Workload
+from mimo.verify.workload import Items, Workload
 
 NUM_STEPS = 2  # the second step finds stale state
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
@@ -67,7 +67,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "grid": _grid(layout, LANGUAGE),
         "model": _scaled(language_settings(recipe), layout.language),
     }
-    media = []
+    items = []
     for name, encoder in recipe.encoders.items():
         settings = encoder_settings(recipe, name)
         data["encoders"][name] |= {
@@ -83,9 +83,9 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             # One media shows what the encoder does; the others only share its weights.
             "other_media": {},
         }
-        processor = type(settings)(**data["encoders"][name]["model"]).processor(encoder.media)
-        media.append(Media(encoder.media, f"<|{name}_pad|>", processor.row_pixels))
-    workload = Workload(tuple(media), NUM_STEPS, microbatches, samples, _source_weights(recipe))
+        media = type(settings)(**data["encoders"][name]["model"]).processor(encoder.media)
+        items.append(Items(encoder.media, f"<|{name}_pad|>", media))
+    workload = Workload(tuple(items), NUM_STEPS, microbatches, samples, _source_weights(recipe))
     directory = folder / workload.name
     _set_training(data, recipe, precision)
     data["train"] |= {

@@ -1,6 +1,6 @@
 """The data that layouts and one rank are compared on: small, but never a toy.
 
-Noise images of several sizes in chats with answers of several lengths, in tar shards like any
+Noise of several sizes in chats with answers of several lengths, in tar shards like any
 other data, and a tokenizer that has a placeholder for each media. In every step there are samples
 with several items, with one and with none, items of every media in one sample, a microbatch
 without any item, and one with a single item, which leaves all but one encoder lane empty.
@@ -11,22 +11,20 @@ Several data sources take turns within a step, and in the middle of a microbatch
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
-import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from webdataset.writer import TarWriter
 
 from data.digits.text import write_tokenizer
+from data.media.processor import Media
 from data.order import SampleOrder
 
-_SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # width and height of an item, in rows
 _ITEMS = (2, 0, 1, 3, 0, 1)  # items of a media in a microbatch's samples, before shuffling
 _QUESTIONS = ("read the digits", "what is this ?", "there are digits in order .")
 _MAX_ANSWER = 6  # words
@@ -36,21 +34,21 @@ _TURN = 3.5  # microbatches that a source gives in turn: those two, and part of 
 
 
 @dataclass(frozen=True)
-class Media:
-    """Items of one encoder. ``row_pixels``: the side of a square image that makes one row."""
+class Items:
+    """Items of one encoder. media: the type of their content parts. files: how they are made."""
 
-    name: str
+    media: str
     placeholder: str
-    row_pixels: int
+    files: Media[Any]
 
 
 @dataclass(frozen=True)
 class Item:
-    """An image of noise, sizes in pixels."""
+    """An item of one file. media: the type of its content part."""
 
     media: str
-    width: int
-    height: int
+    suffix: str
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Workload:
     weights: of the data sources.
     """
 
-    media: tuple[Media, ...]
+    items: tuple[Items, ...]
     steps: int
     microbatches: int
     samples_per_microbatch: int
@@ -78,7 +76,9 @@ class Workload:
     @property
     def name(self) -> str:
         """A folder name, another one for any other workload."""
-        return f"data_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
+        own = [(one.media, one.placeholder, one.files.fingerprint()) for one in self.items]
+        sizes = (self.steps, self.microbatches, self.samples_per_microbatch, self.weights)
+        return f"data_{hashlib.sha256(repr((own, sizes)).encode()).hexdigest()[:16]}"
 
     @property
     def shards(self) -> list[str]:
@@ -138,8 +138,8 @@ class Workload:
 
     def _item_counts(self, microbatch: int, rng: np.random.Generator) -> np.ndarray:
         """(media, samples): items of each media in each sample of one microbatch."""
-        counts = np.zeros((len(self.media), self.samples_per_microbatch), np.int64)
-        if microbatch == _EMPTY or not self.media:
+        counts = np.zeros((len(self.items), self.samples_per_microbatch), np.int64)
+        if microbatch == _EMPTY or not self.items:
             return counts
         if microbatch == _SINGLE:
             counts[0, 0] = 1
@@ -154,11 +154,11 @@ class Workload:
 
     def _sample(self, counts: Sequence[int], rng: np.random.Generator) -> Sample:
         items = []
-        for media, count in zip(self.media, counts, strict=True):
-            for _ in range(count):
-                width, height = _SIZES[int(rng.integers(len(_SIZES)))]
-                side = media.row_pixels
-                items.append(Item(media.name, width * side, height * side))
+        for own, count in zip(self.items, counts, strict=True):
+            files = own.files
+            items += [
+                Item(own.media, files.suffixes[0], files.random_file(rng)) for _ in range(count)
+            ]
         digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
         return Sample(
             items=tuple(items[i] for i in rng.permutation(len(items))),
@@ -171,17 +171,14 @@ class Workload:
         if (directory / self.shards[-1]).exists():
             return
         directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(
-            directory / "tokenizer", {media.name: media.placeholder for media in self.media}
-        )
+        write_tokenizer(directory / "tokenizer", {one.media: one.placeholder for one in self.items})
         for source, shard in enumerate(self.shards):
-            write_shard(directory / shard, self.samples(source), seed=source)
+            write_shard(directory / shard, self.samples(source))
 
 
-def write_shard(path: Path, samples: Sequence[Sample], seed: int = 0) -> None:
-    """A webdataset shard of these samples, with noise for pixels."""
-    rng = np.random.default_rng(seed)
-    with tarfile.open(path, "w") as tar:
+def write_shard(path: Path, samples: Sequence[Sample]) -> None:
+    """A webdataset shard of these samples."""
+    with TarWriter(str(path), encoder=False) as tar:
         for number, sample in enumerate(samples):
             content: list[dict[str, str]] = [{"type": item.media} for item in sample.items]
             content.append({"type": "text", "text": sample.question})
@@ -189,16 +186,8 @@ def write_shard(path: Path, samples: Sequence[Sample], seed: int = 0) -> None:
                 {"role": "user", "content": content},
                 {"role": "assistant", "content": [{"type": "text", "text": sample.answer}]},
             ]
-            document = json.dumps({"messages": messages}).encode()
-            _add(tar, f"sample{number:04d}.json", document)
+            members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
+            members["json"] = json.dumps({"messages": messages}).encode()
             for position, item in enumerate(sample.items):
-                pixels = rng.integers(0, 256, (item.height, item.width), dtype=np.uint8)
-                buffer = io.BytesIO()
-                Image.fromarray(pixels).save(buffer, "PNG")
-                _add(tar, f"sample{number:04d}.{position}.png", buffer.getvalue())
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))
+                members[f"{position}.{item.suffix}"] = item.content
+            tar.write(members)

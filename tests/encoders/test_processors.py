@@ -29,7 +29,7 @@ def test_qwen2_5_takes_videos_with_limits_of_their_own_and_other_media_as_images
     assert images.max_pixels == settings.max_pixels
     assert video.patch_dim == images.patch_dim
     assert video.tower_width == images.tower_width
-    assert video.plan(Part(56, 56, 4, fps=1.0)).time_step == 8.0
+    assert video.plan(Part((56, 56), 4, fps=1.0)).time_step == 8.0
 
 
 def test_qwen3_takes_videos_as_timed_frames_normalised_as_its_images() -> None:
@@ -57,4 +57,4 @@ def test_gemma3_crops_images_where_it_is_told_to() -> None:
     assert isinstance(plain, SquareImageProcessor)
     assert plain.pan_and_scan is None
     assert crops.pan_and_scan == PanAndScan(min_crop_size=30, max_num_crops=3, min_ratio=1.5)
-    assert [one.plan(Part(200, 40)).num_items for one in (plain, crops)] == [1, 4]
+    assert [one.plan(Part((200, 40))).num_items for one in (plain, crops)] == [1, 4]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from data.digits.text import write_tokenizer
 from mimo.verify.compare import gradient_floor, tensor_error
@@ -98,12 +100,22 @@ def write_samples(
         sizes = [_SIZES[int(rng.integers(len(_SIZES)))] for _ in media]
         samples.append(
             Sample(
-                tuple(Item(one, *size) for one, size in zip(media, sizes, strict=True)),
+                tuple(
+                    Item(one, "png", _noise(rng, *size))
+                    for one, size in zip(media, sizes, strict=True)
+                ),
                 question="what is this ?" if number % 3 else "read the digits",
                 answer=" ".join(str(digit) for digit in digits),
             )
         )
     write_shard(directory / f"{name}-00000.tar", samples)
+
+
+def _noise(rng: np.random.Generator, width: int, height: int) -> bytes:
+    """A grey PNG of so many pixels."""
+    buffer = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def write_recipe(directory: Path) -> Path:

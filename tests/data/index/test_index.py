@@ -10,11 +10,11 @@ import pytest
 
 from data import (
     ChatTokenizer,
-    Part,
     Processors,
     build_index,
     check_lengths,
 )
+from data.digits.shards import CANVASES
 
 
 def test_offsets_point_at_the_members_of_the_tar(
@@ -42,14 +42,15 @@ def test_dtypes_and_lengths_are_as_documented(
     for name in ("shard", "token_length", "loss_tokens"):
         assert getattr(index, name).dtype == np.int32
         assert len(getattr(index, name)) == len(index)
-    for name in ("item_width", "item_height", "item_rows", "item_placeholder"):
+    for name in ("item_rows", "item_placeholder"):
         assert getattr(index, name).dtype == np.int32
         assert len(getattr(index, name)) == index.num_items
-    for name in ("json_offset", "json_size", "item_start", "item_file", "item_cost"):
+    sizes = ("item_size_0", "item_size_1")
+    for name in ("json_offset", "json_size", "item_start", "item_file", "item_cost", *sizes):
         assert getattr(index, name).dtype == np.int64
-    sizes = zip(index.item_width, index.item_height, strict=True)
-    parts = [Part(int(width), int(height)) for width, height in sizes]
+    parts = [index.part(item) for item in range(index.num_items)]
     rows = [processors["image"].plan(part).num_rows for part in parts]
+    assert {part.size for part in parts} <= set(CANVASES)
     assert index.item_rows.tolist() == rows
     assert (index.item_media.dtype, index.media) == (np.int32, ("image",))
     assert index.item_media.tolist() == [0] * index.num_items
@@ -86,7 +87,7 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
     index = build_index(str(shard), chat, processors)
     assert index.keys.tolist() == ["dir.v2/good", "last"]
     assert index.item_start.tolist() == [0, 2, 2]
-    assert (index.item_width.tolist(), index.item_rows.tolist()) == ([28, 56], [2, 4])
+    assert (index.item_size_0.tolist(), index.item_rows.tolist()) == ([28, 56], [2, 4])
     reasons = {skipped.key: skipped.reason for skipped in index.skipped}
     assert {skipped.shard for skipped in index.skipped} == {str(shard)}
     for key, reason in {
@@ -145,7 +146,7 @@ def test_a_corrupt_image_body_is_not_read_when_indexing(
 ):
     members = {"a.json": ask(1), "a.0.png": make_image(500, 500)[:5000]}
     index = build_index(str(write_shard(tmp_path / "a.tar", members)), chat, processors)
-    assert index.item_width.tolist() == [500]
+    assert index.part(0).size == (500, 500)
 
 
 def test_wrong_numbers_of_placeholders_are_counted_and_the_first_ten_named(

@@ -35,7 +35,7 @@ def test_samples_and_patches_agree_with_the_index(reader: SampleReader):
         for item in items:
             patches = reader.patches(item)
             assert patches.dtype == np.float32
-            assert patches.shape == (np.prod(reader.grid(item)), reader.processor(item).patch_dim)
+            assert patches.shape == (np.prod(reader.grid(item)), reader.media(item).patch_dim)
             assert len(patches) == index.item_rows[item] * 2**2  # the processors merge 2 x 2
             assert np.prod(reader.row_grid(item)) == index.item_rows[item]
 
@@ -43,10 +43,7 @@ def test_samples_and_patches_agree_with_the_index(reader: SampleReader):
 def test_messages_and_item_bytes_are_those_of_the_shard(reader: SampleReader):
     messages = reader.messages(0)
     assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert open_image(reader.file_bytes(0, 0)).size == (
-        reader.index.item_width[0],
-        reader.index.item_height[0],
-    )
+    assert open_image(reader.file_bytes(0, 0)).size == reader.index.part(0).size
 
 
 def test_threads_can_read_at_the_same_time_from_more_shards_than_stay_open(

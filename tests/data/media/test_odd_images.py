@@ -197,7 +197,7 @@ def test_only_what_may_tell_an_orientation_behind_the_pixels_has_them_decoded(
     monkeypatch: pytest.MonkeyPatch, kind: bytes, data: bytes, decodes: bool
 ):
     decoded = []
-    monkeypatch.setattr("data.media.images._load", decoded.append)
+    monkeypatch.setattr("data.media.image_files._load", decoded.append)
     assert image_size(behind_the_pixels(kind, data)) == (40, 30)
     assert bool(decoded) == decodes
 

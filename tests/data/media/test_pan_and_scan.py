@@ -38,7 +38,7 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
 
 def items_of(image: Image.Image) -> np.ndarray:
     """(items, 16, 588): patches of the image and of its crops."""
-    part = Part(*image.size)
+    part = Part(image.size)
     plan = OURS.plan(part)
     assert all(list(OURS.item_files(part, item)) == [0] for item in range(plan.num_items))
     return np.stack([OURS.item_patches([image], part, item) for item in range(plan.num_items)])
@@ -63,7 +63,7 @@ def test_an_image_and_its_crops_equal_transformers(size: tuple[int, int], mode: 
 
 
 def test_the_sizes_above_have_from_no_to_four_crops():
-    numbers = {OURS.plan(Part(*size)).num_items - 1 for size in SIZES}
+    numbers = {OURS.plan(Part(size)).num_items - 1 for size in SIZES}
     assert numbers == {0, 2, 3, 4}
 
 
@@ -121,7 +121,7 @@ def test_token_ids_equal_transformers(tmp_path: Path, sizes: list[tuple[int, int
         processor_kwargs=OPTIONS,
     )
     chat = ChatTokenizer(folder, {"image": GEMMA_IMAGE})
-    plans = [OURS.plan(Part(*size)) for size in sizes]
+    plans = [OURS.plan(Part(size)) for size in sizes]
     rows = [plan.num_rows for plan in plans for _ in range(plan.num_items)]
     prompt = chat.encode_prompt(messages_of(images), rows, [plan.text for plan in plans])
     assert prompt.input_ids.tolist() == expected["input_ids"][0]
@@ -130,7 +130,7 @@ def test_token_ids_equal_transformers(tmp_path: Path, sizes: list[tuple[int, int
 
 def test_crops_in_an_answer_and_what_introduces_them_are_not_learned(tmp_path: Path):
     chat = ChatTokenizer(write_folder("gemma3", tmp_path), {"image": GEMMA_IMAGE})
-    plan = OURS.plan(Part(130, 70))
+    plan = OURS.plan(Part((130, 70)))
     assert plan.num_items > 1
     content = [{"type": "text", "text": "the first"}, {"type": "image"}]
     messages = [{"role": "user", "content": "please"}, {"role": "assistant", "content": content}]

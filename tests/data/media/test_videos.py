@@ -90,7 +90,7 @@ def patches_of(ours: VideoProcessor, images: list[Image.Image], part: Part) -> n
 def test_patches_and_grid_equal_transformers(family: Family, size: tuple[int, int], count: int):
     images = frames(count, *size)
     expected, grid = video_patches(family.video_module, images, **family.options)
-    part = Part(*size, count)
+    part = Part(size, count)
     plan = family.ours.plan(part)
     assert (plan.num_items * plan.grid[0], *plan.grid[1:]) == grid
     patches = patches_of(family.ours, images, part)
@@ -101,7 +101,7 @@ def test_patches_and_grid_equal_transformers(family: Family, size: tuple[int, in
 
 def test_a_single_frame_is_repeated(family: Family):
     (image,) = frames(1, 60, 40)
-    part, twice = Part(60, 40, 1), Part(60, 40, 2)
+    part, twice = Part((60, 40), 1), Part((60, 40), 2)
     assert family.ours.plan(part).grid == family.ours.plan(twice).grid
     np.testing.assert_array_equal(
         patches_of(family.ours, [image], part), patches_of(family.ours, [image, image], twice)
@@ -110,16 +110,16 @@ def test_a_single_frame_is_repeated(family: Family):
 
 def test_frames_that_are_too_long_are_refused(family: Family):
     with pytest.raises(ValueError, match=r"aspect ratio of 301, at most 200"):
-        family.ours.plan(Part(9030, 30, 2))
+        family.ours.plan(Part((9030, 30), 2))
 
 
 def test_an_encoder_of_images_refuses_several_frames():
     with pytest.raises(ValueError, match="part of 2 frames, but its encoder takes still images"):
-        ImageProcessor().plan(Part(60, 40, 2))
+        ImageProcessor().plan(Part((60, 40), 2))
 
 
 def test_limits_bound_the_frame_in_qwen2_5_and_the_whole_video_in_qwen3():
-    two, twenty = Part(200, 200, 2), Part(200, 200, 20)
+    two, twenty = Part((200, 200), 2), Part((200, 200), 20)
     ours = FAMILIES["qwen2_5_vl"].ours
     assert ours.frame_size(two) == ours.frame_size(twenty)
     ours = FAMILIES["qwen3_vl"].ours
@@ -142,7 +142,7 @@ class Clip:
         return self.count > 0
 
     def part(self) -> Part:
-        return Part(*self.size, max(self.count, 1), self.fps)
+        return Part(self.size, max(self.count, 1), self.fps)
 
     def content(self) -> dict[str, Any]:
         if not self.is_video:
@@ -352,7 +352,7 @@ def test_videos_and_images_go_through_index_store_and_reader(
         ({"frames": 2, "fps": float("inf")}, "fps inf"),
         ({"frames": 2, "fps": True}, "fps True"),
         ({"frames": 2, "fps": 10**400}, "fps 1000"),
-        ({"frames": 2}, "item 1: a frame of 56 x 28 pixels in a video that begins with one of 28"),
+        ({"frames": 2}, "item 1: a file of 56 x 28 pixels in a video that begins with one of 28"),
     ],
 )
 def test_a_video_that_cannot_be_is_left_out_by_the_name_of_its_sample(

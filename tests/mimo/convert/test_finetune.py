@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from data.digits.shards import prepare_digits
 from mimo.convert import to_hf
@@ -38,17 +39,17 @@ def answer_in_transformers(folder: Path, questions: list[Answered]) -> list[str]
     model: Any = AutoModelForImageTextToText.from_pretrained(folder)
     answers = []
     for one in questions:
-        content = [{"type": "image"} for _ in one.images]
+        content = [{"type": "image"} for _ in one.pictures]
         content.append({"type": "text", "text": one.question})
         text = processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        images = {"images": [list(one.images)]}
+        images = {"images": [[Image.fromarray(picture) for picture in one.pictures]]}
         inputs = processor(
             text=[text],
             return_tensors="pt",
             add_special_tokens=False,
-            **(images if one.images else {}),
+            **(images if one.pictures else {}),
         )
         with torch.no_grad():
             ids = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
@@ -88,8 +89,8 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
 
     to_hf.convert(run, tmp_path / "exported", 10**9)
     answered = [*answer_split(run, "test", NEW_TOKENS)]
-    with_images = [one for one in answered if one.images]
-    text_only = [one for one in answered if not one.images]
+    with_images = [one for one in answered if one.pictures]
+    text_only = [one for one in answered if not one.pictures]
     chosen = [*with_images[: NUM_QUESTIONS - 4], *text_only[:4]]
     assert len(chosen) == NUM_QUESTIONS
     ours = [one.given for one in chosen]

@@ -76,7 +76,7 @@ def _answer_both(rank: int, folder: Path) -> None:
     assert generator.answer(requests, 8) == [generator.answer([one], 8)[0] for one in requests]
     answered = answer_split(folder)
     numbers = zip(tiny.IMAGES_PER_SAMPLE, tiny.VIDEOS_PER_SAMPLE, strict=True)
-    assert [len(one.images) for one in answered] == [sum(both) for both in numbers]
+    assert [len(one.pictures) for one in answered] == [sum(both) for both in numbers]
 
 
 def test_held_out_samples_that_cannot_be_compared_are_skipped_counted_and_named(
@@ -212,7 +212,7 @@ def test_generate_refuses_what_tokenizer_template_or_processor_cannot_take(
 
 
 def _generate_from_bad_input(rank: int, folder: Path) -> None:
-    from mimo.generate.answer import Generator, Request, main
+    from mimo.generate.answer import Generator, GivenItem, Request, main
 
     good, long = folder / "good.png", folder / "long.png"
     Image.new("L", (28, 28)).save(good)
@@ -223,9 +223,9 @@ def _generate_from_bad_input(rank: int, folder: Path) -> None:
         ([good] * 3, "what is this ?", "^the prompt cannot be answered: .*at most two images"),
     ):
         with pytest.raises(InputError, match=message.replace("|", r"\|")) as caught:
-            main(folder, images, prompt, 1)
+            main(folder, [GivenItem("--image", "image", [path]) for path in images], prompt, 1)
         assert caught.value.exit_code == 2
-    assert main(folder, [good] * 2, "what is this ?", 1) == 0
+    assert main(folder, [GivenItem.parse("--item", f"image={good}")] * 2, "what is this ?", 1) == 0
     request = Request([{"role": "user", "content": [{"type": "image"}]}], [])
     with pytest.raises(InputError, match="1 placeholders but 0 items"):
         Generator(folder).answer([request], 1)

@@ -143,7 +143,7 @@ def test_a_run_answers_about_videos_and_images(
 
 
 def _answer(rank: int, folder: Path) -> None:
-    from mimo.generate.answer import Generator, Request, main
+    from mimo.generate.answer import Generator, GivenItem, Request, main
     from mimo.generate.evaluate import answer_split
 
     generator = Generator(folder)
@@ -161,14 +161,18 @@ def _answer(rank: int, folder: Path) -> None:
     # What else is in the pack changes nothing.
     assert generator.answer(requests, 8) == [generator.answer([one], 8)[0] for one in requests]
     odd = Request(request(2).messages, [files[0], files[1].resize((28, 28))])
-    with pytest.raises(InputError, match="frames of a video are 56 x 28, 28 x 28: need one size"):
+    with pytest.raises(InputError, match="files of a video are 56 x 28 pixels, 28 x 28 pixels"):
         generator.answer([odd], 1)
     answered = answer_split(folder)
     expected = [sum(max(n, 1) for n in parts) for parts in SAMPLES]
-    assert [len(one.images) for one in answered] == expected
+    assert [len(one.pictures) for one in answered] == expected
+
+    def video(paths: list[Path]) -> GivenItem:
+        return GivenItem("--frame", "video", paths, {"frames": len(paths)})
+
     paths = [folder / f"{number}.png" for number in range(4)]
     for path, image in zip(paths, files, strict=True):
         image.save(path)
-    assert main(folder, paths[:1], "read", 2, frames=paths) == 0
+    assert main(folder, [GivenItem("--image", "image", paths[:1]), video(paths)], "read", 2) == 0
     with pytest.raises(InputError, match="--frame .*missing: no such file"):
-        main(folder, [], "read", 2, frames=[folder / "missing"])
+        main(folder, [video([folder / "missing"])], "read", 2)
