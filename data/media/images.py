@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from data.media.image_files import ImageFiles, to_rgb
-from data.media.processor import Grid, Part, PartPlan
+from data.media.processor import Grid, Part, PartPlan, encoding_cost
 
 MAX_ASPECT_RATIO = 200
 
@@ -211,12 +211,3 @@ def normalisation_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarr
     scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
     means, stds = (np.array(x, dtype=np.float32)[:, None] for x in (mean, std))
     return (scaled - means) / stds
-
-
-def encoding_cost(num_patches: int, tower_width: int) -> int:
-    """Relative work to encode an image of n patches: n² + 6·tower_width·n.
-
-    The shape of a transformer layer's FLOPs: 24·d² per patch in its matrices and 4·d per pair of
-    patches in attention, so 4·d·(n² + 6·d·n) at width d.
-    """
-    return num_patches * (num_patches + 6 * tower_width)

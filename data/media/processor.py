@@ -122,3 +122,12 @@ class Media[D](Protocol):
     def fingerprint(self) -> str:
         """Hex digest that changes whenever sizes, row counts or patches may change."""
         ...
+
+
+def encoding_cost(num_patches: int, tower_width: int) -> int:
+    """Relative work to encode n patches that see each other: n² + 6·tower_width·n.
+
+    The shape of a transformer layer's FLOPs: 24·d² per patch in its matrices and 4·d per pair of
+    patches in attention, so 4·d·(n² + 6·d·n) at width d.
+    """
+    return num_patches * (num_patches + 6 * tower_width)

@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from data.media.image_files import to_rgb
-from data.media.images import StillImages, cut_patches, encoding_cost, normalisation_table
+from data.media.images import StillImages, cut_patches, normalisation_table
 from data.media.pan_and_scan import Box, PanAndScan, crops_text
-from data.media.processor import Grid, Part, PartPlan
+from data.media.processor import Grid, Part, PartPlan, encoding_cost
 
 
 @dataclass(frozen=True)

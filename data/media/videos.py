@@ -18,8 +18,8 @@ import numpy as np
 from PIL import Image
 
 from data.media.image_files import to_rgb
-from data.media.images import MAX_ASPECT_RATIO, ImageProcessor, cut_patches, encoding_cost
-from data.media.processor import Part, PartPlan
+from data.media.images import MAX_ASPECT_RATIO, ImageProcessor, cut_patches
+from data.media.processor import Part, PartPlan, encoding_cost
 from data.text.item_text import ITEM_SLOT
 
 VIDEO = "video"

@@ -346,7 +346,7 @@ def test_videos_and_images_go_through_index_store_and_reader(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"frames": 0}, "frames 0; need the number of image files"),
+        ({"frames": 0}, "frames 0; need the number of files"),
         ({"frames": "2"}, "frames '2'"),
         ({"frames": 2, "fps": 0}, "fps 0; need frames per second, above 0"),
         ({"frames": 2, "fps": float("inf")}, "fps inf"),
