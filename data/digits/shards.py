@@ -2,6 +2,8 @@
 
 A sample shows one to four images of one digit each, asks for them, and answers "3 7 1". Some are
 text only, in whole runs, so that every path of a multimodal run is used. No download.
+
+`write_data_set` is what all generators of example data share.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,9 @@ _MAX_ROTATION_DEGREES = 5.0
 _MAX_SHIFT = 0.04  # of the digit's side
 _DIGIT_SIDE = (0.86, 1.0)  # of the shorter side of the canvas
 _SCAN_PIXELS = 8
+
+
+Sample = dict[str, str | bytes]  # for the tar writer: members by suffix, and the "__key__"
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,37 @@ def prepare_digits(
 
     Raises ValueError for a folder that holds something else (it is never deleted), or bad counts.
     """
-    directory = Path(directory).absolute()
-    settings = _Settings(num_train, num_validation, num_test, seed)
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
+
+    def maker(split: str) -> Callable[[int], Sample]:
+        scans = _load_scans(split)
+        return lambda number: _make_sample(scans, split, number, counts[split], seed)
+
+    settings = asdict(_Settings(num_train, num_validation, num_test, seed))
+    return write_data_set(directory, settings, counts, maker, write_tokenizer, progress)
+
+
+def write_data_set(
+    directory: str | Path,
+    settings: Mapping[str, object],
+    counts: Mapping[str, int],
+    maker: Callable[[str], Callable[[int], Sample]],
+    write_tokenizer: Callable[[Path], None],
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write the shards of every split and tokenizer/ into `directory`, as `prepare_digits` says.
+
+    settings: what the files depend on, for JSON. counts: samples by split. maker: of a split's
+    samples by number; a pure function.
+    """
+    directory = Path(directory).absolute()
     if min(counts.values()) < 1:
         raise ValueError(f"number of samples per split is {counts}: need at least 1 of each")
     if _is_prepared(directory, settings):
         return directory
     if directory.exists() and not (directory / _MARKER).is_file() and any(directory.iterdir()):
         raise ValueError(
-            f"{directory} exists and was not made by prepare_digits: give an empty or a new folder"
+            f"{directory} exists and was not made by `mimo prepare`: give an empty or a new folder"
         )
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -92,22 +118,22 @@ def prepare_digits(
     try:
         done, total = 0, sum(counts.values())
         for split, count in counts.items():
-            for number in _write_split(temporary, split, count, seed):
+            for number in _write_split(temporary, split, count, maker(split)):
                 if progress is not None and (number % 100 == 0 or number == count):
                     progress(done + number, total)
             done += count
         write_tokenizer(temporary / "tokenizer")
-        (temporary / _MARKER).write_text(json.dumps(asdict(settings)), encoding="utf-8")
+        (temporary / _MARKER).write_text(json.dumps(dict(settings)), encoding="utf-8")
         _replace_folder(temporary, directory, settings)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return directory
 
 
-def _is_prepared(directory: Path, settings: _Settings) -> bool:
+def _is_prepared(directory: Path, settings: Mapping[str, object]) -> bool:
     """Whether the folder holds complete data of exactly these settings."""
     try:
-        return json.loads((directory / _MARKER).read_text(encoding="utf-8")) == asdict(settings)
+        return json.loads((directory / _MARKER).read_text(encoding="utf-8")) == settings
     except (OSError, ValueError):
         return False
 
@@ -126,7 +152,7 @@ def split_of_scan(number: int) -> str:
     return "validation" if number % 20 == 1 else "train"
 
 
-def _replace_folder(temporary: Path, directory: Path, settings: _Settings) -> None:
+def _replace_folder(temporary: Path, directory: Path, settings: Mapping[str, object]) -> None:
     old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
     try:
         if directory.exists():
@@ -140,11 +166,12 @@ def _replace_folder(temporary: Path, directory: Path, settings: _Settings) -> No
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_split(folder: Path, split: str, count: int, seed: int) -> Iterator[int]:
+def _write_split(
+    folder: Path, split: str, count: int, make: Callable[[int], Sample]
+) -> Iterator[int]:
     """Write the shards of a split; yields the number of samples written so far."""
     from webdataset.writer import TarWriter  # here: it imports torch
 
-    scans = _load_scans(split)
     for shard, start in enumerate(range(0, count, SAMPLES_PER_SHARD)):
         with (
             open(folder / f"{split}-{shard:05d}.tar", "wb") as file,
@@ -152,7 +179,7 @@ def _write_split(folder: Path, split: str, count: int, seed: int) -> Iterator[in
             TarWriter(file, encoder=False, mtime=0, user="data", group="data") as tar,
         ):
             for number in range(start, min(start + SAMPLES_PER_SHARD, count)):
-                tar.write(_make_sample(scans, split, number, count, seed))
+                tar.write(make(number))
                 yield number + 1
 
 
@@ -167,13 +194,11 @@ def _load_scans(split: str) -> _Scans:
     return _Scans(np.pad(levels, ((0, 0), (1, 1), (1, 1))), bunch.target[chosen])
 
 
-def _make_sample(
-    scans: _Scans, split: str, number: int, count: int, seed: int
-) -> dict[str, str | bytes]:
+def _make_sample(scans: _Scans, split: str, number: int, count: int, seed: int) -> Sample:
     """One sample for the tar writer; a pure function of its arguments."""
     # A string seed is hashed with SHA-512: the same on every machine and in every process.
     rng = random.Random(f"digits/{seed}/{split}/{number}")
-    sample: dict[str, str | bytes] = {"__key__": f"{split}-{number:06d}"}
+    sample: Sample = {"__key__": f"{split}-{number:06d}"}
     if is_text_only(split, number, count):
         conversation = text_conversation(rng)
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from data.digits.shards import prepare_digits
+from data.digits.spoken import prepare_spoken_digits
 from mimo.bounds import STRICT, Samples, Seed
 from mimo.errors import RecipeError, suggestion
 from mimo.families.registry import check_settings
@@ -18,7 +19,7 @@ from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 
 
 class DigitsSettings(BaseModel):
-    """Recipe keys under ``data.prepare_settings`` for `prepare_digits`, whose defaults hold."""
+    """Recipe keys under ``data.prepare_settings`` of both kinds of digits, whose defaults hold."""
 
     model_config = STRICT
 
@@ -29,7 +30,8 @@ class DigitsSettings(BaseModel):
 
 
 GENERATORS: dict[str, tuple[Callable[..., object], type[BaseModel]]] = {
-    "digits": (prepare_digits, DigitsSettings)
+    "digits": (prepare_digits, DigitsSettings),
+    "spoken_digits": (prepare_spoken_digits, DigitsSettings),
 }
 
 

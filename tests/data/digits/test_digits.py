@@ -160,7 +160,7 @@ def test_data_of_another_version_of_the_generator_is_replaced(tmp_path: Path):
 
 def test_a_folder_with_other_things_is_never_replaced(tmp_path: Path):
     (tmp_path / "precious.txt").write_text("mine")
-    with pytest.raises(ValueError, match="was not made by prepare_digits"):
+    with pytest.raises(ValueError, match="was not made by `mimo prepare`"):
         prepare_digits(tmp_path, 4, 4, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
 

@@ -1,0 +1,130 @@
+"""Digits as short synthetic sounds to write down: no recordings, no download.
+
+Each digit glides from one vowel to another, ten of the twelve pairs of four vowels. A vowel is what
+makes it one in speech, two resonances of a voice whose pitch is its own. A clip has one to four
+digits by one voice, in its tempo, with pauses and noise; the voices of the splits are disjoint.
+Some samples are text only, in whole runs. Clips are written at 8 kHz.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.digits.shards import Sample, is_text_only, write_data_set
+from data.digits.text import text_conversation, write_tokenizer
+from data.media.audio import wav_bytes
+
+FORMAT_VERSION = 1
+PLACEHOLDERS = {"audio": "<|audio_pad|>"}
+_RATE = 8_000
+_NUM_VOICES = {"train": 200, "validation": 20, "test": 40}
+_QUESTIONS = ("what digits are these ?", "read the digits in order .", "write the digits .")
+
+# Resonances in hertz of i, e, a and u, from the lower one up.
+_VOWELS = ((300.0, 2300.0), (550.0, 1700.0), (800.0, 1200.0), (350.0, 750.0))
+_GLIDES = tuple(itertools.permutations(_VOWELS, 2))[:10]  # by digit
+_BANDWIDTHS = (90.0, 130.0)
+_HIGHEST_HARMONIC = 3_400.0
+_CONTROL = 40  # samples from one point of a glide to the next
+
+
+@dataclass(frozen=True)
+class Voice:
+    """pitch: hertz. size: of the speaker, by which resonances scale. tempo: speed."""
+
+    pitch: float
+    size: float
+    tempo: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Voice:
+        """A voice of anyone."""
+        return cls(rng.uniform(90, 220), rng.uniform(0.9, 1.1), rng.uniform(0.85, 1.25))
+
+
+def prepare_spoken_digits(
+    directory: str | Path,
+    num_train: int = 12000,
+    num_validation: int = 200,
+    num_test: int = 300,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write train-*.tar, validation-*.tar, test-*.tar and tokenizer/, as `prepare_digits` does."""
+    counts = {"train": num_train, "validation": num_validation, "test": num_test}
+    settings = {"kind": "spoken_digits", "version": FORMAT_VERSION, "seed": seed, **counts}
+
+    def maker(split: str) -> Callable[[int], Sample]:
+        numbers = range(_NUM_VOICES[split])
+        voices = [Voice.draw(random.Random(f"voice/{seed}/{split}/{n}")) for n in numbers]
+        return lambda number: _make_sample(voices, split, number, counts[split], seed)
+
+    tokenizer = partial(write_tokenizer, placeholders=PLACEHOLDERS)
+    return write_data_set(directory, settings, counts, maker, tokenizer, progress)
+
+
+def _make_sample(voices: Sequence[Voice], split: str, number: int, count: int, seed: int) -> Sample:
+    """One sample for the tar writer; a pure function of its arguments."""
+    name = f"spoken/{seed}/{split}/{number}"
+    rng = random.Random(name)
+    sample: Sample = {"__key__": f"{split}-{number:06d}"}
+    if is_text_only(split, number, count):
+        messages = text_conversation(rng).messages
+    else:
+        digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
+        sample["0.wav"] = wav_bytes(speak(digits, rng.choice(voices), rng), _RATE)
+        messages = _messages(digits, rng)
+    sample["json"] = json.dumps({"messages": messages}).encode()
+    return sample
+
+
+def _messages(digits: Sequence[int], rng: random.Random) -> list[dict[str, Any]]:
+    question = [{"type": "audio"}, {"type": "text", "text": rng.choice(_QUESTIONS)}]
+    answer = [{"type": "text", "text": " ".join(str(digit) for digit in digits)}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def speak(digits: Sequence[int], voice: Voice, rng: random.Random) -> np.ndarray:
+    """int16 (n,) at 8 kHz: digits one after the other between pauses, with noise under them."""
+    parts = [_pause(rng)]
+    for digit in digits:
+        parts += [_glide(digit, voice, rng), _pause(rng)]
+    clip = np.concatenate(parts)
+    noise = np.random.default_rng(rng.getrandbits(64)).standard_normal(len(clip))
+    clip = clip * rng.uniform(0.3, 0.9) + noise * rng.uniform(0.002, 0.02)
+    return np.round(np.clip(clip, -1, 1) * (2**15 - 1)).astype(np.int16)
+
+
+def _pause(rng: random.Random) -> np.ndarray:
+    return np.zeros(int(_RATE * rng.uniform(0.06, 0.14)))
+
+
+def _glide(digit: int, voice: Voice, rng: random.Random) -> np.ndarray:
+    """(n,), at most 1: harmonics of the pitch, each as loud as the resonances let it be there."""
+    seconds = rng.uniform(0.22, 0.32) / voice.tempo
+    length = int(_RATE * seconds) // _CONTROL * _CONTROL
+    pitch = voice.pitch * rng.uniform(0.95, 1.05)
+    harmonics = pitch * np.arange(1, int(_HIGHEST_HARMONIC / pitch) + 1)[:, None]  # (K, 1)
+    points = np.arange(length // _CONTROL + 1) / (length // _CONTROL)
+    way = np.clip((points - 0.25) / 0.5, 0, 1)  # a vowel, the way, the other vowel
+    loudness = np.zeros((len(harmonics), len(points)))
+    for first, last, width in zip(*_GLIDES[digit], _BANDWIDTHS, strict=True):
+        centre = voice.size * (first + (last - first) * way)
+        loudness += np.exp(-0.5 * ((harmonics - centre) / width) ** 2)
+    loudness *= np.sin(np.pi * np.clip(points, 0.02, 0.98)) ** 0.5
+    time = np.arange(length)
+    control = np.arange(len(points)) * _CONTROL
+    waves = np.sin(2 * np.pi * harmonics * time / _RATE)
+    sound = sum(
+        np.interp(time, control, own) * wave for own, wave in zip(loudness, waves, strict=True)
+    )
+    return sound / max(float(np.abs(sound).max()), 1e-6)
