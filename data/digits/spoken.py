@@ -124,7 +124,7 @@ def _glide(digit: int, voice: Voice, rng: random.Random) -> np.ndarray:
     time = np.arange(length)
     control = np.arange(len(points)) * _CONTROL
     waves = np.sin(2 * np.pi * harmonics * time / _RATE)
-    sound = sum(
-        np.interp(time, control, own) * wave for own, wave in zip(loudness, waves, strict=True)
-    )
+    sound = np.zeros(length)
+    for own, wave in zip(loudness, waves, strict=True):
+        sound += np.interp(time, control, own) * wave
     return sound / max(float(np.abs(sound).max()), 1e-6)

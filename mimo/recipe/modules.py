@@ -156,7 +156,7 @@ class Encoder(Section):
 
     `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
     `lora`: only the adapters in the tower and the projector learn, as also with `freeze: tower`.
-    `media`: the type of content part that it encodes, such as `image`, `video` or `audio`, whose
+    `media`: the type of content part that it encodes, such as `image` or `video`, whose
     `placeholder`, `template_token` and `item_text` are as of `MediaTokens`.
     `other_media`: the types that it encodes with the same weights, and how each stands in the text.
     `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.

@@ -1,0 +1,221 @@
+"""Audio encoder of Whisper's kind with a projector.
+
+Two convolutions turn log-mel frames into half as many tokens, to which sinusoidal positions are
+added; pre-norm blocks with LayerNorm and a GELU MLP follow, with full attention inside a clip, and
+`tokens_per_row` neighbours are stacked into a row. All clips of a microbatch run as one packed
+sequence, each a segment of its own length, where Whisper fills every clip up to 30 s. Keys have a
+bias here, which Whisper leaves out: it adds one number to all scores of a query, to no effect.
+Source: transformers `WhisperEncoder`; rows are stacked as in Ultravox and SLAM-LLM.
+
+Letters: I clips, P frames of all clips, C mel bands, T = P/2 tokens, D tower hidden, N rows,
+H language hidden. A prime marks this rank's part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from data.media.audio import FRAMES_PER_TOKEN, AudioClips
+from encoders._tower import Tower, TowerSettings, build_tower, check_grid
+from mimo.engines import megatron as engine
+
+if TYPE_CHECKING:
+    from mimo.engines.megatron import TransformerConfig
+
+__all__ = ["PROJECTOR", "Settings", "build", "check_grid", "num_levels"]
+
+PROJECTOR = ("projector.",)
+"""How the names of the projector's weights begin; the rest is the tower."""
+
+_LONGEST_WAVE = 10_000.0  # tokens, over 2π, of the slowest position
+
+
+class Settings(TowerSettings):
+    """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements."""
+
+    num_mel_bins: int = Field(default=80, ge=1)
+    """Bands of the spectrogram."""
+    tokens_per_row: int = Field(default=1, ge=1)
+    """Tokens of 20 ms that are stacked into one row."""
+    max_seconds: float = Field(default=30.0, gt=0)
+    """Of the longest clip that is taken."""
+    norm_eps: float = 1e-5
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Settings:
+        if self.hidden_size % self.num_attention_heads or self.hidden_size % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be even and a multiple of "
+                f"num_attention_heads, {self.num_attention_heads}"
+            )
+        if self.hidden_size < 4:
+            raise ValueError(f"hidden_size {self.hidden_size} must be at least 4")
+        self.processor()  # raises ValueError for limits that cannot be
+        return self
+
+    def scaled_down(self, stages: int, tp: int) -> Settings:
+        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character."""
+        heads = math.lcm(2, tp)
+        return self.model_copy(
+            update={
+                "num_layers": stages,
+                "hidden_size": 8 * heads,
+                "ffn_hidden_size": math.lcm(24, tp),
+                "num_attention_heads": heads,
+                "num_mel_bins": min(self.num_mel_bins, 8),
+                "tokens_per_row": min(self.tokens_per_row, 3),
+                "init_std": 0.2,
+            }
+        )
+
+    def processor(self, media: str = "audio") -> AudioClips:
+        """How a clip becomes frames, and how many rows it encodes to; every media is clips."""
+        return AudioClips(
+            num_mel_bins=self.num_mel_bins,
+            tokens_per_row=self.tokens_per_row,
+            max_seconds=self.max_seconds,
+            tower_width=self.hidden_size,
+        )
+
+
+def num_levels(settings: Settings) -> int:
+    """None: the tower emits embeddings alone."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Clips:
+    """The clips of a forward as integers on the CPU.
+
+    lengths: tokens of each. places: (T,) number of each token in its clip. frames, tokens: (P, 3)
+    and (T, 3), what the outputs of the first and second convolution see, as of `neighbours`.
+    """
+
+    lengths: list[int]
+    places: Tensor
+    frames: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, num_frames: Tensor) -> Clips:
+        """num_frames: (I,) int64 of each clip, even."""
+        lengths = num_frames // FRAMES_PER_TOKEN
+        return cls(
+            lengths=lengths.tolist(),
+            places=torch.cat([torch.arange(length) for length in lengths.tolist()]),
+            frames=neighbours(num_frames, stride=1),
+            tokens=neighbours(num_frames, stride=FRAMES_PER_TOKEN),
+        )
+
+
+def neighbours(lengths: Tensor, stride: int) -> Tensor:
+    """What each output of a convolution over items of these ``lengths`` (I,) sees: (outputs, 3).
+
+    Its kernel is 3 and its padding 1: input numbers over all items, -1 beyond the item's ends.
+    """
+    outputs = lengths // stride
+    item = torch.arange(len(lengths)).repeat_interleave(outputs)
+    place = torch.arange(len(item)) - (outputs.cumsum(0) - outputs)[item]
+    seen = place[:, None] * stride + torch.tensor([-1, 0, 1])
+    is_inside = (seen >= 0) & (seen < lengths[item, None])
+    return torch.where(is_inside, (lengths.cumsum(0) - lengths)[item, None] + seen, -1)
+
+
+def convolve(convolution: nn.Conv1d, values: Tensor, seen: Tensor) -> Tensor:
+    """GELU of a convolution: values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
+    padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 is the last one
+    inputs = padded[seen.to(values.device)].flatten(1)
+    weight = convolution.weight.transpose(1, 2).flatten(1)
+    return nn.functional.gelu(nn.functional.linear(inputs, weight, convolution.bias))
+
+
+def sinusoids(places: Tensor, size: int) -> Tensor:
+    """places (n,) -> fp32 (n, size): sines, then cosines, of waves longer and longer."""
+    half = size // 2
+    step = math.log(_LONGEST_WAVE) / (half - 1)
+    angles = places[:, None] * torch.exp(-step * torch.arange(half))
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
+
+
+class WhisperTower(Tower[Clips]):
+    """Frames of many clips -> rows of the language model's size."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: TransformerConfig,
+        ctx: engine.ModuleContext,
+        output_size: int,
+    ) -> None:
+        super().__init__(config, ctx, settings.tokens_per_row)
+        size = settings.hidden_size
+        self.conv1, self.conv2, self.projector = None, None, None
+        if ctx.is_first_stage:
+            self.conv1 = nn.Conv1d(settings.num_mel_bins, size, 3, padding=1, dtype=ctx.dtype)
+            self.conv2 = nn.Conv1d(size, size, 3, stride=2, padding=1, dtype=ctx.dtype)
+            self.part.sum_gradients(self.conv1)
+            self.part.sum_gradients(self.conv2)
+        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
+        if ctx.is_last_stage:
+            stacked = size * settings.tokens_per_row
+            self.projector = engine.ParallelMLP(
+                config, ctx.groups, stacked, stacked, output_size, nn.functional.gelu
+            )
+        self.register_buffer("_here", torch.zeros(0), persistent=False)  # knows the device
+
+    def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
+        """Frames of silence."""
+        return num_rows * self.tokens_per_row * FRAMES_PER_TOKEN, 1, 1
+
+    def num_tokens(self, grids: Tensor) -> list[int]:
+        """Half as many as frames."""
+        return (grids.prod(1) // FRAMES_PER_TOKEN).tolist()
+
+    def pack(self, grids: Tensor) -> Clips:
+        """Lengths, and what the convolutions see."""
+        return Clips.of(grids.prod(1))
+
+    def embed(self, patches: Tensor, packed: Clips) -> Tensor:
+        """Frames (P, C) -> this rank's tokens (T', D), from the frames that they depend on."""
+        assert self.conv1 is not None, "the first stage embeds"
+        assert self.conv2 is not None, "the first stage embeds"
+        length = len(packed.tokens)
+        own, places = self.part.own(packed.tokens, length), self.part.own(packed.places, length)
+        first, end = int(own[own >= 0].min()), int(own.max()) + 1
+        # Blank clips at the end are silence, as is what lies beyond a clip's ends.
+        frames = packed.frames[first:end]
+        frames = torch.where(frames < len(patches), frames, -1)
+        hidden = convolve(self.conv1, patches, frames)
+        hidden = convolve(self.conv2, hidden, torch.where(own >= 0, own - first, -1))
+        positions = sinusoids(places, hidden.shape[1])
+        return hidden + positions.to(hidden.device, hidden.dtype)
+
+    def stack_inputs(self, packed: Clips) -> dict[str, Any]:
+        """Each clip is a segment."""
+        device = self.get_buffer("_here").device
+        return {"packed_seq_params": engine.PackedSegments.from_lengths(packed.lengths, device)}
+
+    def project(self, hidden: list[Tensor], packed: Clips) -> Tensor:
+        """Tokens stacked into rows, and through the projector."""
+        assert self.projector is not None, "the last stage projects"
+        stacked = hidden[0].reshape(-1, self.tokens_per_row * hidden[0].shape[-1])
+        return self.projector(stacked)
+
+
+def build(
+    settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
+) -> WhisperTower:
+    """The tower with freshly drawn weights, the same in every layout."""
+    return build_tower(
+        lambda config: WhisperTower(settings, config, ctx, output_size),
+        replace(settings.gelu_stack(), activation=nn.functional.gelu),
+        ctx,
+        seed,
+        settings.init_std,
+    )
