@@ -18,17 +18,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from data.media.audio import FRAMES_PER_TOKEN, AudioClips
+from encoders._hf import both
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
+from mimo.bounds import Epsilon, ItemSeconds, MelBins, Patches
 from mimo.engines import megatron as engine
+from mimo.families.keymap import Weight
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
 
-__all__ = ["PROJECTOR", "Settings", "build", "check_grid", "num_levels"]
+__all__ = ["PROJECTOR", "Settings", "build", "check_grid", "num_levels", "weights_in_hf"]
 
 PROJECTOR = ("projector.",)
 """How the names of the projector's weights begin; the rest is the tower."""
@@ -39,13 +42,13 @@ _LONGEST_WAVE = 10_000.0  # tokens, over 2π, of the slowest position
 class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements."""
 
-    num_mel_bins: int = Field(default=80, ge=1)
+    num_mel_bins: MelBins = 80
     """Bands of the spectrogram."""
-    tokens_per_row: int = Field(default=1, ge=1)
+    tokens_per_row: Patches = 1
     """Tokens of 20 ms that are stacked into one row."""
-    max_seconds: float = Field(default=30.0, gt=0)
+    max_seconds: ItemSeconds = 30.0
     """Of the longest clip that is taken."""
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
@@ -59,12 +62,12 @@ class Settings(TowerSettings):
         self.processor()  # raises ValueError for limits that cannot be
         return self
 
-    def scaled_down(self, stages: int, tp: int) -> Settings:
-        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character."""
+    def scaled_down(self, chunks: int, tp: int) -> Settings:
+        """A tiny copy for ``chunks`` pipeline stages and ``tp`` ranks that keeps the character."""
         heads = math.lcm(2, tp)
         return self.model_copy(
             update={
-                "num_layers": stages,
+                "num_layers": chunks,
                 "hidden_size": 8 * heads,
                 "ffn_hidden_size": math.lcm(24, tp),
                 "num_attention_heads": heads,
@@ -219,3 +222,27 @@ def build(
         seed,
         settings.init_std,
     )
+
+
+def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
+    """Every parameter of the whole tower, called as here: no published checkpoint has them all."""
+    size, ffn = settings.hidden_size, settings.ffn_hidden_size
+    stacked = size * settings.tokens_per_row
+    shapes: dict[str, tuple[int, ...]] = {
+        "conv1": (size, settings.num_mel_bins, 3),
+        "conv2": (size, size, 3),
+        "blocks.final_layernorm": (size,),
+        "projector.linear_fc1": (stacked, stacked),
+        "projector.linear_fc2": (output_size, stacked),
+    }
+    for n in range(settings.num_layers):
+        layer = f"blocks.layers.{n}"
+        shapes |= {
+            f"{layer}.input_layernorm": (size,),
+            f"{layer}.self_attention.linear_qkv": (3 * size, size),
+            f"{layer}.self_attention.linear_proj": (size, size),
+            f"{layer}.pre_mlp_layernorm": (size,),
+            f"{layer}.mlp.linear_fc1": (ffn, size),
+            f"{layer}.mlp.linear_fc2": (size, ffn),
+        }
+    return [weight for name, shape in shapes.items() for weight in both(name, name, *shape)]

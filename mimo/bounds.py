@@ -37,6 +37,8 @@ Side = Annotated[int, Field(ge=1, le=2**14)]
 """Of an image, a window or a patch, in pixels."""
 Pixels = Annotated[int, Field(ge=1, le=2**34)]
 """Of an image, or of all frames of a video."""
+MelBins = Annotated[int, Field(ge=1, le=2**10)]
+"""Bands of a spectrogram."""
 Patches = Annotated[int, Field(ge=1, le=2**6)]
 """That become one, along a side or in time."""
 Rows = Annotated[int, Field(ge=1, le=2**20)]
@@ -67,6 +69,8 @@ Epsilon = Annotated[float, Field(gt=0, le=1)]
 Norm = Annotated[float, Field(gt=0, le=1e12)]
 AdapterScale = Annotated[float, Field(gt=0, le=1e6)]
 SourceWeight = Annotated[float, Field(ge=1e-9, le=1e9)]
+ItemSeconds = Annotated[float, Field(ge=0.1, le=3600.0)]
+"""Of an item that has a length in time."""
 Seconds = Annotated[float, Field(ge=0.1, le=7 * 24 * 3600)]
 """How long something may take: longer than a packet on its way, shorter than a job."""
 InitStd = Annotated[float, Field(gt=0, le=100)]

@@ -1,6 +1,7 @@
 """What import-linter cannot see: who may create groups, and who may name a device."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,22 @@ GROUP_MAKERS = {"new_group", "new_subgroups", "new_subgroups_by_enumeration", "H
 DEVICE_NAMES = {"cuda", "nccl", "gloo"}
 MAY_NAME_DEVICES = {"mimo/device.py", "mimo/engines/megatron/cpu.py"}
 MAX_LINES = 400
+
+AUDIO_WORDS = {"audio", "whisper", "wav", "wave", "mel", "waveform"}
+KNOW_AUDIO = {"data/media/audio.py", "encoders/whisper.py", "data/digits/spoken.py"}
+
+PIXEL_WORDS = {"image_size", "PIL", "row_pixels", "item_width", "item_height"}
+# Beside the media and the encoders: example data, and what reads checkpoints or transformers'
+# own processors, whose keys are about images.
+KNOW_PIXELS = (
+    "data/media/",
+    "data/digits/",
+    "data/__init__.py",
+    "encoders/",
+    "mimo/parity/",
+    "mimo/hf/",
+    "mimo/bench/",
+)
 
 
 def test_only_the_topology_creates_process_groups() -> None:
@@ -48,6 +65,29 @@ def test_the_data_know_nothing_of_ranks() -> None:
     assert not found, "\n".join(found)
 
 
+def test_a_media_is_known_to_its_own_file_its_encoder_and_example_data_alone() -> None:
+    """So a new encoder of a new media is one file in encoders/ and one in data/media/."""
+    found = [
+        f"{where}: {word}"
+        for path in FILES
+        if _name(path) not in KNOW_AUDIO
+        for where, word in _words(path)
+        if word in AUDIO_WORDS
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_pixels_are_known_to_the_media_and_the_encoders_alone() -> None:
+    found = [
+        f"{where}: {word}"
+        for path in FILES
+        if not _name(path).startswith(KNOW_PIXELS)
+        for where, word in _words(path)
+        if word in PIXEL_WORDS
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_files_stay_small_enough_to_read() -> None:
     sizes = {_name(path): len(path.read_text().splitlines()) for path in FILES}
     assert not {name: size for name, size in sizes.items() if size > MAX_LINES}
@@ -68,6 +108,30 @@ def test_the_search_for_device_names_finds_them(checked: str, tmp_path: Path) ->
     path = tmp_path / "x.py"
     path.write_text(checked)
     assert list(_device_names(path))
+
+
+@pytest.mark.parametrize(
+    ("checked", "word"),
+    [
+        ("import wave", "wave"),
+        ("from PIL import Image", "PIL"),
+        ("x.image_size", "image_size"),
+        ("x = {'a.wav': 1}", "wav"),
+        ("# an audio clip\ndef f(row_pixels): ...", "row_pixels"),
+        ("def f() -> None:\n    'Of audio.'", "audio"),
+    ],
+)
+def test_the_search_for_words_finds_them(checked: str, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(checked)
+    assert word in [found for _, found in _words(path)]
+
+
+def _words(path: Path) -> Iterator[tuple[str, str]]:
+    """Every word of a file, in strings and comments too; in lower case unless all capitals."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for word in re.findall(r"[A-Za-z_]+", line):
+            yield f"{_name(path)}:{number}", word if word.isupper() else word.lower()
 
 
 def _name(path: Path) -> str:
