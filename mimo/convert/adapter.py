@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mimo.convert.from_hf import whole_tensor
 from mimo.convert.new_folder import new_folder
-from mimo.convert.trained import TrainedModel, TrainedWeight, open_trained
+from mimo.convert.trained_model import TrainedModel, TrainedWeight, open_trained
 from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_family
 from mimo.hf.initial import initial_weights

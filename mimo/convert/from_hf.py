@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import Progress, write_progress
-from mimo.convert import stored
+from mimo.convert import checkpoint_tensors
 from mimo.convert.new_folder import new_folder
 from mimo.errors import InputError
 from mimo.families.keymap import Weight
@@ -60,7 +60,7 @@ def convert(source: Path, target: Path) -> None:
         return whole_tensor(*tensors[key], checkpoint, _DTYPES[precision])
 
     with new_folder(target) as folder, counter_of("tensors", len(tensors)) as advance:
-        stored.write(folder, shapes, _DTYPES[precision], tensor_of)
+        checkpoint_tensors.write(folder, shapes, _DTYPES[precision], tensor_of)
         collect_assets(recipe, folder / ASSETS)
         (folder / "recipe.yaml").write_text(recipe.to_yaml())
         write_progress(folder, Progress(step=0, samples=0))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mimo.checkpoint.assets import copy_assets
 from mimo.convert.new_folder import new_folder
-from mimo.convert.trained import TrainedModel, TrainedWeight, open_trained
+from mimo.convert.trained_model import TrainedModel, TrainedWeight, open_trained
 from mimo.errors import InputError
 from mimo.families.hf_config import read_json
 from mimo.hf.export_config import changed_settings, write_image_settings

@@ -119,7 +119,7 @@ def test_other_forms_of_a_checkpoint_keep_every_bit_too(
 def test_transformers_loads_an_export_completely(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
-    from mimo.hf.processor import load_processor
+    from mimo.hf.transformers_processor import load_processor
 
     from_hf.convert(folder, tmp_path / "ours")
     to_hf.convert(tmp_path / "ours", tmp_path / "exported", 10**6)

@@ -15,7 +15,7 @@ from mimo.convert import from_hf, to_hf
 from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors
-from mimo.hf.processor import load_processor
+from mimo.hf.transformers_processor import load_processor
 from mimo.recipe.schema import load_recipe
 from tests.mimo.hf import folders
 

@@ -12,7 +12,7 @@ import torch
 from data.digits.shards import prepare_digits
 from mimo.convert import to_hf
 from mimo.generate.evaluate import Answered, answer_split
-from mimo.hf.processor import load_processor
+from mimo.hf.transformers_processor import load_processor
 from mimo.recipe.schema import load_recipe
 from tests.conftest import RunRanks
 from tests.mimo import runs

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mimo.checkpoint.assets import ASSETS, recipe_of
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.convert import stored
+from mimo.convert import checkpoint_tensors
 from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight
 from mimo.families.lora import adapter_names, is_adapter, merged_weight
@@ -109,12 +109,12 @@ class TrainedModel:
     def read(self, weights: Iterable[TrainedWeight]) -> dict[str, Tensor]:
         """Parameters and what adapts them, by key."""
         wanted = {key: form for one in weights for key, form in one.stored().items()}
-        return stored.read(self.checkpoint, wanted)
+        return checkpoint_tensors.read(self.checkpoint, wanted)
 
     def read_adapters(self) -> dict[str, Tensor]:
         """What adapts the parameters, by key."""
         wanted = {key: form for one in self.weights for key, form in one.stored().items()}
-        return stored.read(
+        return checkpoint_tensors.read(
             self.checkpoint, {key: form for key, form in wanted.items() if is_adapter(key)}
         )
 
@@ -143,7 +143,7 @@ def _trained_weights(
     checkpoint: Path, recipe: Recipe, architecture: Architecture
 ) -> list[TrainedWeight]:
     settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
-    described = stored.describe(checkpoint)
+    described = checkpoint_tensors.describe(checkpoint)
     found: list[TrainedWeight] = []
     problems: list[str] = []
     if not settings:
