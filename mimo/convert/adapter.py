@@ -23,9 +23,8 @@ from mimo.convert.trained_model import TrainedModel, TrainedWeight, open_trained
 from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_family
 from mimo.hf.initial import initial_weights
-from mimo.layout.grids import LANGUAGE
 from mimo.progress import counter_of
-from mimo.recipe.schema import LoRA
+from mimo.recipe.schema import LANGUAGE, LoRA
 
 _PREFIX = "base_model.model."
 _COMPARED_BYTES = 10**9

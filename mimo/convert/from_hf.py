@@ -18,9 +18,8 @@ from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
 from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.initial import initial_weights
-from mimo.layout.grids import LANGUAGE
 from mimo.progress import counter_of
-from mimo.recipe.schema import Recipe
+from mimo.recipe.schema import LANGUAGE, Recipe
 
 PRECISIONS = {
     torch.float64: "fp64",

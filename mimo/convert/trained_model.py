@@ -22,8 +22,7 @@ from mimo.families.lora import adapter_names, is_adapter, merged_weight
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.architectures import Architecture
 from mimo.hf.recipe_keys import architecture_of_folder
-from mimo.layout.grids import LANGUAGE
-from mimo.recipe.schema import LoRA, Recipe
+from mimo.recipe.schema import LANGUAGE, LoRA, Recipe
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def _trained_weights(
     if not settings:
         problems.append("  the tower: the recipe has no encoders (keep one, with freeze: true)")
     for module, weights in architecture.weights(language_settings(recipe), settings).items():
-        lora = (recipe.language if module == LANGUAGE else recipe.encoders[module]).lora
+        lora = recipe.module(module).lora
         for weight in weights:
             key = f"{module}.{weight.name}"
             if key not in described:
@@ -193,6 +192,6 @@ def _adapter_problems(
         if is_adapter(key) and key.partition(".")[0] in modules:
             yield f"  {key} is unknown: the recipe has no adapter there"
     for module in modules:
-        part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+        part = recipe.module(module)
         if part.lora is not None and not any(key.startswith(f"{module}.") for key in expected):
             yield f"  the adapters of {module} are missing"

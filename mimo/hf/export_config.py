@@ -12,8 +12,8 @@ from mimo.families.hf_config import read_config, read_json
 from mimo.families.hf_preprocessing import TOKENIZER, image_defaults_of_processor, read_processors
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.architectures import Architecture
-from mimo.layout.grids import LANGUAGE
-from mimo.recipe.schema import Recipe
+from mimo.recipe.schema import LANGUAGE, Recipe, key_of
+from mimo.recipe.source import dotted
 
 # Settings that no configuration of theirs has: how fresh weights are drawn, and padding.
 _OURS = {"init_std", "vocab_multiple"}
@@ -46,7 +46,7 @@ def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -
     problems: list[str] = []
     for name, (family, own) in families.items():
         expected = family.Settings(**said[name]).model_dump()
-        section = f"{name}.model" if name == LANGUAGE else f"encoders.{name}.model"
+        section = dotted((*key_of(name), "model"))
         for key, value in own.model_dump().items():
             if key in _OURS or value == expected[key]:
                 continue

@@ -88,7 +88,7 @@ def build_model(
         item_rules=language_family(recipe).ITEM_RULES,
     )
     for name, groups in topology.modules.items():
-        part = recipe.language if name == LANGUAGE else recipe.encoders[name]
+        part = recipe.module(name)
         stages = part.grid.vpp
         lora = None
         if part.lora is not None:
@@ -172,7 +172,7 @@ def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None
 
     A module with adapters learns these alone, an encoder its projector too.
     """
-    part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+    part = recipe.module(module)
     if part.freeze is False and part.lora is None:
         return
     kept = ()

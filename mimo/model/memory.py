@@ -28,7 +28,7 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.layout.grids import LANGUAGE, Layout
-from mimo.recipe.schema import Recipe, Train
+from mimo.recipe.schema import Recipe, Train, key_of
 
 _WEIGHT = {"bf16": 2, "fp32": 4, "fp64": 8}
 RANK_BYTES = 2**25
@@ -85,7 +85,7 @@ def module_memory(recipe: Recipe, layout: Layout) -> dict[str, ModuleMemory]:
     """What each rank of every module keeps, evenly over its stages and tensor-parallel ranks."""
     found = {}
     for name, count in parameters(recipe).items():
-        part = recipe.language if name == LANGUAGE else recipe.encoders[name]
+        part = recipe.module(name)
         grid = layout.grids[name]
         learns = part.freeze is False and part.lora is None
         each = bytes_per_parameter(recipe.train, learns, grid.dp * grid.cp)
@@ -119,7 +119,6 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
         return
     has = f"but {memory.name} has {in_words(memory.available)} left"
     largest = max(needs, key=lambda name: needs[name])
-    key = (LANGUAGE,) if largest == LANGUAGE else ("encoders", largest)
     sizes = ", ".join(
         f"{name} {found[name].parameters:,} parameters · {found[name].bytes_per_parameter:.3g} B"
         for name in needs
@@ -127,7 +126,7 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
     )
     raise RecipeError(
         recipe.problem(
-            (*key, "model"),
+            (*key_of(largest), "model"),
             f"weights, gradients and optimizer state need {in_words(needed)} at least ({sizes}) "
             f"on {len(ranks)} rank{'s' * (len(ranks) > 1)} that share a memory, {has}; make the "
             f"model smaller, raise tp or pp, set train.distributed_optimizer or train.precision: "

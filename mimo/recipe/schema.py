@@ -21,6 +21,7 @@ from mimo.recipe.source import Location, YamlSource, dotted, read_yaml
 from mimo.recipe.unsupported import refusals
 
 __all__ = [
+    "LANGUAGE",
     "Encoder",
     "Grid",
     "Language",
@@ -28,9 +29,19 @@ __all__ = [
     "MediaTokens",
     "Recipe",
     "RecipeError",
+    "key_of",
     "load_recipe",
     "nearest",
 ]
+
+
+LANGUAGE = "language"
+"""The name of the language model's module; all others are encoders."""
+
+
+def key_of(module: str) -> Location:
+    """Where a recipe says what the module of this name is."""
+    return (LANGUAGE,) if module == LANGUAGE else ("encoders", module)
 
 
 class Bridge(Section):
@@ -151,7 +162,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _module_names_are_distinct(self) -> "Recipe":
-        if "language" in self.encoders:
+        if LANGUAGE in self.encoders:
             raise ValueError("encoders.language: the name 'language' is the language model's own")
         return self
 
@@ -165,6 +176,10 @@ class Recipe(Section):
                 f"{bounds.MAX_MICROBATCH_TOKENS} can be counted; lower one of them"
             )
         return self
+
+    def module(self, name: str) -> Language | Encoder:
+        """The part of the recipe that says what the module of this name is."""
+        return self.language if name == LANGUAGE else self.encoders[name]
 
     @property
     def run_dir(self) -> Path:

@@ -24,7 +24,8 @@ from mimo.families.registry import (
 from mimo.hf.initial import initial_weights
 from mimo.launch.processes import end_with_failed_thread, exit_code_of
 from mimo.launch.ranks import RankEnv, launch, rank_environment
-from mimo.layout.grids import Layout, build_layout
+from mimo.layout.build import build_layout
+from mimo.layout.grids import Layout
 from mimo.model.memory import check_memory
 from mimo.recipe.phases import StagedRecipe, load_stages
 from mimo.recipe.schema import Recipe

@@ -132,7 +132,7 @@ def run_reference_steps(
 
     unusable: keys of samples whose items and loss are left out.
     """
-    from mimo.layout.grids import build_layout
+    from mimo.layout.build import build_layout
     from mimo.recipe.schema import load_recipe
     from mimo.verify.reference import reference_steps
 

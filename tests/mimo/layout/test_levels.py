@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.layout.grids import build_layout, run_ahead
+from mimo.layout.build import build_layout
+from mimo.layout.grids import run_ahead
 from mimo.layout.levels import Link, level_places, links_of, minimum_run_ahead
 from mimo.recipe.schema import RecipeError, load_recipe
 from mimo.verify.scale import scale_recipe

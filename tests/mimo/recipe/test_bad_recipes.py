@@ -17,7 +17,7 @@ import mimo.languages.qwen3
 from mimo.bounds import MAX_RANKS
 from mimo.commands.prepare import GENERATORS
 from mimo.errors import InputError, RecipeError
-from mimo.layout.grids import build_layout
+from mimo.layout.build import build_layout
 from mimo.model.memory import module_memory
 from mimo.recipe.phases import load_stages
 from mimo.recipe.schema import Encoder, Recipe, load_recipe

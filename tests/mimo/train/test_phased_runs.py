@@ -94,7 +94,7 @@ def metrics(path: Path, name: str, stage: str) -> list[dict[str, float]]:
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
     from mimo.checkpoint.contents import begin
-    from mimo.layout.grids import build_layout
+    from mimo.layout.build import build_layout
     from mimo.layout.groups import build_topology
     from mimo.train.loop import Trainer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bridge import BridgeError
-from mimo.layout.grids import build_layout
+from mimo.layout.build import build_layout
 from mimo.recipe.schema import load_recipe
 from mimo.train.presence import Presence, RankLost
 from tests.mimo import tiny
