@@ -26,6 +26,7 @@ from mimo.engines.megatron.parallel import (
     wrap_data_parallel,
 )
 from mimo.errors import RecipeError
+from mimo.families.dtypes import DTYPES
 from mimo.families.lora import is_adapter
 from mimo.families.registry import (
     encoder_family,
@@ -41,13 +42,6 @@ from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
 from mimo.recipe.schema import Encoder, Language, Recipe
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
 
 def build_model(
     recipe: Recipe,
@@ -57,7 +51,8 @@ def build_model(
 ) -> MimoModel:
     """The modules that this rank owns, with weights and optimizers.
 
-    initial: weights to begin with; freshly drawn ones without. Every rank of the world calls it.
+    initial: weights to begin with; modules that it does not have, and all without it, get freshly
+    drawn ones. Every rank of the world calls it.
     Raises RecipeError for a tokenizer with more tokens than the model knows.
     """
     prepare_engine(recipe.train.seed)
@@ -92,7 +87,7 @@ def build_model(
         stages = part.grid.vpp
         lora = None
         if part.lora is not None:
-            lora = LoRA(part.lora.rank, part.lora.alpha, frozenset(part.lora.targets))
+            lora = LoRA(part.lora.rank, part.lora.scale, frozenset(part.lora.targets))
         chunks = []
         for stage in range(stages):
             ctx = ModuleContext(
@@ -118,7 +113,7 @@ def build_model(
                     encoder_settings(recipe, name), ctx, settings.hidden_size, recipe.train.seed
                 )
             chunk = chunk.to(model.device)
-            if initial is not None:
+            if initial is not None and name in initial.weights:
                 # Before the optimizer makes its copies of them.
                 weights = initial.weights[name]
                 load_weights(chunk, ctx.vp_stage, groups, initial.checkpoint, weights)

@@ -15,12 +15,14 @@ whole (norms), and that the first and the last stage have the embedding as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from mimo.device import Memory
 from mimo.errors import RecipeError
-from mimo.families.keymap import num_elements
+from mimo.families.contracts import FamilySettings
+from mimo.families.dtypes import DTYPES
+from mimo.families.keymap import Weight, num_elements
 from mimo.families.registry import (
     encoder_family,
     encoder_settings,
@@ -30,7 +32,6 @@ from mimo.families.registry import (
 from mimo.layout.grids import LANGUAGE, Layout
 from mimo.recipe.schema import Recipe, Train, key_of
 
-_WEIGHT = {"bf16": 2, "fp32": 4, "fp64": 8}
 RANK_BYTES = 2**25
 """Of a rank's process beside its model, at least: the pages that it does not share with others."""
 
@@ -64,7 +65,7 @@ def parameters(recipe: Recipe) -> dict[str, int]:
     return found
 
 
-def _of_layers(settings: Any, weights: Any) -> int:
+def _of_layers[S: FamilySettings](settings: S, weights: Callable[[S], list[Weight]]) -> int:
     """Elements of all weights. All layers have the same sizes, so two of them say it all."""
     one, two = (
         num_elements(weights(settings.model_copy(update={"num_layers": count}))) for count in (1, 2)
@@ -74,7 +75,8 @@ def _of_layers(settings: Any, weights: Any) -> int:
 
 def bytes_per_parameter(train: Train, learns: bool, replicas: int) -> float:
     """What a rank keeps of a parameter. replicas: ranks that share its optimizer state, dp · cp."""
-    weight, number = _WEIGHT[train.precision], max(4, _WEIGHT[train.precision])
+    weight = DTYPES[train.precision].itemsize
+    number = max(4, weight)
     if not learns:
         return weight
     state = 2 * number * (train.optimizer == "adam") + 4 * (train.precision == "bf16")

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromScratch, FromWeights, Start
+from mimo.families.dtypes import DTYPES
 from mimo.families.lora import is_adapter
 from mimo.launch.ranks import run_on_cpu
-from mimo.model.build import DTYPES
 from mimo.recipe.phases import load_stages
 from mimo.recipe.schema import Recipe
 from mimo.train import main as job
