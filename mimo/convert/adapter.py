@@ -59,6 +59,7 @@ def convert(run: Path, target: Path) -> None:
         weights = folder / "adapter_model.safetensors"
         save_file(tensors, weights, metadata={"format": "pt"})
         shutil.copymode(config, weights)  # else only its owner may read it
+    trained.tell_what_is_left_out()
 
 
 def _adapters(trained: TrainedModel) -> tuple[dict[str, Tensor], dict[str, LoRA]]:

@@ -2,7 +2,7 @@
 
 `load_recipe` reads a YAML file and overrides (`train.steps=20`) into frozen models. Unknown keys,
 wrong types and values out of range are collected and raised once, each with its file and line.
-What only makes sense once the ranks are known is checked in `mimo.layout.grids`.
+What only makes sense once the ranks are known is checked in `mimo.layout.build`.
 """
 
 import io
@@ -148,6 +148,9 @@ class Recipe(Section):
 
     `init_from`: a folder in Hugging Face format to start from. It gives weights, and what the
     recipe leaves out: families, sizes, tokenizer, placeholders, an encoder on a rank of its own.
+    The folder's tower is the first of `encoders` that gives no family or the folder's. Each further
+    encoder gives its own `family`, `model`, `media` and `placeholder`, a token of the tokenizer;
+    its weights are drawn freshly.
     """
 
     name: bounds.RunName
