@@ -25,8 +25,8 @@ from mimo.engines.megatron.checkpoint import (
 from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import follow_weights
 from mimo.families.lora import is_adapter
-from mimo.layout.grids import LANGUAGE
-from mimo.recipe.schema import Recipe
+from mimo.recipe.schema import Recipe, key_of
+from mimo.recipe.source import dotted
 
 Modules = Mapping[str, Module]
 """By name, the modules that this rank owns a part of."""
@@ -114,7 +114,7 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path) -> None:
     for name, module in modules.items():
         adapts = any(is_adapter(p) for chunk in module.raw for p, _ in chunk.named_parameters())
         if not adapts and any(key.startswith(f"{name}.") for key in stored):
-            key = name if name == LANGUAGE else f"encoders.{name}"
+            key = dotted(key_of(name))
             raise ValueError(
                 f"checkpoint {checkpoint} has adapters of {name}, but the recipe has no "
                 f"{key}.lora: what they learned would be lost; give that of their training"

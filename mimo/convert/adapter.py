@@ -19,13 +19,12 @@ from torch import Tensor
 
 from mimo.convert.from_hf import whole_tensor
 from mimo.convert.new_folder import new_folder
-from mimo.convert.trained import TrainedModel, TrainedWeight, open_trained
+from mimo.convert.trained_model import TrainedModel, TrainedWeight, open_trained
 from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_family
 from mimo.hf.initial import initial_weights
-from mimo.layout.grids import LANGUAGE
 from mimo.progress import counter_of
-from mimo.recipe.schema import LoRA
+from mimo.recipe.schema import LANGUAGE, LoRA
 
 _PREFIX = "base_model.model."
 _COMPARED_BYTES = 10**9
@@ -60,6 +59,7 @@ def convert(run: Path, target: Path) -> None:
         weights = folder / "adapter_model.safetensors"
         save_file(tensors, weights, metadata={"format": "pt"})
         shutil.copymode(config, weights)  # else only its owner may read it
+    trained.tell_what_is_left_out()
 
 
 def _adapters(trained: TrainedModel) -> tuple[dict[str, Tensor], dict[str, LoRA]]:

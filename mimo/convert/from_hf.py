@@ -11,24 +11,16 @@ from torch import Tensor
 
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import Progress, write_progress
-from mimo.convert import stored
+from mimo.convert import checkpoint_tensors
 from mimo.convert.new_folder import new_folder
 from mimo.errors import InputError
+from mimo.families.dtypes import DTYPES, precision_of
 from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
 from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.initial import initial_weights
-from mimo.layout.grids import LANGUAGE
 from mimo.progress import counter_of
-from mimo.recipe.schema import Recipe
-
-PRECISIONS = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp32",  # which holds each of its numbers
-}
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+from mimo.recipe.schema import LANGUAGE, Recipe
 
 
 def convert(source: Path, target: Path) -> None:
@@ -41,7 +33,7 @@ def convert(source: Path, target: Path) -> None:
     initial = initial_weights(recipe)
     assert initial is not None, "the recipe starts from the folder"
     checkpoint = initial.checkpoint
-    precision = PRECISIONS[checkpoint.dtype]
+    precision = precision_of(checkpoint.dtype)
     train = recipe.train.model_copy(update={"precision": precision})
     recipe = recipe.model_copy(update={"train": train})
     settings = language_settings(recipe)
@@ -57,10 +49,10 @@ def convert(source: Path, target: Path) -> None:
 
     def tensor_of(key: str) -> Tensor:
         advance()
-        return whole_tensor(*tensors[key], checkpoint, _DTYPES[precision])
+        return whole_tensor(*tensors[key], checkpoint, DTYPES[precision])
 
     with new_folder(target) as folder, counter_of("tensors", len(tensors)) as advance:
-        stored.write(folder, shapes, _DTYPES[precision], tensor_of)
+        checkpoint_tensors.write(folder, shapes, DTYPES[precision], tensor_of)
         collect_assets(recipe, folder / ASSETS)
         (folder / "recipe.yaml").write_text(recipe.to_yaml())
         write_progress(folder, Progress(step=0, samples=0))

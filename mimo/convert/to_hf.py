@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mimo.checkpoint.assets import copy_assets
 from mimo.convert.new_folder import new_folder
-from mimo.convert.trained import TrainedModel, TrainedWeight, open_trained
+from mimo.convert.trained_model import TrainedModel, TrainedWeight, open_trained
 from mimo.errors import InputError
 from mimo.families.hf_config import read_json
 from mimo.hf.export_config import changed_settings, write_image_settings
@@ -30,7 +30,7 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
     the largest size of a file; a larger tensor has one of its own. The folder appears complete or
-    not at all.
+    not at all. Encoders that the format has no place for are left out, and named on the console.
 
     Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
     missing, unknown or has another shape.
@@ -44,6 +44,7 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
         write_image_settings(folder, changed)
         _set_dtype(folder / "config.json", trained.weights[0].dtype)
         _write(folder, trained, shards, to_disk, advance)
+    trained.tell_what_is_left_out()
 
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -5,6 +5,8 @@ Letters: I inputs, O outputs, R rank of the adapter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,17 @@ def adapter_names(weight: str) -> tuple[str, str]:
     return lora_a, lora_b
 
 
+def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[torch.Size, torch.Size]:
+    """Of the two matrices that adapt a whole weight (O, I): (R, I) and (O, R)."""
+    outputs, inputs = weight
+    return torch.Size((rank, inputs)), torch.Size((outputs, rank))
+
+
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """weight (O, I), lora_a (R, I), lora_b (O, R) -> weight + scale · lora_b lora_a, (O, I).
 
-    All of one dtype, which the result has too; the sum is taken in fp32 at least. scale: alpha / R.
+    All of one dtype, which the result has too; the sum is taken in fp32 at least. scale: the
+    recipe's.
     A rank's parts of the three give its part of the whole: nothing needs to be exchanged.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)

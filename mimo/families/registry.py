@@ -7,43 +7,72 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from mimo.errors import RecipeError, shown, suggestion
+from mimo.families.contracts import (
+    EncoderFamily,
+    EncoderSettings,
+    LanguageFamily,
+    LanguageSettings,
+)
 from mimo.recipe.schema import Recipe
 from mimo.recipe.source import Location
 
+_LANGUAGES, _ENCODERS = "mimo.languages", "encoders"
 
-def _load(package: str, name: str, location: Location, recipe: Recipe) -> ModuleType:
-    home = importlib.import_module(package)
-    modules = [m.name for m in pkgutil.iter_modules(home.__path__)]
+
+def _names(package: str) -> list[str]:
+    modules = [m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__)]
     # What families share is private to them.
-    choices = sorted(module for module in modules if not module.startswith("_"))
+    return sorted(module for module in modules if not module.startswith("_"))
+
+
+def _module(package: str, name: str) -> Any:
+    # That it keeps the contract is a test's business: nothing can tell of a name that is read.
+    return importlib.import_module(f"{package}.{name}")
+
+
+def language_families() -> dict[str, LanguageFamily[LanguageSettings]]:
+    """All by name."""
+    return {name: _module(_LANGUAGES, name) for name in _names(_LANGUAGES)}
+
+
+def encoder_families() -> dict[str, EncoderFamily[EncoderSettings]]:
+    """All by name."""
+    return {name: _module(_ENCODERS, name) for name in _names(_ENCODERS)}
+
+
+def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
+    choices = _names(package)
     if name not in choices:
         raise RecipeError(
             recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")
         )
-    return importlib.import_module(f"{package}.{name}")
+    return _module(package, name)
 
 
-def language_family(recipe: Recipe) -> ModuleType:
+def language_family(recipe: Recipe) -> LanguageFamily[LanguageSettings]:
     """The module `mimo.languages.<family>`. Raises RecipeError when there is none."""
-    return _load("mimo.languages", recipe.language.family, ("language", "family"), recipe)
+    return _load(_LANGUAGES, recipe.language.family, ("language", "family"), recipe)
 
 
-def encoder_family(recipe: Recipe, encoder: str) -> ModuleType:
+def encoder_family(recipe: Recipe, encoder: str) -> EncoderFamily[EncoderSettings]:
     """The module `encoders.<family>`. Raises RecipeError when there is none."""
     name = recipe.encoders[encoder].family
-    return _load("encoders", name, ("encoders", encoder, "family"), recipe)
+    return _load(_ENCODERS, name, ("encoders", encoder, "family"), recipe)
 
 
-def check_settings[S: BaseModel](
+def check_settings[S](
     settings: type[S], values: dict[str, Any], location: Location, recipe: Recipe
 ) -> S:
-    """The values at ``location`` of a recipe as ``settings``. Raises RecipeError."""
+    """The values at ``location`` of a recipe as ``settings``, a pydantic model.
+
+    Raises RecipeError.
+    """
+    assert issubclass(settings, BaseModel), f"{settings} is no pydantic model"
     try:
         return settings.model_validate(values)
     except ValidationError as error:
@@ -64,13 +93,13 @@ def check_settings[S: BaseModel](
         raise RecipeError(*problems) from error
 
 
-def language_settings(recipe: Recipe) -> Any:
+def language_settings(recipe: Recipe) -> LanguageSettings:
     """The checked settings under ``language.model``. Raises RecipeError with file and line."""
     family = language_family(recipe)
     return check_settings(family.Settings, recipe.language.model, ("language", "model"), recipe)
 
 
-def encoder_settings(recipe: Recipe, encoder: str) -> Any:
+def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
     """The checked settings under ``encoders.<name>.model``. Raises RecipeError."""
     return check_settings(
         encoder_family(recipe, encoder).Settings,
@@ -101,8 +130,10 @@ def num_language_layers(recipe: Recipe) -> int | None:
 
 __all__ = [
     "check_settings",
+    "encoder_families",
     "encoder_family",
     "encoder_settings",
+    "language_families",
     "language_family",
     "language_settings",
     "num_language_layers",

@@ -9,10 +9,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
+from mimo.families.contracts import (
+    EncoderSettings,
+    LanguageSettings,
+    PublishedEncoderFamily,
+    PublishedLanguageFamily,
+)
 from mimo.families.keymap import Weight
+from mimo.families.registry import encoder_settings, language_settings
+from mimo.recipe.schema import LANGUAGE, Recipe
 
 LANGUAGE_MODEL = "model.language_model."
 
@@ -48,20 +55,44 @@ class Architecture:
     encoder_keys: Mapping[str, Any]
     layouts: tuple[KeyLayout, ...]
 
-    def language_family(self) -> ModuleType:
+    def language_family(self) -> PublishedLanguageFamily[LanguageSettings]:
         """`mimo.languages.<family>`."""
-        return importlib.import_module(f"mimo.languages.{self.language}")
+        return cast("Any", importlib.import_module(f"mimo.languages.{self.language}"))
 
-    def encoder_family(self) -> ModuleType:
+    def encoder_family(self) -> PublishedEncoderFamily[EncoderSettings]:
         """`encoders.<family>`."""
-        return importlib.import_module(f"encoders.{self.encoder}")
+        return cast("Any", importlib.import_module(f"encoders.{self.encoder}"))
 
-    def weights(self, language: Any, encoders: Mapping[str, Any]) -> dict[str, list[Weight]]:
-        """By module, every parameter. language, encoders: the settings, of encoders by name."""
-        found = {"language": self.language_family().weights_in_hf(language)}
-        for name, settings in encoders.items():
+    def tower_among(self, families: Mapping[str, object]) -> str | None:
+        """Which of a recipe's encoders is the one of this architecture; None for none.
+
+        It is the first whose family is this architecture's, or not given. families: by name of the
+        encoder, in the recipe's order.
+        """
+        own = (name for name, family in families.items() if family in (None, self.encoder))
+        return next(own, None)
+
+    def tower_of(self, recipe: Recipe) -> str | None:
+        """The recipe's encoder that is this architecture's; all others are none of it."""
+        return self.tower_among({name: one.family for name, one in recipe.encoders.items()})
+
+    def weights(
+        self, language: LanguageSettings, towers: Mapping[str, EncoderSettings]
+    ) -> dict[str, list[Weight]]:
+        """By module, every parameter. towers: settings by name, of this architecture's encoder."""
+        found = {LANGUAGE: self.language_family().weights_in_hf(language)}
+        for name, settings in towers.items():
             found[name] = self.encoder_family().weights_in_hf(settings, language.hidden_size)
         return found
+
+    def weights_of(self, recipe: Recipe) -> dict[str, list[Weight]]:
+        """The same of the modules of a recipe that are part of this architecture.
+
+        Raises RecipeError for settings that are wrong.
+        """
+        tower = self.tower_of(recipe)
+        towers = {} if tower is None else {tower: encoder_settings(recipe, tower)}
+        return self.weights(language_settings(recipe), towers)
 
 
 _IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}

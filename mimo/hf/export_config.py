@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mimo.errors import RecipeError
+from mimo.families.contracts import FamilySettings
 from mimo.families.hf_config import read_config, read_json
 from mimo.families.hf_preprocessing import TOKENIZER, image_defaults_of_processor, read_processors
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.architectures import Architecture
-from mimo.layout.grids import LANGUAGE
-from mimo.recipe.schema import Recipe
+from mimo.recipe.schema import LANGUAGE, Recipe, key_of
+from mimo.recipe.source import dotted
 
 # Settings that no configuration of theirs has: how fresh weights are drawn, and padding.
 _OURS = {"init_std", "vocab_multiple"}
@@ -36,17 +37,20 @@ def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -
     model would compute something else than the one that was trained.
     """
     config, processors = read_config(folder), read_processors(folder)
-    families = {LANGUAGE: (architecture.language_family(), language_settings(recipe))}
-    said = {LANGUAGE: families[LANGUAGE][0].settings_from_hf(config)}
-    for name in recipe.encoders:
+    language = architecture.language_family()
+    trained: dict[str, FamilySettings] = {LANGUAGE: language_settings(recipe)}
+    said: dict[str, FamilySettings] = {
+        LANGUAGE: language.Settings.model_validate(language.settings_from_hf(config))
+    }
+    if (tower := architecture.tower_of(recipe)) is not None:
         family = architecture.encoder_family()
-        families[name] = family, encoder_settings(recipe, name)
-        said[name] = family.settings_from_hf(config, processors)
+        trained[tower] = encoder_settings(recipe, tower)
+        said[tower] = family.Settings.model_validate(family.settings_from_hf(config, processors))
     found: dict[str, Any] = {}
     problems: list[str] = []
-    for name, (family, own) in families.items():
-        expected = family.Settings(**said[name]).model_dump()
-        section = f"{name}.model" if name == LANGUAGE else f"encoders.{name}.model"
+    for name, own in trained.items():
+        expected = said[name].model_dump()
+        section = dotted((*key_of(name), "model"))
         for key, value in own.model_dump().items():
             if key in _OURS or value == expected[key]:
                 continue

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight
-from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.recipe_keys import architecture_of_folder
 from mimo.recipe.schema import Recipe
@@ -16,7 +15,11 @@ from mimo.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A checkpoint to start from, and by module what its parameters consist of."""
+    """A checkpoint to start from, and by module what its parameters consist of.
+
+    weights: of the language model and the tower that are in the checkpoint. Further encoders of a
+    recipe are drawn freshly.
+    """
 
     checkpoint: HFCheckpoint
     weights: Mapping[str, Sequence[Weight]]
@@ -32,10 +35,7 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
     folder = Path(recipe.init_from)
     try:
         architecture = architecture_of_folder(folder)
-        weights = architecture.weights(
-            language_settings(recipe),
-            {name: encoder_settings(recipe, name) for name in recipe.encoders},
-        )
+        weights = architecture.weights_of(recipe)
         return InitialWeights(HFCheckpoint(folder, architecture, weights), weights)
     except RecipeError as error:
         first, *others = error.problems

@@ -22,7 +22,9 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
 
     What the recipe says stands; what it leaves out is taken from the folder. A recipe without
     ``encoders`` gets one for images, one with ``encoders: {}`` is the language model alone. A
-    resolved recipe (from a run) has everything, and needs the folder no longer.
+    resolved recipe (from a run) has everything, and needs the folder no longer. The folder's tower
+    is the first encoder that gives no family or the folder's; others give a family and settings of
+    their own.
     Yields the location and the message of every problem.
     """
     given = data.get("init_from")
@@ -57,17 +59,23 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     _section(data, "data").setdefault("tokenizer", str(folder))
     data.setdefault("encoders", {DEFAULT_ENCODER: {}})
     encoders = _section(data, "encoders")
-    for name in list(encoders)[1:]:
-        message = (
-            f"a recipe with init_from has one encoder, here encoders.{next(iter(encoders))}; leave "
-            f"this one out, and name further media of that tower in other_media"
-        )
-        yield ("encoders", name), message
-    for name in list(encoders)[:1]:
-        section = _section(encoders, name)
-        yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
-        for key, value in architecture.encoder_keys.items():
-            section.setdefault(key, copy.deepcopy(value))
+    sections = {name: _section(encoders, name) for name in encoders}
+    # Without one of its family the first is meant, and told so.
+    own = architecture.tower_among({name: one.get("family") for name, one in sections.items()})
+    own = next(iter(sections), None) if own is None else own
+    for name, section in sections.items():
+        if name == own:
+            yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
+            for key, value in architecture.encoder_keys.items():
+                section.setdefault(key, copy.deepcopy(value))
+        elif isinstance(encoders[name], dict) and section.get("family") is None:
+            message = (
+                f"this key is required: the encoder that init_from holds is encoders.{own}, and "
+                f"every other one has a family and a model of its own (or name further media of "
+                f"the same encoder in encoders.{own}.other_media)"
+            )
+            yield ("encoders", name, "family"), message
+            section["family"] = _UNREAD  # so that it is not reported twice
 
 
 def _stand_in(data: dict[str, Any]) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
+from torch import nn
 
 from mimo.bounds import Channels, RotaryBase
 from mimo.families.hf_config import Config, expect
 from mimo.families.hf_rope import rope_settings
-from mimo.languages._decoder import DecoderSettings
+from mimo.families.item_rules import ItemRules
+from mimo.languages._decoder import DecoderSettings, build_decoder
 from mimo.languages._hf import decoder_sizes
+
+if TYPE_CHECKING:
+    from mimo.engines.megatron import LanguageModel, ModuleContext, StackShape
+
+
+ITEM_RULES = ItemRules(positions="mrope", bidirectional=False)
 
 
 class MRopeDecoderSettings(DecoderSettings):
@@ -46,6 +55,27 @@ class MRopeDecoderSettings(DecoderSettings):
         return self.model_copy(
             update={**sizes, "num_layers": chunks, "mrope_section": section, "init_std": 0.1}
         )
+
+
+def build_mrope_decoder(
+    settings: MRopeDecoderSettings,
+    shape: StackShape,
+    rope: Callable[[int, tuple[int, int, int], float], nn.Module],
+    ctx: ModuleContext,
+    num_tokens: int,
+    max_sequence_length: int,
+    seed: int,
+) -> LanguageModel:
+    """As `build_decoder`. rope: from head size, channels of each axis and base."""
+    return build_decoder(
+        settings,
+        shape,
+        lambda: rope(settings.head_size, settings.mrope_section, settings.rotary_base),
+        ctx,
+        num_tokens,
+        max_sequence_length,
+        seed,
+    )
 
 
 def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]:

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from mimo.engines import megatron as engine
 from mimo.families.hf_config import Config, expect
-from mimo.families.item_rules import ItemRules
 from mimo.families.keymap import Weight
-from mimo.languages._decoder import build_decoder, check_grid
+from mimo.languages._decoder import check_grid
 from mimo.languages._hf import PRE_NORMS, decoder_weights
-from mimo.languages._mrope import MRopeDecoderSettings, mrope_settings_from_hf
+from mimo.languages._mrope import (
+    ITEM_RULES,
+    MRopeDecoderSettings,
+    build_mrope_decoder,
+    mrope_settings_from_hf,
+)
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import LanguageModel
@@ -29,11 +33,7 @@ __all__ = [
     "weights_in_hf",
 ]
 
-ITEM_RULES = ItemRules(positions="mrope", bidirectional=False)
-
-
-class Settings(MRopeDecoderSettings):
-    """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+Settings = MRopeDecoderSettings
 
 
 def build(
@@ -47,12 +47,10 @@ def build(
 
     num_tokens: of the tokenizer, without the padding of the vocabulary.
     """
-    return build_decoder(
+    return build_mrope_decoder(
         settings,
         replace(settings.stack_shape(), qkv_bias=True),
-        lambda: engine.ContiguousMRope(
-            settings.head_size, settings.mrope_section, settings.rotary_base
-        ),
+        engine.ContiguousMRope,
         ctx,
         num_tokens,
         max_sequence_length,

@@ -26,6 +26,7 @@ from mimo.engines.megatron.parallel import (
     wrap_data_parallel,
 )
 from mimo.errors import RecipeError
+from mimo.families.dtypes import DTYPES
 from mimo.families.lora import is_adapter
 from mimo.families.registry import (
     encoder_family,
@@ -41,13 +42,6 @@ from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
 from mimo.recipe.schema import Encoder, Language, Recipe
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
 
 def build_model(
     recipe: Recipe,
@@ -57,7 +51,8 @@ def build_model(
 ) -> MimoModel:
     """The modules that this rank owns, with weights and optimizers.
 
-    initial: weights to begin with; freshly drawn ones without. Every rank of the world calls it.
+    initial: weights to begin with; modules that it does not have, and all without it, get freshly
+    drawn ones. Every rank of the world calls it.
     Raises RecipeError for a tokenizer with more tokens than the model knows.
     """
     prepare_engine(recipe.train.seed)
@@ -88,11 +83,11 @@ def build_model(
         item_rules=language_family(recipe).ITEM_RULES,
     )
     for name, groups in topology.modules.items():
-        part = recipe.language if name == LANGUAGE else recipe.encoders[name]
+        part = recipe.module(name)
         num_chunks = part.grid.vpp
         lora = None
         if part.lora is not None:
-            lora = LoRA(part.lora.rank, part.lora.alpha, frozenset(part.lora.targets))
+            lora = LoRA(part.lora.rank, part.lora.scale, frozenset(part.lora.targets))
         chunks = []
         for number in range(num_chunks):
             ctx = ModuleContext(
@@ -118,7 +113,7 @@ def build_model(
                     encoder_settings(recipe, name), ctx, settings.hidden_size, recipe.train.seed
                 )
             chunk = chunk.to(model.device)
-            if initial is not None:
+            if initial is not None and name in initial.weights:
                 # Before the optimizer makes its copies of them.
                 weights = initial.weights[name]
                 load_weights(chunk, ctx.chunk, groups, initial.checkpoint, weights)
@@ -172,7 +167,7 @@ def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None
 
     A module with adapters learns these alone, an encoder its projector too.
     """
-    part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+    part = recipe.module(module)
     if part.freeze is False and part.lora is None:
         return
     kept = ()

@@ -15,12 +15,14 @@ whole (norms), and that the first and the last stage have the embedding as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from mimo.device import Memory
 from mimo.errors import RecipeError
-from mimo.families.keymap import num_elements
+from mimo.families.contracts import FamilySettings
+from mimo.families.dtypes import DTYPES
+from mimo.families.keymap import Weight, num_elements
 from mimo.families.registry import (
     encoder_family,
     encoder_settings,
@@ -28,9 +30,8 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.layout.grids import LANGUAGE, Layout
-from mimo.recipe.schema import Recipe, Train
+from mimo.recipe.schema import Recipe, Train, key_of
 
-_WEIGHT = {"bf16": 2, "fp32": 4, "fp64": 8}
 RANK_BYTES = 2**25
 """Of a rank's process beside its model, at least: the pages that it does not share with others."""
 
@@ -64,7 +65,7 @@ def parameters(recipe: Recipe) -> dict[str, int]:
     return found
 
 
-def _of_layers(settings: Any, weights: Any) -> int:
+def _of_layers[S: FamilySettings](settings: S, weights: Callable[[S], list[Weight]]) -> int:
     """Elements of all weights. All layers have the same sizes, so two of them say it all."""
     one, two = (
         num_elements(weights(settings.model_copy(update={"num_layers": count}))) for count in (1, 2)
@@ -74,7 +75,8 @@ def _of_layers(settings: Any, weights: Any) -> int:
 
 def bytes_per_parameter(train: Train, learns: bool, replicas: int) -> float:
     """What a rank keeps of a parameter. replicas: ranks that share its optimizer state, dp · cp."""
-    weight, number = _WEIGHT[train.precision], max(4, _WEIGHT[train.precision])
+    weight = DTYPES[train.precision].itemsize
+    number = max(4, weight)
     if not learns:
         return weight
     state = 2 * number * (train.optimizer == "adam") + 4 * (train.precision == "bf16")
@@ -85,7 +87,7 @@ def module_memory(recipe: Recipe, layout: Layout) -> dict[str, ModuleMemory]:
     """What each rank of every module keeps, evenly over its stages and tensor-parallel ranks."""
     found = {}
     for name, count in parameters(recipe).items():
-        part = recipe.language if name == LANGUAGE else recipe.encoders[name]
+        part = recipe.module(name)
         grid = layout.grids[name]
         learns = part.freeze is False and part.lora is None
         each = bytes_per_parameter(recipe.train, learns, grid.dp * grid.cp)
@@ -119,7 +121,6 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
         return
     has = f"but {memory.name} has {in_words(memory.available)} left"
     largest = max(needs, key=lambda name: needs[name])
-    key = (LANGUAGE,) if largest == LANGUAGE else ("encoders", largest)
     sizes = ", ".join(
         f"{name} {found[name].parameters:,} parameters · {found[name].bytes_per_parameter:.3g} B"
         for name in needs
@@ -127,7 +128,7 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
     )
     raise RecipeError(
         recipe.problem(
-            (*key, "model"),
+            (*key_of(largest), "model"),
             f"weights, gradients and optimizer state need {in_words(needed)} at least ({sizes}) "
             f"on {len(ranks)} rank{'s' * (len(ranks) > 1)} that share a memory, {has}; make the "
             f"model smaller, raise tp or pp, set train.distributed_optimizer or train.precision: "

@@ -13,7 +13,8 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.launch.ranks import RankEnv
-from mimo.layout.grids import Layout, build_layout
+from mimo.layout.build import build_layout
+from mimo.layout.grids import Layout
 from mimo.model.memory import check_memory
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe

@@ -15,7 +15,8 @@ from torch import Tensor
 from mimo.engines.megatron.module import Module
 from mimo.families.registry import language_settings
 from mimo.hf.initial import InitialWeights, initial_weights
-from mimo.layout.grids import LANGUAGE, build_layout
+from mimo.layout.build import build_layout
+from mimo.layout.grids import LANGUAGE
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.modules import MimoModel
 from mimo.parity.places import NOTHING, Places, held_part, held_tokens

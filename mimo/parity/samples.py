@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,17 +68,14 @@ def make_samples(count: int) -> list[ParitySample]:
 
 def write_samples(path: Path, samples: list[ParitySample]) -> None:
     """A shard with the samples in order."""
-    with tarfile.open(path, "w") as tar:
+    from webdataset.writer import TarWriter  # here: it imports torch
+
+    with TarWriter(str(path), encoder=False) as tar:
         for sample in samples:
-            key = f"sample{sample.number:04d}"
-            _add(tar, f"{key}.json", json.dumps({"messages": sample.messages()}).encode())
+            content = {"messages": sample.messages()}
+            members = {"json": json.dumps(content).encode()}
             for number, image in enumerate(sample.images()):
                 buffer = io.BytesIO()
                 image.save(buffer, "PNG")
-                _add(tar, f"{key}.{number}.png", buffer.getvalue())
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))
+                members[f"{number}.png"] = buffer.getvalue()
+            tar.write({"__key__": f"sample{sample.number:04d}", **members})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mimo.errors import InputError
-from mimo.hf.processor import load_processor
+from mimo.hf.transformers_processor import load_processor
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
 from mimo.parity.samples import ParitySample
 

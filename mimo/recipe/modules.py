@@ -68,6 +68,11 @@ class LoRA(Section):
         get_args(Target)
     )
 
+    @property
+    def scale(self) -> float:
+        """What the adapters' output is multiplied by."""
+        return self.alpha / self.rank
+
 
 def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None) -> None:
     if freeze is True and lora is not None:

@@ -2,7 +2,7 @@
 
 `read_recipe` reads a YAML file and overrides (`train.steps=20`) into frozen models. Unknown keys,
 wrong types and values out of range are collected and raised once, each with its file and line.
-What only makes sense once the ranks are known is checked in `mimo.layout.grids`.
+What only makes sense once the ranks are known is checked in `mimo.layout.build`.
 """
 
 import io
@@ -21,6 +21,7 @@ from mimo.recipe.source import Location, YamlSource, dotted, read_yaml
 from mimo.recipe.unsupported import refusals
 
 __all__ = [
+    "LANGUAGE",
     "Encoder",
     "Grid",
     "Language",
@@ -28,9 +29,19 @@ __all__ = [
     "MediaTokens",
     "Recipe",
     "RecipeError",
+    "key_of",
     "nearest",
     "read_recipe",
 ]
+
+
+LANGUAGE = "language"
+"""The name of the language model's module; all others are encoders."""
+
+
+def key_of(module: str) -> Location:
+    """Where a recipe says what the module of this name is."""
+    return (LANGUAGE,) if module == LANGUAGE else ("encoders", module)
 
 
 class Bridge(Section):
@@ -137,6 +148,9 @@ class Recipe(Section):
 
     `init_from`: a folder in Hugging Face format to start from. It gives weights, and what the
     recipe leaves out: families, sizes, tokenizer, placeholders, an encoder on a rank of its own.
+    The folder's tower is the first of `encoders` that gives no family or the folder's. Each further
+    encoder gives its own `family`, `model`, `media` and `placeholder`, a token of the tokenizer;
+    its weights are drawn freshly.
     """
 
     name: bounds.RunName
@@ -151,7 +165,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _module_names_are_distinct(self) -> "Recipe":
-        if "language" in self.encoders:
+        if LANGUAGE in self.encoders:
             raise ValueError("encoders.language: the name 'language' is the language model's own")
         return self
 
@@ -165,6 +179,10 @@ class Recipe(Section):
                 f"{bounds.MAX_MICROBATCH_TOKENS} can be counted; lower one of them"
             )
         return self
+
+    def module(self, name: str) -> Language | Encoder:
+        """The part of the recipe that says what the module of this name is."""
+        return self.language if name == LANGUAGE else self.encoders[name]
 
     @property
     def run_dir(self) -> Path:

@@ -22,7 +22,7 @@ from mimo.device import (
 )
 from mimo.hf.initial import initial_weights
 from mimo.launch.ranks import RankEnv, rank_environment
-from mimo.layout.grids import build_layout
+from mimo.layout.build import build_layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 
+from mimo.families.contracts import FamilySettings
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout, num_microbatches, run_ahead
 from mimo.recipe.schema import Recipe
@@ -31,7 +32,9 @@ def check_minimums(recipe: Recipe, layout: Layout, plan: StepPlan) -> None:
 
 
 def _check_stages(recipe: Recipe, layout: Layout) -> None:
-    settings = {name: encoder_settings(recipe, name) for name in layout.encoders}
+    settings: dict[str, FamilySettings] = {
+        name: encoder_settings(recipe, name) for name in layout.encoders
+    }
     settings[LANGUAGE] = language_settings(recipe)
     for name, grid in layout.grids.items():
         kinds = settings[name].layer_kinds()

@@ -21,7 +21,6 @@ from torch import Tensor
 from data.batch import pack_lane, plan_microbatch
 from data.index.reader import SampleReader
 from mimo.generate.one_rank import LocalModel
-from mimo.layout.grids import LANGUAGE
 from mimo.model.build import freeze_weights
 from mimo.recipe.schema import Recipe, Train
 from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
@@ -114,7 +113,7 @@ def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> tor
         if not parameter.requires_grad:
             continue
         module = name.partition(".")[0]
-        part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+        part = recipe.module(module)
         groups.append(
             {
                 "name": name,

@@ -95,6 +95,11 @@ def write_json(
         "layouts": [_as_json(result) for result in results],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_document(path, document)
+
+
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """A JSON file in which infinity and not-a-number are text."""
     text = json.dumps(_finite(document), indent=1, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from mimo.engines.megatron.initialize import global_name
 from mimo.engines.megatron.module import Module
 from mimo.hf.initial import InitialWeights
-from mimo.layout.grids import Layout, build_layout
+from mimo.layout.build import build_layout
+from mimo.layout.grids import Layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, open_dataset

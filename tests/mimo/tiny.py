@@ -145,7 +145,7 @@ def run_reference_steps(
     unusable: keys of samples whose items and loss are left out.
     """
     from mimo.hf.recipes import load_recipe
-    from mimo.layout.grids import build_layout
+    from mimo.layout.build import build_layout
     from mimo.verify.reference import reference_steps
 
     recipe = load_recipe(path, overrides)

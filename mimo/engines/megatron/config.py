@@ -16,19 +16,14 @@ from mimo.engines.megatron.cpu import adapt_to_machine
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank adapters of a module's layers: ``rank`` wide, times alpha / rank.
+    """Low-rank adapters of a module's layers, ``rank`` wide, their outputs times ``scale``.
 
     targets: the linears that have one, of "qkv", "proj", "fc1" and "fc2".
     """
 
     rank: int
-    alpha: float
+    scale: float
     targets: frozenset[str]
-
-    @property
-    def scale(self) -> float:
-        """What the adapters' outputs are multiplied by."""
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from mimo.cli import app
-from mimo.convert import stored
+from mimo.convert import checkpoint_tensors
 from mimo.convert.adapter import convert as write_adapter
 from mimo.convert.from_hf import convert as from_hf
 from mimo.convert.to_hf import convert as to_hf
 from mimo.errors import InputError
 from mimo.families.lora import is_adapter
-from mimo.hf.processor import load_processor
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.hf.transformers_processor import load_processor
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import run as train_recipe
@@ -228,10 +228,10 @@ def test_peft_loads_the_adapters_and_computes_the_same(trained: Trained) -> None
 
 
 def test_the_adapters_are_the_trained_ones_bit_for_bit(trained: Trained) -> None:
-    described = stored.describe(trained.checkpoint)
+    described = checkpoint_tensors.describe(trained.checkpoint)
     modules = ("language.", "vision.")
     own = {k: v for k, v in described.items() if is_adapter(k) and k.startswith(modules)}
-    ours = stored.read(trained.checkpoint, own)
+    ours = checkpoint_tensors.read(trained.checkpoint, own)
     exported = load_file(trained.directory / "adapter" / "adapter_model.safetensors")
     kinds = {kind: [t for k, t in exported.items() if kind in k] for kind in ("lora_A", "lora_B")}
     assert len(kinds["lora_A"]) == len(kinds["lora_B"]) == trained.case.adapted
@@ -290,13 +290,13 @@ class Converted:
 
     def add_tensors(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Store more beside what is there."""
-        described = stored.describe(self.checkpoint)
-        tensors = stored.read(self.checkpoint, described)
+        described = checkpoint_tensors.describe(self.checkpoint)
+        tensors = checkpoint_tensors.read(self.checkpoint, described)
         tensors |= {key: torch.ones(shape) for key, shape in shapes.items()}
         forms = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         for path in (*self.checkpoint.glob("*.distcp"), self.checkpoint / ".metadata"):
             path.unlink()
-        stored.write(self.checkpoint, forms, torch.float32, tensors.__getitem__)
+        checkpoint_tensors.write(self.checkpoint, forms, torch.float32, tensors.__getitem__)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def save_in_layout(rank: int, recipe_path: Path, overrides: list[str]) -> int:
     from mimo.checkpoint.folder import Progress
     from mimo.hf.initial import initial_weights
     from mimo.hf.recipes import load_recipe
-    from mimo.layout.grids import build_layout
+    from mimo.layout.build import build_layout
     from mimo.layout.groups import build_topology
     from mimo.model.build import build_model
     from mimo.step.dataset import open_tokenizer
@@ -65,7 +65,7 @@ def test_what_any_layout_read_and_saved_is_exported_bit_for_bit(
     run_ranks: RunRanks, folder: Path, tmp_path: Path, layout: str
 ) -> None:
     from mimo.hf.recipes import load_recipe
-    from mimo.layout.grids import build_layout
+    from mimo.layout.build import build_layout
 
     recipe = folders.write_recipe(folder, tmp_path / "recipe.yaml")
     world = build_layout(load_recipe(recipe, LAYOUTS[layout])).world_size
@@ -119,7 +119,7 @@ def test_other_forms_of_a_checkpoint_keep_every_bit_too(
 def test_transformers_loads_an_export_completely(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
-    from mimo.hf.processor import load_processor
+    from mimo.hf.transformers_processor import load_processor
 
     from_hf.convert(folder, tmp_path / "ours")
     to_hf.convert(tmp_path / "ours", tmp_path / "exported", 10**6)

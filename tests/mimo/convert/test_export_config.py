@@ -15,8 +15,8 @@ from mimo.convert import from_hf, to_hf
 from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors
-from mimo.hf.processor import load_processor
 from mimo.hf.recipes import load_recipe
+from mimo.hf.transformers_processor import load_processor
 from tests.mimo.hf import folders
 
 GB = 10**9

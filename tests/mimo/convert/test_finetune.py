@@ -13,8 +13,8 @@ from PIL import Image
 from data.digits.shards import prepare_digits
 from mimo.convert import to_hf
 from mimo.generate.evaluate import Answered, answer_split
-from mimo.hf.processor import load_processor
 from mimo.hf.recipes import load_recipe
+from mimo.hf.transformers_processor import load_processor
 from tests.conftest import RunRanks
 from tests.mimo import runs
 from tests.mimo.hf import folders

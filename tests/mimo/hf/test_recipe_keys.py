@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,11 +33,12 @@ def test_families_sizes_tokenizer_and_placeholders_are_filled_in(
     recipe = recipe_of(folder, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert (recipe.language.family, recipe.encoders["vision"].family) == ("qwen3", "qwen3_vl")
-    settings = language_settings(recipe)
+    settings: Any = language_settings(recipe)
     assert settings.vocab_size == config["text_config"]["vocab_size"]
     assert settings.num_layers == config["text_config"]["num_hidden_layers"]
     levels = config["vision_config"]["deepstack_visual_indexes"]
-    assert list(encoder_settings(recipe, "vision").deepstack_visual_indexes) == levels
+    tower: Any = encoder_settings(recipe, "vision")
+    assert list(tower.deepstack_visual_indexes) == levels
     assert recipe.data.tokenizer == str(folder)
     assert set(recipe.encoders["vision"].media_tokens) == {"image", "video"}
     check_recipe(recipe, None)
@@ -44,8 +46,9 @@ def test_families_sizes_tokenizer_and_placeholders_are_filled_in(
 
 def test_what_the_recipe_says_stands(folder: Path, tmp_path: Path) -> None:
     recipe = recipe_of(folder, tmp_path, "encoders.vision.model.max_pixels=4096")
-    assert encoder_settings(recipe, "vision").max_pixels == 4096
-    assert encoder_settings(recipe, "vision").hidden_size > 0
+    tower: Any = encoder_settings(recipe, "vision")
+    assert tower.max_pixels == 4096
+    assert tower.hidden_size > 0
 
 
 def test_without_encoders_there_is_one_and_with_none_the_language_model_is_alone(
@@ -78,7 +81,11 @@ def test_a_resolved_recipe_needs_the_folder_no_longer(folder: Path, tmp_path: Pa
     [
         ("language.family=gemma3", "language.family: got 'gemma3', but init_from holds 'qwen3'"),
         ("encoders.vision.family=qwen_vl", "init_from holds 'qwen3_vl'; leave the key out"),
-        ("encoders.more={grid: {dp: 1}}", "encoders.more: a recipe with init_from has one encoder"),
+        (
+            "encoders.more={grid: {dp: 1}}",
+            "encoders.more.family: this key is required: the encoder that init_from holds is "
+            "encoders.vision",
+        ),
         ("init_from=nowhere", "init_from: nowhere: no such folder"),
         ("init_from=3", "init_from: should be a valid string"),
     ],

@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data.digits.text import image_conversation
 from mimo.errors import InputError
-from mimo.hf.processor import load_processor
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.hf.tiny_configs import FAMILIES
+from mimo.hf.transformers_processor import load_processor
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

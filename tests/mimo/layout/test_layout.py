@@ -5,13 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.hf.recipes import load_recipe
-from mimo.layout.grids import (
-    GridSpec,
-    Layout,
-    build_layout,
-    num_microbatches,
-    run_ahead,
-)
+from mimo.layout.build import build_layout
+from mimo.layout.grids import GridSpec, Layout, num_microbatches, run_ahead
 from mimo.layout.levels import minimum_run_ahead
 from mimo.recipe.schema import Recipe, RecipeError
 from tests.mimo.recipe.test_recipe import RECIPE

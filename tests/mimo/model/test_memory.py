@@ -8,7 +8,7 @@ from mimo import device
 from mimo.device import Memory
 from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
-from mimo.layout.grids import build_layout
+from mimo.layout.build import build_layout
 from mimo.model.memory import (
     RANK_BYTES,
     bytes_per_parameter,

@@ -48,7 +48,8 @@ def run_both(
     from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 
     recipe = load_recipe(path, overrides)
-    frames = encoder_settings(recipe, "vision").temporal_patch_size
+    settings: Any = encoder_settings(recipe, "vision")
+    frames = settings.temporal_patch_size
     chat = open_tokenizer(recipe)
     dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
     assert dataset is not None

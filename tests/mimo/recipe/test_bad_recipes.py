@@ -18,7 +18,7 @@ from mimo.bounds import MAX_RANKS
 from mimo.commands.prepare import GENERATORS
 from mimo.errors import InputError, RecipeError
 from mimo.hf.recipes import load_phases, load_recipe
-from mimo.layout.grids import build_layout
+from mimo.layout.build import build_layout
 from mimo.model.memory import module_memory
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Encoder, Recipe

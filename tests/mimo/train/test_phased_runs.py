@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromScratch, FromWeights, Start
+from mimo.families.dtypes import DTYPES
 from mimo.families.lora import is_adapter
 from mimo.hf.recipes import load_phases
 from mimo.launch.ranks import run_on_cpu
-from mimo.model.build import DTYPES
 from mimo.recipe.schema import Recipe
 from mimo.train import main as job
 from tests.conftest import RunRanks
@@ -94,7 +94,7 @@ def metrics(path: Path, name: str, phase: str) -> list[dict[str, float]]:
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
     from mimo.checkpoint.contents import begin
-    from mimo.layout.grids import build_layout
+    from mimo.layout.build import build_layout
     from mimo.layout.groups import build_topology
     from mimo.train.loop import Trainer
 

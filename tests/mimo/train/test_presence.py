@@ -12,7 +12,7 @@ import pytest
 
 from bridge import BridgeError
 from mimo.hf.recipes import load_recipe
-from mimo.layout.grids import build_layout
+from mimo.layout.build import build_layout
 from mimo.train.presence import Presence, RankLost
 from tests.mimo import tiny
 from tests.mimo.runs import LAYOUT

@@ -116,7 +116,7 @@ def _save_and_load_random_state(rank: int, path: Path, overrides: list[str]) -> 
     import torch
 
     from mimo.checkpoint.contents import load_checkpoint
-    from mimo.layout.grids import build_layout
+    from mimo.layout.build import build_layout
     from mimo.layout.groups import build_topology
     from mimo.train.loop import Trainer
 

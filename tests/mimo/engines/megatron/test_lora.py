@@ -80,7 +80,7 @@ def adapted_and_merged(
     layout = Layout(language=GridSpec(LANGUAGE), encoders={}, world_size=1)
     groups = build_topology(layout).modules[LANGUAGE]
     ctx = ModuleContext(groups=groups, dtype=torch.float64, recompute=recompute)
-    lora = LoRA(RANK, ALPHA, targets)
+    lora = LoRA(RANK, ALPHA / RANK, targets)
     sizes = family.Settings(**settings, **({} if "init_std" in settings else {"init_std": 0.2}))
     rest: tuple = (OUTPUT_SIZE, language_steps.SEED)
     if package == "mimo.languages":

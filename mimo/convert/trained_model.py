@@ -6,7 +6,7 @@ whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +15,12 @@ from torch import Tensor
 
 from mimo.checkpoint.assets import ASSETS, recipe_of
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.convert import stored
+from mimo.convert import checkpoint_tensors
 from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight
-from mimo.families.lora import adapter_names, is_adapter, merged_weight
-from mimo.families.registry import encoder_settings, language_settings
+from mimo.families.lora import adapter_names, adapter_shapes, is_adapter, merged_weight
 from mimo.hf.architectures import Architecture
 from mimo.hf.recipe_keys import architecture_of_folder
-from mimo.layout.grids import LANGUAGE
 from mimo.recipe.schema import LoRA, Recipe
 
 
@@ -33,11 +31,6 @@ class Adapter:
     lora_a: str
     lora_b: str
     lora: LoRA
-
-    @property
-    def scale(self) -> float:
-        """What the product of the matrices is multiplied by."""
-        return self.lora.alpha / self.lora.rank
 
 
 @dataclass(frozen=True)
@@ -60,9 +53,9 @@ class TrainedWeight:
         """Shape and dtype by key: the parameter and what adapts it."""
         found = {self.key: (self.shape, self.dtype)}
         if self.adapter is not None:
-            rank = self.adapter.lora.rank
-            found[self.adapter.lora_a] = torch.Size((rank, self.shape[1])), self.dtype
-            found[self.adapter.lora_b] = torch.Size((self.shape[0], rank)), self.dtype
+            keys = self.adapter.lora_a, self.adapter.lora_b
+            shapes = adapter_shapes(self.shape, self.adapter.lora.rank)
+            found |= {k: (shape, self.dtype) for k, shape in zip(keys, shapes, strict=True)}
         return found
 
     def merged(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -74,20 +67,35 @@ class TrainedWeight:
         if self.adapter is None:
             return weight
         lora_a, lora_b = adapter
-        return merged_weight(weight, lora_a, lora_b, self.adapter.scale)
+        return merged_weight(weight, lora_a, lora_b, self.adapter.lora.scale)
 
 
 @dataclass(frozen=True)
 class TrainedModel:
     """A checkpoint of ours whose model has a form in Hugging Face format.
 
-    weights: every parameter of the recipe's model.
+    weights: every parameter of the modules that have that form.
     """
 
     checkpoint: Path
     recipe: Recipe
     architecture: Architecture
     weights: list[TrainedWeight]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The recipe's encoders that are no part of the architecture."""
+        tower = self.architecture.tower_of(self.recipe)
+        return tuple(name for name in self.recipe.encoders if name != tower)
+
+    def tell_what_is_left_out(self) -> None:
+        """One line on the console, where an encoder stays in our checkpoint alone."""
+        if self.left_out:
+            names = ", ".join(f"encoders.{name}" for name in self.left_out)
+            print(
+                f"{names}: no part of {self.architecture.model_type} in Hugging Face format, so "
+                f"not written; kept in {self.checkpoint} only"
+            )
 
     @property
     def assets(self) -> Path:
@@ -109,12 +117,12 @@ class TrainedModel:
     def read(self, weights: Iterable[TrainedWeight]) -> dict[str, Tensor]:
         """Parameters and what adapts them, by key."""
         wanted = {key: form for one in weights for key, form in one.stored().items()}
-        return stored.read(self.checkpoint, wanted)
+        return checkpoint_tensors.read(self.checkpoint, wanted)
 
     def read_adapters(self) -> dict[str, Tensor]:
         """What adapts the parameters, by key."""
         wanted = {key: form for one in self.weights for key, form in one.stored().items()}
-        return stored.read(
+        return checkpoint_tensors.read(
             self.checkpoint, {key: form for key, form in wanted.items() if is_adapter(key)}
         )
 
@@ -142,14 +150,14 @@ def open_trained(run: Path) -> TrainedModel:
 def _trained_weights(
     checkpoint: Path, recipe: Recipe, architecture: Architecture
 ) -> list[TrainedWeight]:
-    settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
-    described = stored.describe(checkpoint)
+    described = checkpoint_tensors.describe(checkpoint)
     found: list[TrainedWeight] = []
     problems: list[str] = []
-    if not settings:
+    if architecture.tower_of(recipe) is None:
         problems.append("  the tower: the recipe has no encoders (keep one, with freeze: true)")
-    for module, weights in architecture.weights(language_settings(recipe), settings).items():
-        lora = (recipe.language if module == LANGUAGE else recipe.encoders[module]).lora
+    wanted = architecture.weights_of(recipe)
+    for module, weights in wanted.items():
+        lora = recipe.module(module).lora
         for weight in weights:
             key = f"{module}.{weight.name}"
             if key not in described:
@@ -163,7 +171,7 @@ def _trained_weights(
             if lora is not None and (lora_a in described or lora_b in described):
                 adapter = Adapter(lora_a, lora_b, lora)
             found.append(TrainedWeight(key, weight, shape, dtype, adapter))
-    problems += _adapter_problems(recipe, found, described)
+    problems += _adapter_problems(recipe, list(wanted), found, described)
     if problems:
         raise RecipeError(f"{checkpoint} is not a whole {architecture.model_type}:", *problems)
     return found
@@ -171,10 +179,14 @@ def _trained_weights(
 
 def _adapter_problems(
     recipe: Recipe,
+    modules: Sequence[str],
     weights: list[TrainedWeight],
     described: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> Iterator[str]:
-    """Adapters that are incomplete, of another size than the recipe's, or of nothing we know."""
+    """Adapters that are incomplete, of another size than the recipe's, or of nothing we know.
+
+    modules: whose weights these are.
+    """
     expected = {
         key: shape
         for one in weights
@@ -187,12 +199,11 @@ def _adapter_problems(
             yield f"  {key} is missing"
         elif described[key][0] != shape:
             yield f"  {key} is {list(described[key][0])}, the recipe asks for {list(shape)}"
-    modules = (LANGUAGE, *recipe.encoders)
     for key in sorted(described.keys() - expected.keys()):
         # What the optimizers hold of the adapters has other beginnings.
         if is_adapter(key) and key.partition(".")[0] in modules:
             yield f"  {key} is unknown: the recipe has no adapter there"
     for module in modules:
-        part = recipe.language if module == LANGUAGE else recipe.encoders[module]
+        part = recipe.module(module)
         if part.lora is not None and not any(key.startswith(f"{module}.") for key in expected):
             yield f"  the adapters of {module} are missing"

@@ -1,0 +1,143 @@
+"""Places the modules of a recipe on ranks.
+
+Disjoint encoders come first, then the language model, unless a recipe gives `rank_offset`.
+"""
+
+from dataclasses import replace
+
+from mimo.bounds import MAX_RANKS
+from mimo.errors import RecipeError
+from mimo.families.registry import num_language_layers, num_levels
+from mimo.layout.checks import layout_problems
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.layout.levels import Link, level_places, links_of
+from mimo.recipe.schema import Grid, Recipe, key_of
+from mimo.recipe.source import dotted
+from mimo.recipe.unsupported import refusals
+
+
+def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
+    """Place every module of `recipe` on its ranks.
+
+    With a `world_size` one module may leave `dp` out: it gets the ranks that remain. Without one,
+    a missing `dp` is 1 and the world is as large as the grids need.
+
+    Raises RecipeError with one line per finding: grids that overlap, leave ranks unused or need
+    another number of ranks, batch and sequence sizes that do not divide, a run-ahead that would
+    deadlock, and what this version does not support yet.
+    """
+    problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
+    if world_size is not None and not 1 <= world_size <= MAX_RANKS:
+        raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}", *problems)
+    colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
+    names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
+    num_problems = len(problems)
+    grids = {name: _grid(name, recipe.module(name).grid) for name in names}
+    if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
+        culprit = max(grids, key=lambda name: grids[name].size)
+        message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
+        raise RecipeError(recipe.problem((*key_of(culprit), "grid"), message), *problems)
+    grids = _derive_lanes(recipe, grids, world_size, problems)
+    if len(problems) > num_problems:
+        raise RecipeError(*problems)
+    grids = _place(recipe, grids)
+    needed = sum(grid.size for grid in grids.values())
+    grids |= {name: _on_language(recipe, name, grids[LANGUAGE]) for name in colocated}
+    layout = Layout(
+        language=grids[LANGUAGE],
+        encoders={name: grids[name] for name in recipe.encoders},
+        world_size=world_size or needed,
+        colocated=frozenset(colocated),
+        links=_links(recipe, grids[LANGUAGE], problems),
+    )
+    problems += layout_problems(recipe, layout)
+    if problems:
+        raise RecipeError(*problems)
+    return layout
+
+
+def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
+    """By encoder with feature levels, its bridges; too many levels are added to `problems`."""
+    links, layers = {}, num_language_layers(recipe)
+    for name in recipe.encoders:
+        levels = num_levels(recipe, name)
+        if layers is not None and levels > layers:
+            problems.append(
+                recipe.problem(
+                    ("encoders", name, "model"),
+                    f"emits {levels} feature levels, one for each of the language model's first "
+                    f"layers, but language.model.num_layers is {layers}; emit fewer levels",
+                )
+            )
+        elif layers is not None and levels > 0:
+            places = level_places(language.pp, language.vpp, layers, levels)
+            links[name] = links_of(name, places)
+    return links
+
+
+def _grid(module: str, grid: Grid) -> GridSpec:
+    """The axes of `module`, with one lane where `dp` is left out, not placed yet."""
+    return GridSpec(
+        module, tp=grid.tp, sp=grid.sp, cp=grid.cp, pp=grid.pp, vpp=grid.vpp, dp=grid.dp or 1
+    )
+
+
+def _derive_lanes(
+    recipe: Recipe, grids: dict[str, GridSpec], world_size: int | None, problems: list[str]
+) -> dict[str, GridSpec]:
+    """`grids` with every `dp` filled in; a reason why one cannot be is added to `problems`."""
+    missing = [name for name in grids if recipe.module(name).grid.dp is None]
+    if world_size is None or not missing:
+        return grids
+    if len(missing) > 1:
+        keys = " and ".join(dotted((*key_of(name), "grid", "dp")) for name in missing)
+        problems.append(
+            recipe.problem(
+                (*key_of(missing[-1]), "grid", "dp"),
+                f"only one module may leave dp out; missing are {keys}; give all but one",
+            )
+        )
+        return grids
+    grid = grids[missing[0]]
+    taken = {name: other.size for name, other in grids.items() if name != grid.module}
+    remaining = world_size - sum(taken.values())
+    if remaining < grid.lane_size or remaining % grid.lane_size:
+        beside = " beside " + ", ".join(f"{name} {size}" for name, size in taken.items())
+        fitting = sum(taken.values()) + max(1, round(remaining / grid.lane_size)) * grid.lane_size
+        problems.append(
+            recipe.problem(
+                (*key_of(grid.module), "grid", "dp"),
+                f"cannot be derived: {max(0, remaining)} of {world_size} ranks remain"
+                f"{beside if taken else ''}, and one lane of {grid.module} needs "
+                f"{grid.lane_size} (tp {grid.tp} · cp {grid.cp} · pp {grid.pp}); "
+                f"start {fitting} ranks, or change the grids",
+            )
+        )
+        return grids
+    return {**grids, grid.module: replace(grid, dp=remaining // grid.lane_size)}
+
+
+def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
+    """Grids with offsets: given ones stand, each other module takes the lowest free block."""
+    placed: dict[str, GridSpec] = {}
+    for name, grid in grids.items():
+        if (offset := recipe.module(name).grid.rank_offset) is not None:
+            placed[name] = replace(grid, rank_offset=offset)
+    for name, grid in grids.items():
+        if name not in placed:
+            starts = sorted({0, *(other.ranks.stop for other in placed.values())})
+            blocks = (replace(grid, rank_offset=start) for start in starts)
+            placed[name] = next(
+                block
+                for block in blocks
+                if not any(block.shared_with(other) for other in placed.values())
+            )
+    return placed
+
+
+def _on_language(recipe: Recipe, name: str, language: GridSpec) -> GridSpec:
+    """The grid of a colocated encoder: the language model's ranks, axes of its own."""
+    given = recipe.encoders[name].grid
+    grid = _grid(name, given)
+    lanes = given.dp or max(1, language.size // grid.lane_size)
+    return replace(grid, dp=lanes, rank_offset=language.rank_offset)

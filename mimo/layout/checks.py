@@ -1,0 +1,147 @@
+"""What a layout must fulfil: its ranks, and the sizes of a recipe that they divide."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.layout.levels import minimum_run_ahead
+from mimo.layout.padding import sequence_multiple
+from mimo.recipe.schema import Recipe, key_of
+
+
+def layout_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Lines for a RecipeError: grids that do not tile the world, sizes that do not divide."""
+    yield from _tiling_problems(recipe, layout)
+    yield from _colocation_problems(recipe, layout)
+    yield from _size_problems(recipe, layout)
+
+
+def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Colocated grids that are not made of exactly the language model's ranks."""
+    for name in sorted(layout.colocated):
+        grid, size = layout.encoders[name], layout.language.size
+        if grid.size != size:
+            yield recipe.problem(
+                (*key_of(name), "grid"),
+                f"got {grid}, but a colocated encoder has all {size} ranks of the language model; "
+                f"choose tp · dp = {size}, or leave dp out",
+            )
+        if grid.pp > 1:
+            yield recipe.problem(
+                (*key_of(name), "grid", "pp"),
+                f"got {grid.pp}, but a colocated encoder runs on one stage; set it to 1",
+            )
+        if recipe.encoders[name].grid.rank_offset is not None:
+            yield recipe.problem(
+                (*key_of(name), "grid", "rank_offset"),
+                "a colocated encoder stands where the language model does; remove rank_offset",
+            )
+        group, first = (
+            recipe.encoders[n].encode_group for n in (name, sorted(layout.colocated)[0])
+        )
+        if group != first:
+            yield recipe.problem(
+                (*key_of(name), "encode_group"),
+                f"got {group}, but encoders.{sorted(layout.colocated)[0]} has {first}; colocated "
+                f"encoders share their groups, give both the same",
+            )
+        stages = layout.language.pp if layout.language.vpp > 1 else 1
+        if group != "all" and group % stages:
+            yield recipe.problem(
+                (*key_of(name), "encode_group"),
+                f"got {group}, needs a multiple of language.grid.pp {stages}, because its stages "
+                f"are interleaved",
+            )
+
+
+def _text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
+def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Grids that overlap, or do not use every rank of the world exactly once."""
+    grids = {name: grid for name, grid in layout.grids.items() if name not in layout.colocated}
+    places = ", ".join(f"{name} {_text(grid.ranks)}" for name, grid in grids.items())
+    moved = [name for name in grids if recipe.module(name).grid.rank_offset]
+    culprit = moved[-1] if moved else LANGUAGE
+    overlaps = [one.shared_with(other) for one, other in combinations(grids.values(), 2)]
+    needed = sum(grid.size for grid in grids.values())
+    if layout.world_size != needed:
+        sizes = ", ".join(f"{name}: {grid}" for name, grid in grids.items())
+        yield recipe.problem(
+            (LANGUAGE, "grid"),
+            f"got {layout.world_size} ranks, but the grids need {needed} ({sizes}); "
+            f"start {needed}, or change dp",
+        )
+    for shared in filter(None, overlaps):
+        yield recipe.problem(
+            (*key_of(culprit), "grid", "rank_offset"),
+            f"{_text(shared)} would be used twice ({places}), but disjoint grids share none; "
+            f"remove rank_offset",
+        )
+    if layout.world_size == needed and not any(overlaps):
+        unused = _unused(grids.values(), needed)
+        if unused:
+            yield recipe.problem(
+                (*key_of(culprit), "grid", "rank_offset"),
+                f"{_text(unused)} of {needed} would be used by no module ({places}); "
+                f"remove rank_offset",
+            )
+
+
+def _unused(grids: Iterable[GridSpec], needed: int) -> list[int]:
+    """The first and the last of `needed` ranks that no grid has; grids do not overlap."""
+    placed = sorted((grid.ranks for grid in grids), key=lambda ranks: ranks.start)
+    starts = [0, *(ranks.stop for ranks in placed)]
+    stops = [*(min(ranks.start, needed) for ranks in placed), needed]
+    gaps = [range(*pair) for pair in zip(starts, stops, strict=True) if pair[0] < pair[1]]
+    return sorted({gaps[0][0], gaps[-1][-1]}) if gaps else []
+
+
+def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Batch, sequence and run-ahead sizes that the layout cannot work with."""
+    train, language = recipe.train, layout.language
+    step = train.micro_batch_size * language.dp
+    if train.global_batch_size % step:
+        nearby = max(1, round(train.global_batch_size / step)) * step
+        yield recipe.problem(
+            ("train", "global_batch_size"),
+            f"got {train.global_batch_size}, needs a multiple of {step} (train.micro_batch_size "
+            f"{train.micro_batch_size} · language.grid.dp {language.dp}), such as {nearby}",
+        )
+    divisor = sequence_multiple(language.cp, language.tp, language.sp)
+    if recipe.data.sequence_length % divisor:
+        nearby = (recipe.data.sequence_length // divisor + 1) * divisor
+        yield recipe.problem(
+            ("data", "sequence_length"),
+            f"got {recipe.data.sequence_length}, needs a multiple of {divisor} "
+            f"(language.grid tp {language.tp}, sp {str(language.sp).lower()}, cp {language.cp}), "
+            f"such as {nearby}",
+        )
+    microbatches = max(1, train.global_batch_size // step)
+    if language.vpp > 1:
+        yield from _interleaving_problems(recipe, language, microbatches)
+    needed = minimum_run_ahead(language.pp, language.vpp, microbatches)
+    for name, encoder in recipe.encoders.items():
+        if name in layout.colocated or encoder.run_ahead == "auto":
+            continue
+        if encoder.run_ahead < needed:
+            yield recipe.problem(
+                ("encoders", name, "run_ahead"),
+                f"got {encoder.run_ahead}, which would deadlock: language.grid.pp {language.pp} "
+                f"with vpp {language.vpp} needs at least {needed}; use auto",
+            )
+
+
+def _interleaving_problems(recipe: Recipe, language: GridSpec, microbatches: int) -> Iterator[str]:
+    if language.pp == 1:
+        yield recipe.problem(
+            (LANGUAGE, "grid", "vpp"),
+            f"got {language.vpp}, but interleaving needs pipeline stages; set pp to 2 or more",
+        )
+    elif microbatches % language.pp:
+        yield recipe.problem(
+            ("train", "global_batch_size"),
+            f"gives {microbatches} microbatches per step, but with vpp {language.vpp} their number "
+            f"must be a multiple of language.grid.pp {language.pp}",
+        )

@@ -1,0 +1,237 @@
+"""Every family that the registry finds keeps the contract of `mimo.families.contracts`.
+
+Families are found by name, so that they keep it is asked here; that its users do, by pyright.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from annotated_types import Ge, Gt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from data import Media
+from mimo import bounds
+from mimo.families import contracts
+from mimo.families.item_rules import ItemRules
+from mimo.families.keymap import check_complete, num_elements
+from mimo.families.registry import encoder_families, language_families
+from mimo.hf.architectures import ARCHITECTURES
+
+ENCODERS: dict[str, Any] = dict(encoder_families())
+LANGUAGES: dict[str, Any] = dict(language_families())
+FAMILIES = {
+    **{f"encoders.{name}": family for name, family in ENCODERS.items()},
+    **{f"languages.{name}": family for name, family in LANGUAGES.items()},
+}
+# Sizes that no family gives by default; one that needs more adds its own.
+SIZES = {
+    "num_layers": 12,
+    "hidden_size": 48,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_query_groups": 3,
+    "head_size": 8,
+    "vocab_size": 100,
+    "mrope_section": [2, 1, 1],
+    # So that there are layers of several kinds, and levels.
+    "window_size": 56,
+    "full_attention_layers": [5, 11],
+    "deepstack_visual_indexes": [3, 7],
+}
+H, TP, STAGES = 32, 2, 3
+every_family = pytest.mark.parametrize("name", FAMILIES)
+every_encoder = pytest.mark.parametrize("name", ENCODERS)
+every_language = pytest.mark.parametrize("name", LANGUAGES)
+
+
+def settings_of(family: Any, **given: object) -> Any:
+    """Whatever of `SIZES` the family has."""
+    known = {key: value for key, value in SIZES.items() if key in family.Settings.model_fields}
+    return family.Settings(**{**known, **given})
+
+
+def grid_problems(family: Any, settings: Any, tp: int, pp: int) -> list[str]:
+    if family in ENCODERS.values():
+        return family.check_grid(settings, tp, pp)
+    return family.check_grid(settings, tp, pp, settings.padded_vocab_size(1))
+
+
+def functions(protocol: type) -> Iterator[tuple[str, inspect.Signature]]:
+    """The functions of a protocol, inherited ones too, without ``self``."""
+    for name, value in inspect.getmembers(protocol, inspect.isfunction):
+        if not name.startswith("_"):
+            signature = inspect.signature(value)
+            yield name, signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+def assert_offers(owner: Any, protocol: type, says: str) -> None:
+    """Every function with the parameters of the protocol, in their order, and none more needed."""
+    for name, expected in functions(protocol):
+        found: Callable[..., Any] | None = getattr(owner, name, None)
+        assert callable(found), f"{says}.{name} is missing"
+        own = [*inspect.signature(found).parameters.values()]
+        wanted = [*expected.parameters.values()]
+        own = [one for one in own if one.name != "self"]
+        assert [p.name for p in own[: len(wanted)]] == [p.name for p in wanted], f"{says}.{name}"
+        needed = [p.name for p in own[len(wanted) :] if p.default is p.empty and p.kind < 2]
+        assert not needed, f"{says}.{name} needs {needed} too"
+        for ours, theirs in zip(own, wanted, strict=False):
+            same = (ours.default is ours.empty) <= (theirs.default is theirs.empty)
+            assert same, f"{says}.{name}: {ours.name} has no default"
+
+
+def test_the_registry_finds_every_family_that_an_architecture_names() -> None:
+    for one in ARCHITECTURES.values():
+        assert one.language in LANGUAGES
+        assert one.encoder in ENCODERS
+        assert_offers(one.language_family(), contracts.PublishedLanguageFamily, one.language)
+        assert_offers(one.encoder_family(), contracts.PublishedEncoderFamily, one.encoder)
+
+
+@every_family
+def test_a_family_offers_every_function_of_its_contract_and_exports_it(name: str) -> None:
+    family = FAMILIES[name]
+    kind = contracts.EncoderFamily if name.startswith("enc") else contracts.LanguageFamily
+    assert_offers(family, kind, name)
+    constant = "PROJECTOR" if kind is contracts.EncoderFamily else "ITEM_RULES"
+    names = {"Settings", constant, *(function for function, _ in functions(kind))}
+    assert names <= set(family.__all__)
+
+
+@every_family
+def test_settings_offer_every_method_of_their_contract(name: str) -> None:
+    family = FAMILIES[name]
+    encodes = name.startswith("enc")
+    kind = contracts.EncoderSettings if encodes else contracts.LanguageSettings
+    own = {n: s for n, s in functions(kind) if not n.startswith("model_")}
+    assert {"layer_kinds", "scaled_down"} < own.keys()
+    for method in own:
+        assert callable(getattr(family.Settings, method, None)), f"{name}: {method} is missing"
+    settings = settings_of(family)
+    assert [*inspect.signature(settings.scaled_down).parameters] == ["stages", "tp"]
+
+
+@every_family
+def test_settings_refuse_what_is_unknown_and_bound_every_number(name: str) -> None:
+    settings = FAMILIES[name].Settings
+    assert issubclass(settings, BaseModel)
+    assert settings.model_config == bounds.STRICT
+    for key, field in settings.model_fields.items():
+        if field.annotation in (int, float, int | None, float | None):
+            assert any(isinstance(one, Ge | Gt) for one in constraints(field)), f"{key} unbounded"
+
+
+def constraints(field: FieldInfo) -> list[object]:
+    """Of the number itself, or of the one in ``X | None``."""
+    return [*field.metadata, *(m for a in inner(field.annotation) for m in a)]
+
+
+def inner(annotation: Any) -> Iterator[tuple[object, ...]]:
+    for part in getattr(annotation, "__args__", ()):
+        yield getattr(part, "__metadata__", ())
+
+
+@every_family
+def test_a_tiny_copy_fits_its_grid_and_has_each_kind_of_layer_on_every_stage(name: str) -> None:
+    family = FAMILIES[name]
+    settings = settings_of(family)
+    for stages, tp in ((1, 1), (STAGES, TP), (2, 3)):
+        small = settings.scaled_down(stages, tp)
+        kinds = small.layer_kinds()
+        assert len(kinds) == small.num_layers <= settings.num_layers
+        size = small.num_layers // stages
+        for first in range(0, small.num_layers, size):
+            assert set(kinds[first : first + size]) == set(settings.layer_kinds())
+        assert grid_problems(family, small, tp, stages) == []
+        # Validated anew, for a copy is not.
+        assert family.Settings.model_validate(small.model_dump(mode="python")) == small
+
+
+@every_family
+def test_a_grid_that_does_not_fit_is_told_in_sentences_with_axis_and_size(name: str) -> None:
+    family = FAMILIES[name]
+    settings = settings_of(family)
+    assert grid_problems(family, settings, 1, 1) == []
+    by_tp = grid_problems(family, settings, 7, 1)
+    assert by_tp
+    assert all("tp=7 must divide" in problem for problem in by_tp)
+    assert any(str(settings.num_attention_heads) in problem for problem in by_tp)
+    (by_pp,) = grid_problems(family, settings, 1, 7)
+    assert "must divide num_layers, which is 12" in by_pp
+
+
+def weights_of(family: Any, settings: Any) -> list[Any]:
+    encodes = family in ENCODERS.values()
+    return family.weights_in_hf(settings, H) if encodes else family.weights_in_hf(settings)
+
+
+@every_family
+def test_parameters_are_told_apart_and_every_layer_has_equally_many(name: str) -> None:
+    family = FAMILIES[name]
+    settings = settings_of(family)
+    weights = weights_of(family, settings)
+    check_complete(weights)
+    names = [weight.name for weight in weights]
+    assert len(set(names)) == len(names)
+    # As they are counted before anything is built.
+    few = [
+        num_elements(weights_of(family, settings.model_copy(update={"num_layers": count})))
+        for count in (1, 2, 3)
+    ]
+    assert few[2] - few[1] == few[1] - few[0] > 0
+    assert num_elements(weights) == few[0] + (settings.num_layers - 1) * (few[1] - few[0])
+
+
+@every_encoder
+def test_the_projector_is_some_of_an_encoders_parameters_but_not_all(name: str) -> None:
+    family = ENCODERS[name]
+    assert isinstance(family.PROJECTOR, tuple)
+    names = [weight.name for weight in weights_of(family, settings_of(family))]
+    for prefix in family.PROJECTOR:
+        assert any(one.startswith(prefix) for one in names), f"no parameter begins {prefix}"
+    assert any(not one.startswith(family.PROJECTOR) for one in names)
+    assert family.num_levels(settings_of(family)) >= 0
+
+
+@every_encoder
+def test_an_encoder_says_how_items_of_its_media_become_patches(name: str) -> None:
+    settings = settings_of(ENCODERS[name])
+    wanted = [member for member, _ in functions(Media)]
+    assert wanted
+    for processor in (settings.processor(), settings.processor("image")):
+        for member in wanted:
+            assert callable(getattr(processor, member))
+
+
+@every_language
+def test_a_language_model_pads_its_vocabulary_and_refuses_a_larger_tokenizer(name: str) -> None:
+    family = LANGUAGES[name]
+    assert isinstance(family.ITEM_RULES, ItemRules)
+    settings = settings_of(family)
+    assert settings.num_tokens(90) == 100
+    padded = settings.padded_vocab_size(90)
+    assert padded >= 100
+    assert padded == settings.padded_vocab_size(100)
+    with pytest.raises(ValueError, match="the tokenizer has 101 tokens"):
+        settings.num_tokens(101)
+
+
+@every_language
+def test_the_flops_of_a_token_are_six_per_weight_that_multiplies_it(name: str) -> None:
+    """All matrices of layers, and the head, which is there even where it is tied."""
+    family = LANGUAGES[name]
+    settings = settings_of(family)
+    matrices = [
+        source
+        for weight in weights_of(family, settings)
+        for source in weight.sources
+        if len(source.shape) == 2 and ".layers." in source.key
+    ]
+    elements = sum(math.prod(source.shape) for source in matrices)
+    assert settings.flops_per_token(128) == 6 * (elements + 128 * settings.hidden_size)
