@@ -18,6 +18,7 @@ import pytest
 
 from mimo.checkpoint.start import FromScratch
 from mimo.launch.ranks import launch, rank_environment
+from mimo.layout.grids import Layout
 from mimo.recipe.schema import Recipe, load_recipe
 from mimo.train.main import check_recipe, make_run_dir
 from tests.conftest import RunRanks
@@ -63,7 +64,10 @@ def run_with(
         layout = check_recipe(recipe, None)
         run_dir = make_run_dir(recipe, resumes=False)
         code = launch(
-            f"{HERE}:run_faulty_rank", (fault, recipe, run_dir), layout.world_size, log_dir=run_dir
+            f"{HERE}:run_faulty_rank",
+            (fault, recipe, layout, run_dir),
+            layout.world_size,
+            log_dir=run_dir,
         )
         seconds = time.time() - (run_dir / STRUCK).stat().st_mtime
         pids = [int((run_dir / f"pid_{rank}").read_text()) for rank in range(layout.world_size)]
@@ -76,7 +80,7 @@ def run_with(
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def run_faulty_rank(fault: str, recipe: Recipe, run_dir: Path) -> None:
+def run_faulty_rank(fault: str, recipe: Recipe, layout: Layout, run_dir: Path) -> None:
     from mimo.train.rank import run_rank
 
     env = rank_environment()
@@ -84,7 +88,7 @@ def run_faulty_rank(fault: str, recipe: Recipe, run_dir: Path) -> None:
     (run_dir / f"pid_{env.rank}").write_text(str(os.getpid()))
     if env.rank == 0:
         FAULTS[fault](run_dir / STRUCK)
-    run_rank(recipe, run_dir, FromScratch())
+    run_rank(recipe, layout, run_dir, FromScratch())
 
 
 def _when_sending(strike: Callable[[], None], struck: Path) -> None:
@@ -122,9 +126,9 @@ def _plan_in_another_order(struck: Path) -> None:
 
 def _stop_before_the_norm(struck: Path) -> None:
     """SIGSTOP this rank in step 1, after its last transfer and before a collective of the world."""
-    from mimo.train import loop as train
+    from mimo.train import batches
 
-    sum_over_world, calls = train.sum_over_world, 0
+    sum_over_world, calls = batches.sum_over_world, 0
 
     def stop_or_sum(values):
         nonlocal calls
@@ -135,7 +139,7 @@ def _stop_before_the_norm(struck: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return sum_over_world(values)
 
-    train.sum_over_world = stop_or_sum
+    batches.sum_over_world = stop_or_sum
 
 
 FAULTS: dict[str, Callable[[Path], None]] = {
@@ -184,8 +188,8 @@ def test_a_rank_that_is_stopped_outside_of_a_transfer_is_named_with_its_last_pla
     ended = run_with("stopped")
     assert ended.exit_code == 1
     assert re.fullmatch(
-        r"rank [12] failed: mimo\.presence\.RankLost: rank 0 \(vision, lane 0\) does not answer, "
-        r"last seen at step 1, in 'norm and loss'; stopped or killed, or its host is down",
+        r"rank [12] failed: mimo\.train\.presence\.RankLost: rank 0 \(vision, lane 0\) does not "
+        r"answer, last seen at step 1, in 'norm and loss'; stopped or killed, or its host is down",
         ended.last_line,
     )
     assert ended.seconds < 1.5 * TIMEOUT_SECONDS + 10
