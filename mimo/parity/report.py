@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mimo.parity.compare import Line, Parity
+from mimo.verify.report import finite
 
 _STEP = {
     "loss": "loss",
@@ -89,16 +89,5 @@ def write_json(path: Path, found: Parity, checkpoint: Path, overrides: list[str]
         "weights": found.step.weights,
         "first_difference_of_step": found.step.first and asdict(found.step.first),
     }
-    text = json.dumps(_finite(document), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(document), indent=1, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no number for infinity or not-a-number: they become text."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -146,7 +146,7 @@ class Batches:
 
     def read_next(self) -> None:
         """Go on to the next batch, which is being read ahead; after the last there is none."""
-        self._loaded = self._loader.next() if self._left else None
+        self._loaded = self._loader.next() if self._left > 0 else None
         self._left -= 1
 
     def sum_over_world(self, *values: float) -> list[float]:
