@@ -57,7 +57,7 @@ class _Held:
 
 
 class LevelReceiver:
-    """Hands the rows of a receiver out to the virtual chunks of its rank that need them.
+    """Hands the rows of a receiver out to the chunks of its rank that need them.
 
     chunks: ascending, the chunk that needs each of a message's levels.
 

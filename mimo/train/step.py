@@ -91,6 +91,8 @@ def run_modules(
 def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
     """Bridge errors inside get a note with the batch and the samples of their microbatch.
 
+    An error about one sample gets that one alone.
+
     The model's watch notes it until the next batch: on a device, transfers that were asked for
     inside may be late long after.
     """
@@ -99,6 +101,11 @@ def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
         where = batch.name
         if error.microbatch is not None:
             keys = batch.sample_keys(error.microbatch)
+            if error.sample is not None:
+                error.add_note(
+                    f"in {where}, sample {keys[error.sample]} of microbatch {error.microbatch}"
+                )
+                return
             more = f" and {len(keys) - _SHOWN_SAMPLES} more" if keys[_SHOWN_SAMPLES:] else ""
             where += f", samples of microbatch {error.microbatch}: "
             where += ", ".join(keys[:_SHOWN_SAMPLES]) + more

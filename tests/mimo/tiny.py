@@ -118,8 +118,8 @@ def write_recipe(directory: Path) -> Path:
 
 def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """One rank: train; its metrics, and its shards with gradients and weights."""
+    from mimo.hf.recipes import load_recipe
     from mimo.layout.grids import build_layout
-    from mimo.recipe.schema import load_recipe
     from mimo.verify.run import layout_steps
 
     recipe = load_recipe(path, overrides)
@@ -134,8 +134,8 @@ def run_reference_steps(
 
     unusable: keys of samples whose items and loss are left out.
     """
+    from mimo.hf.recipes import load_recipe
     from mimo.layout.grids import build_layout
-    from mimo.recipe.schema import load_recipe
     from mimo.verify.reference import reference_steps
 
     recipe = load_recipe(path, overrides)

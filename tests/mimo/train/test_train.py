@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from mimo.checkpoint.start import FromScratch
+from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
 from mimo.layout.grids import Layout, build_layout
-from mimo.recipe.schema import Recipe, load_recipe
+from mimo.recipe.schema import Recipe
 from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
-from mimo.train.main import make_run_dir
+from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import ADAM, LAYOUT, corrupt, metrics, mimo, run

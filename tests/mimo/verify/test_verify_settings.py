@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mimo.recipe.schema import Train, load_recipe
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import Train
 from mimo.train.step import learning_rate
 from mimo.verify.cells import recipe_cells
 from mimo.verify.reference import scheduled_rate
