@@ -25,4 +25,5 @@ def names_of(body: list[ast.stmt], prefix: str = "") -> set[str]:
 
 @pytest.mark.parametrize(("file", "name"), STOPS, ids=lambda part: part)
 def test_every_stop_of_a_walk_is_a_function_of_its_file(file: str, name: str) -> None:
-    assert name in names_of(ast.parse((ROOT / file).read_text()).body)
+    names = names_of(ast.parse((ROOT / file).read_text()).body)
+    assert name in names, f"{file} has no {name}: it moved, and docs/walks.md should follow"
