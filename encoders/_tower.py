@@ -115,6 +115,20 @@ class SequencePart:
             return own
         return torch.cat((own, own.new_zeros(size - own.shape[0], *own.shape[1:])))
 
+    def rows_per_item(self, sizes: list[int], num_held: int) -> tuple[int, ...]:
+        """The rows of each item among the ``num_held`` on this rank and as many on each other.
+
+        Rows carry no names: items take theirs in turn, as many as ``sizes`` says that their tokens
+        make. Rows too few are missing at the end; those beyond the blank ones count as the last
+        item's.
+        """
+        ends = list(itertools.accumulate(sizes))
+        produced = num_held * self.count
+        surplus = max(0, produced - ends[-1] - self.num_blank(ends[-1]))
+        ends = [min(end, produced) for end in ends]
+        ends[-1] += surplus
+        return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+
     def sum_gradients(self, module: nn.Module) -> None:
         """Mark a module that sees this rank's part only: gradients are summed over the ranks."""
         for param in module.parameters():
@@ -239,7 +253,8 @@ class Tower[P](nn.Module):
         rows = self.project(hidden, packed)
         if not tokens:
             return ItemRows(rows[:0], (), self.part.count)
-        return ItemRows(rows, self._rows_per_item(tokens, len(rows)), self.part.count)
+        sizes = [own // self.tokens_per_row for own in tokens]
+        return ItemRows(rows, self.part.rows_per_item(sizes, len(rows)), self.part.count)
 
     def _run_blocks(self, hidden: list[Tensor], packed: P) -> list[Tensor]:
         """hidden: (T', 1, D) before this stage's blocks, then of earlier ``level_blocks``."""
@@ -252,19 +267,6 @@ class Tower[P](nn.Module):
         # The engine answers with a pair where anything was asked for.
         last, behind = output if self.level_blocks else (output, [])
         return [last, *hidden[1:], *behind]
-
-    def _rows_per_item(self, tokens: list[int], num_held: int) -> tuple[int, ...]:
-        """The rows of each item among the ``num_held`` on this rank and as many on the others.
-
-        Rows carry no names: items take theirs in turn, as many as their tokens make. Rows too few
-        are missing at the end; those beyond the last item and its padding are counted as its own.
-        """
-        ends = list(itertools.accumulate(n // self.tokens_per_row for n in tokens))
-        produced = num_held * self.part.count
-        surplus = max(0, produced - ends[-1] - self.part.num_blank(ends[-1]))
-        ends = [min(end, produced) for end in ends]
-        ends[-1] += surplus
-        return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
 
 
 def build_tower[T: Tower[Any]](
