@@ -5,18 +5,17 @@ Letters: n rows of a tensor on this rank, k columns, N rows of a tower, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import override
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
 from mimo.engines.megatron.module import Module
 from mimo.families.registry import language_settings
-from mimo.hf.initial import InitialWeights, initial_weights
-from mimo.layout.build import build_layout
-from mimo.layout.grids import LANGUAGE
+from mimo.hf.initial import initial_weights
+from mimo.layout.grids import LANGUAGE, Layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.modules import MimoModel
 from mimo.parity.places import NOTHING, Places, held_part, held_tokens
@@ -24,14 +23,16 @@ from mimo.parity.recording import ROWS, Recording, record_language, record_tower
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, OursOnRank, Part, level_point
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import open_dataset
-from mimo.step.loader import LoadedStep
-from mimo.step.plan import StepPlan, StepPlanner
+from mimo.step.plan import StepPlan
+from mimo.train.loop import Trainer
 from mimo.train.rank import join_world
 from mimo.verify.results import Fault, RankSteps
-from mimo.verify.run import WatchedTrainer
+from mimo.verify.run import WatchedSteps
 
 
-def run_ours(recipe: Recipe, names: Collection[str], fault: Fault | None = None) -> OursOnRank:
+def run_ours(
+    recipe: Recipe, layout: Layout, names: Collection[str], fault: Fault | None = None
+) -> OursOnRank:
     """One rank of a world that is launched for it.
 
     names: of the parameters whose gradients and weights are wanted. fault: a deliberate bug.
@@ -39,45 +40,47 @@ def run_ours(recipe: Recipe, names: Collection[str], fault: Fault | None = None)
     if fault is not None:
         fault()
     join_world(recipe)
-    topology = build_topology(build_layout(recipe, dist.get_world_size()))
-    run_dir = Path(recipe.train.run_dir)
-    trainer = _PlanningTrainer(recipe, topology, run_dir, initial_weights(recipe))
+    topology = build_topology(layout)
+    trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
-    trainer.watched = [pair for pair in trainer.watched if pair[0].name in names]
-    trainer.note_weights()
     modules = trainer.model.modules
+    watched = _WatchedStep(modules, topology.rank, names)
     towers = {name: record_tower(m) for name, m in modules.items() if name != LANGUAGE}
     chunks = record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
-    steps = trainer.train(dataset, None)
+    steps = trainer.train(dataset, None, watched)
     metrics = next(steps)
     steps.close()
-    places = Places(dataset.readers[0], trainer.plans[0])
+    assert watched.plan is not None
+    places = Places(dataset.readers[0], watched.plan)
     parts: list[Part] = []
     for chunk in chunks:
         parts += _language_parts(chunk, modules[LANGUAGE], places, topology.rank)
     size = language_settings(recipe).hidden_size
     for name, recording in towers.items():
-        count = len(trainer.plans[0].microbatches)
+        count = len(watched.plan.microbatches)
         batches = _batches_of_calls(trainer.model, topology, name, count)
         parts += _tower_parts(recording, modules[name], places, batches, size, topology.rank)
-    return OursOnRank(parts, RankSteps([metrics], [shard for shard, _ in trainer.watched]))
+    return OursOnRank(parts, RankSteps([metrics], watched.shards))
 
 
-class _PlanningTrainer(WatchedTrainer):
-    """The training loop, which keeps the plans of its steps."""
+class _WatchedStep(WatchedSteps):
+    """Keeps the plan of the one step, and the weights that it begins with."""
 
-    def __init__(
-        self, recipe: Recipe, topology: Topology, run_dir: Path, initial: InitialWeights | None
-    ) -> None:
-        super().__init__(recipe, topology, run_dir, initial)
-        self.plans: list[StepPlan] = []
+    def __init__(self, modules: Mapping[str, Module], rank: int, names: Collection[str]) -> None:
+        """names: of the parameters that are watched."""
+        super().__init__(modules, rank)
+        self.parameters = [pair for pair in self.parameters if pair[0].name in names]
+        self.plan: StepPlan | None = None
 
-    def _finish_plan(
-        self, loaded: LoadedStep, flags: list[float], planner: StepPlanner
-    ) -> StepPlan:
-        self.plans.append(super()._finish_plan(loaded, flags, planner))
-        return self.plans[-1]
+    @override
+    def planned(self, step: int, plan: StepPlan) -> None:
+        self.plan = plan
+        self.note_weights()
+
+    @override
+    def updated(self, step: int, modules: Mapping[str, Module]) -> None:
+        """The new weights are of no interest."""
 
 
 def _language_parts(chunk: Recording, module: Module, places: Places, rank: int) -> Iterator[Part]:

@@ -118,7 +118,7 @@ class ParityRunner:
         names = {f"{module}.{weight.name}" for module, own in weights.items() for weight in own}
         if f"language.{_EMBEDDING}" in names:
             names.add(_TIED_COPY)
-        arguments = (recipe, names, fault)
+        arguments = (recipe, layout, names, fault)
         results = run_on_cpu(_OURS, arguments, layout.world_size, self.timeout_seconds)
         theirs = self._theirs[count]
         return Parity(

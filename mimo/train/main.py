@@ -102,7 +102,7 @@ def train_here(job: Job) -> int:
         if job.phased.has_phases:
             print(run, flush=True)
         run_dir = run.recipe.run_dir
-        args = (run.recipe, run_dir, run.start)
+        args = (run.recipe, run.layout, run_dir, run.start)
         code = launch("mimo.train.rank:run_rank", args, run.layout.world_size, PRELOAD, run_dir)
         if code != 0:
             return code
@@ -158,7 +158,7 @@ def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
             run_dir = run.recipe.run_dir
             if run.phase.name and rank == 0:
                 print(run, flush=True)
-            train_in_world(run.recipe, run_dir, run.start)
+            train_in_world(run.recipe, run.layout, run_dir, run.start)
         leave_world()
     except Exception as error:
         end(error)

@@ -32,15 +32,15 @@ class StepResult:
     rates: Mapping[str, float]
     idle_seconds: float
     step_seconds: float
-    skipped_samples: int
 
 
 def step_metrics(
-    done: StepResult, layout: Layout, flops_per_token: float
+    done: StepResult, layout: Layout, flops_per_token: float, skipped_samples: int
 ) -> dict[str, float | None]:
     """The line of a step in metrics.jsonl, without its number.
 
-    flops_per_token: of the language model. mfu is None where the device's peak is unknown.
+    flops_per_token: of the language model. skipped_samples: of the run until now.
+    mfu is None where the device's peak is unknown.
     """
     plan, seconds = done.plan, done.step_seconds
     waiting = _ranks_that_wait(layout)
@@ -57,7 +57,7 @@ def step_metrics(
         "mfu": flops / (seconds * peak * layout.language.size) if peak else None,
         "encoder_idle_fraction": done.idle_seconds / (waiting * seconds) if waiting else None,
         "encoder_imbalance": plan.encoder_imbalance,
-        "skipped_samples": done.skipped_samples,
+        "skipped_samples": skipped_samples,
         "step_seconds": seconds,
     }
 

@@ -16,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import override
 
 from bridge import BridgeError
 from mimo.launch.processes import is_consequence
 from mimo.layout.grids import Layout
+from mimo.train.observer import ACTIVITIES, StepObserver
 
 # A rank is lost that has missed so many of the times at which it should have written; a busy
 # machine may keep a thread from its turn for seconds.
@@ -27,18 +29,6 @@ _MISSED = 4
 _LOST_SECONDS = 5.0  # at least
 _BEATS_PER_TIMEOUT = 20
 _BEAT_SECONDS = (0.5, 10.0)  # at least, at most
-
-PHASES = (
-    "setup",
-    "forward and backward",
-    "gradients",
-    "data of the next step",
-    "norm and loss",
-    "update",
-    "validation",
-    "checkpoint",
-)
-"""What a rank does in a step, in this order."""
 
 
 class RankLost(RuntimeError):
@@ -56,7 +46,7 @@ class _Rank:
     rank: int
     who: str
     step: int
-    phase: str
+    activity: str
     failure: str
     age_seconds: float
 
@@ -65,14 +55,14 @@ class _Rank:
 
     @property
     def where(self) -> str:
-        return f"at step {self.step}, in '{self.phase}'"
+        return f"at step {self.step}, in '{self.activity}'"
 
     @property
     def progress(self) -> tuple[int, int]:
-        return self.step, PHASES.index(self.phase)
+        return self.step, ACTIVITIES.index(self.activity)
 
 
-class Presence:
+class Presence(StepObserver):
     """The file of this ``rank`` in ``folder``, and a look at those of the others.
 
     timeout_seconds: after which transfers fail; what is written in that time tells a lost rank.
@@ -88,15 +78,16 @@ class Presence:
         least, most = _BEAT_SECONDS
         self._beat_seconds = min(most, max(least, timeout_seconds / _BEATS_PER_TIMEOUT))
         self._lost_seconds = max(_LOST_SECONDS, _MISSED * self._beat_seconds)
-        self._place = (0, PHASES[0])
+        self._place = (0, ACTIVITIES[0])
         self._failure = ""
         self._writing = threading.Lock()
         self._left = threading.Event()
 
-    def at(self, step: int, phase: str) -> None:
+    @override
+    def at(self, step: int, activity: str) -> None:
         """Where this rank is from now on; costs nothing, as the thread writes it."""
-        assert phase in PHASES, f"{phase!r} is no phase"
-        self._place = (step, phase)
+        assert activity in ACTIVITIES, f"{activity!r} is no activity"
+        self._place = (step, activity)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -141,8 +132,8 @@ class Presence:
             self._write()
 
     def _write(self) -> None:
-        step, phase = self._place
-        state = {"who": self._who, "step": step, "phase": phase, "failure": self._failure}
+        step, activity = self._place
+        state = {"who": self._who, "step": step, "activity": activity, "failure": self._failure}
         partial = self._folder / f".rank_{self._rank}"
         with self._writing:
             if self._left.is_set() and not self._failure:
@@ -165,8 +156,10 @@ class Presence:
             if time.monotonic() > deadline:
                 break
             time.sleep(self._beat_seconds / 2)
-        step, phase = self._place
-        behind = [one for one in self._others() if one.progress < (step, PHASES.index(phase))]
+        step, activity = self._place
+        behind = [
+            one for one in self._others() if one.progress < (step, ACTIVITIES.index(activity))
+        ]
         if not behind:
             return None
         told = "; ".join(f"{one} is still {one.where}" for one in behind)

@@ -22,7 +22,7 @@ from mimo.device import (
 )
 from mimo.hf.initial import initial_weights
 from mimo.launch.ranks import RankEnv, rank_environment
-from mimo.layout.build import build_layout
+from mimo.layout.grids import Layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 _COLLECTIVE_PATIENCE = 1.5
 
 
-def run_rank(recipe: Recipe, run_dir: Path, start: Start) -> None:
+def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
     """One rank of a job that was launched on this machine."""
     join_world(recipe)
-    train_in_world(recipe, run_dir, start)
+    train_in_world(recipe, layout, run_dir, start)
     leave_world()
 
 
@@ -69,15 +69,16 @@ def leave_world() -> None:
     dist.destroy_process_group()
 
 
-def train_in_world(recipe: Recipe, run_dir: Path, start: Start) -> None:
+def train_in_world(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
     """From building the model to the last checkpoint; every rank of the world calls it.
 
+    layout: the recipe's, for a world of this size; made before the ranks were started.
     Afterwards only the world's own group is left, so that another run can follow.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     set_threads(recipe.train.threads_per_rank, here)
     with _logging_to(run_dir / f"log_rank_{dist.get_rank()}.txt"):
-        layout, rank = build_layout(recipe, dist.get_world_size()), dist.get_rank()
+        rank = dist.get_rank()
         if (memory := gpu_memory()) is not None:
             check_memory(recipe, layout, range(rank, rank + 1), memory)
         presence = Presence(run_dir / "ranks", layout, rank, recipe.bridge.timeout_seconds)
@@ -93,7 +94,7 @@ def _train(
 ) -> None:
     # Where weights come from a checkpoint of ours, those to start from need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
-    trainer = Trainer(recipe, topology, run_dir, initial, presence.at)
+    trainer = Trainer(recipe, topology, run_dir, initial)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"
@@ -107,7 +108,7 @@ def _train(
                 MetricsWriter(run_dir, train.steps, trainer.progress.step, train.log_every)
             )
             _say_skipped(writer, dataset)
-        for metrics in trainer.train(dataset, validation):
+        for metrics in trainer.train(dataset, validation, presence):
             if writer is None:
                 continue
             if "validation_loss" in metrics:

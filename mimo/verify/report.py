@@ -100,7 +100,7 @@ def write_json(
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
     """A JSON file in which infinity and not-a-number are text."""
-    text = json.dumps(_finite(document), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(document), indent=1, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -135,12 +135,12 @@ def _errors(found: Comparison | None) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no number for infinity or not-a-number: they become text."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

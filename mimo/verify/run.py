@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, override
 
 import numpy as np
 import torch
@@ -13,86 +14,93 @@ from torch import Tensor
 
 from mimo.engines.megatron.initialize import global_name
 from mimo.engines.megatron.module import Module
-from mimo.hf.initial import InitialWeights
-from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout
-from mimo.layout.groups import Topology, build_topology
+from mimo.layout.groups import build_topology
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset, open_dataset
+from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
 from mimo.train.loop import Trainer
+from mimo.train.observer import StepObserver
 from mimo.train.rank import join_world
 from mimo.verify.minimums import check_minimums
 from mimo.verify.results import Fault, RankSteps, Shard
 
+Check = Callable[[Recipe, Layout, StepPlan], None]
+"""Given the plan of the first step, it may refuse the data."""
 
-def run_layout(recipe: Recipe, num_steps: int, fault: Fault | None = None) -> RankSteps:
+
+def run_layout(
+    recipe: Recipe, layout: Layout, num_steps: int, fault: Fault | None = None
+) -> RankSteps:
     """One rank of a layout in a world that is launched for it."""
     if fault is not None:
         fault()
     join_world(recipe)
-    return layout_steps(recipe, num_steps, check=check_minimums)
+    return layout_steps(recipe, layout, num_steps, check=check_minimums)
 
 
 def layout_steps(
     recipe: Recipe,
+    layout: Layout,
     num_steps: int,
-    check: Callable[[Recipe, Layout, StepPlan], None] | None = None,
+    check: Check | None = None,
 ) -> RankSteps:
-    """Train ``num_steps`` steps; every rank of the world calls it.
-
-    check(recipe, layout, plan of the first step) may refuse the data.
-    """
-    layout = build_layout(recipe, dist.get_world_size())
-    topology = build_topology(layout)
-    trainer = WatchedTrainer(recipe, topology, Path(recipe.train.run_dir))
+    """Train ``num_steps`` steps; every rank of the world calls it."""
+    trainer = Trainer(recipe, build_topology(layout), Path(recipe.train.run_dir))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
-    if check is not None:
-        check(recipe, layout, trainer.first_plan(dataset))
-    metrics = []
-    steps = trainer.train(dataset, None)
-    for _ in range(num_steps):
-        metrics.append(next(steps))
-        trainer.note_weights()
+    checked = None if check is None else partial(check, recipe, layout)
+    watched = WatchedSteps(trainer.model.modules, dist.get_rank(), checked)
+    steps = trainer.train(dataset, None, watched)
+    metrics = [next(steps) for _ in range(num_steps)]
     steps.close()
-    return RankSteps(metrics, [shard for shard, _ in trainer.watched])
+    return RankSteps(metrics, watched.shards)
 
 
-class WatchedTrainer(Trainer):
-    """The training loop, with a copy of every gradient before clipping and of every weight."""
+class WatchedSteps(StepObserver):
+    """Copies every gradient before clipping, and every weight after the update.
+
+    check(plan of the first step) may refuse the data.
+    """
 
     def __init__(
         self,
-        recipe: Recipe,
-        topology: Topology,
-        run_dir: Path,
-        initial: InitialWeights | None = None,
+        modules: Mapping[str, Module],
+        rank: int,
+        check: Callable[[StepPlan], None] | None = None,
     ) -> None:
-        super().__init__(recipe, topology, run_dir, initial)
-        self.watched = [
-            pair
-            for name, module in self.model.modules.items()
-            for pair in shards_of(name, module, topology.rank)
+        self.check = check
+        self.parameters = [
+            pair for name, module in modules.items() for pair in shards_of(name, module, rank)
         ]
 
-    def first_plan(self, dataset: Dataset) -> StepPlan:
-        """The plan of the first step."""
-        planner = self._planner(dataset)
-        return planner.finish(planner.microbatches(0))
-
-    def _update(self, step: int, squared_norm: float) -> float:
-        for module in self.model.modules.values():
-            gather_gradients(module)
-        for shard, parameter in self.watched:
-            if parameter.requires_grad:
-                shard.gradients.append(numpy_copy(parameter.main_grad))
-        return super()._update(step, squared_norm)
+    @property
+    def shards(self) -> list[Shard]:
+        """What was seen of each parameter."""
+        return [shard for shard, _ in self.parameters]
 
     def note_weights(self) -> None:
-        """Copy the weights; call after each step."""
-        for shard, parameter in self.watched:
+        """Copy the weights as they are now."""
+        for shard, parameter in self.parameters:
             shard.weights.append(numpy_copy(parameter))
+
+    @override
+    def planned(self, step: int, plan: StepPlan) -> None:
+        if self.check is not None:
+            self.check(plan)
+        self.check = None
+
+    @override
+    def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
+        for module in modules.values():
+            gather_gradients(module)
+        for shard, parameter in self.parameters:
+            if parameter.requires_grad:
+                shard.gradients.append(numpy_copy(parameter.main_grad))
+
+    @override
+    def updated(self, step: int, modules: Mapping[str, Module]) -> None:
+        self.note_weights()
 
 
 def numpy_copy(tensor: Tensor) -> np.ndarray:

@@ -113,7 +113,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     scaled = _validated(data)
     placed = check_recipe(scaled, None)
     assert placed == layout, f"{placed} was built, not {layout}"
-    return ScaledRecipe(scaled, layout, workload, directory)
+    return ScaledRecipe(scaled, placed, workload, directory)
 
 
 def changes(recipe: Recipe, precision: str) -> list[str]:

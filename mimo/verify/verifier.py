@@ -126,7 +126,7 @@ class Verifier:
 
 def _run(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps]:
     """The layout on its ranks."""
-    args = (scaled.recipe, NUM_STEPS, fault)
+    args = (scaled.recipe, scaled.layout, NUM_STEPS, fault)
     return run_on_cpu(_LAYOUT, args, scaled.layout.world_size, _TIMEOUT_SECONDS)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mimo.checkpoint.start import FromScratch, Resume, Start
 from mimo.hf.recipes import load_recipe
+from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
 from mimo.train.run_folder import make_run_dir
@@ -46,13 +47,13 @@ def run_from(run_ranks: RunRanks, recipe: Recipe, start: Start) -> None:
     """Like `run`, from anywhere."""
     layout = check_recipe(recipe, None)
     run_dir = make_run_dir(recipe, resumes=isinstance(start, Resume))
-    run_ranks(_train, layout.world_size, recipe, run_dir, start)
+    run_ranks(_train, layout.world_size, recipe, layout, run_dir, start)
 
 
-def _train(rank: int, recipe: Recipe, run_dir: Path, start: Start) -> None:
+def _train(rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
     from mimo.train.rank import train_in_world
 
-    train_in_world(recipe, run_dir, start)
+    train_in_world(recipe, layout, run_dir, start)
 
 
 def metrics(recipe: Path, run: str = "tiny") -> list[dict]:

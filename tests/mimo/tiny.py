@@ -131,9 +131,11 @@ def write_recipe(directory: Path) -> Path:
 def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """One rank: train; its metrics, and its shards with gradients and weights."""
     from mimo.hf.recipes import load_recipe
+    from mimo.layout.build import build_layout
     from mimo.verify.run import layout_steps
 
-    found = layout_steps(load_recipe(path, overrides), NUM_STEPS)
+    recipe = load_recipe(path, overrides)
+    found = layout_steps(recipe, build_layout(recipe), NUM_STEPS)
     return {"metrics": found.metrics, "shards": found.shards}
 
 

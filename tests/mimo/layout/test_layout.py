@@ -1,3 +1,5 @@
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
 from mimo.layout.grids import GridSpec, Layout, num_microbatches, run_ahead
-from mimo.layout.levels import minimum_run_ahead
+from mimo.layout.levels import Link, minimum_run_ahead
 from mimo.recipe.schema import Recipe, RecipeError
 from tests.mimo.recipe.test_recipe import RECIPE
 
@@ -211,3 +213,13 @@ def test_colocated_encoder_that_cannot_keep_its_group_or_place_is_refused(
     colocated = ["encoders.vision.placement=colocated", *overrides]
     found = problems(load_recipe(path, colocated))
     assert any(expected in line for line in found), found
+
+
+def test_a_layout_travels_to_ranks_whole_and_small(path: Path) -> None:
+    layout = build_layout(load_recipe(path))
+    layout = replace(layout, links={"vision": (Link("vision", 1, (1, 2), (0, 1)),)})
+    sent = pickle.dumps(layout)
+    assert len(sent) < 2000
+    arrived = pickle.loads(sent)
+    assert arrived == layout
+    assert arrived.links == layout.links

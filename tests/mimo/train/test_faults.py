@@ -22,6 +22,7 @@ from torch import Tensor
 from mimo.checkpoint.start import FromScratch
 from mimo.hf.recipes import load_recipe
 from mimo.launch.ranks import launch, rank_environment
+from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
 from mimo.train.run_folder import make_run_dir
@@ -71,7 +72,10 @@ def run_with(
         layout = check_recipe(recipe, None)
         run_dir = make_run_dir(recipe, resumes=False)
         code = launch(
-            f"{HERE}:run_faulty_rank", (fault, recipe, run_dir), layout.world_size, log_dir=run_dir
+            f"{HERE}:run_faulty_rank",
+            (fault, recipe, layout, run_dir),
+            layout.world_size,
+            log_dir=run_dir,
         )
         seconds = time.time() - (run_dir / STRUCK).stat().st_mtime
         pids = [int((run_dir / f"pid_{rank}").read_text()) for rank in range(layout.world_size)]
@@ -84,7 +88,7 @@ def run_with(
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def run_faulty_rank(fault: str, recipe: Recipe, run_dir: Path) -> None:
+def run_faulty_rank(fault: str, recipe: Recipe, layout: Layout, run_dir: Path) -> None:
     from mimo.train.rank import run_rank
 
     env = rank_environment()
@@ -92,7 +96,7 @@ def run_faulty_rank(fault: str, recipe: Recipe, run_dir: Path) -> None:
     (run_dir / f"pid_{env.rank}").write_text(str(os.getpid()))
     if env.rank == 0:
         FAULTS[fault](run_dir / STRUCK)
-    run_rank(recipe, run_dir, FromScratch())
+    run_rank(recipe, layout, run_dir, FromScratch())
 
 
 def _when_sending(strike: Callable[[], None], struck: Path) -> None:
@@ -130,9 +134,9 @@ def _plan_in_another_order(struck: Path) -> None:
 
 def _stop_before_the_norm(struck: Path) -> None:
     """SIGSTOP this rank in step 1, after its last transfer and before a collective of the world."""
-    from mimo.train import loop as train
+    from mimo.train import batches
 
-    sum_over_world, calls = train.sum_over_world, 0
+    sum_over_world, calls = batches.sum_over_world, 0
 
     def stop_or_sum(values):
         nonlocal calls
@@ -143,7 +147,7 @@ def _stop_before_the_norm(struck: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return sum_over_world(values)
 
-    train.sum_over_world = stop_or_sum
+    batches.sum_over_world = stop_or_sum
 
 
 def _when_encoding(strike: Callable[[Tensor, Tensor], Call | None], struck: Path) -> None:

@@ -15,7 +15,9 @@ import torch
 
 from mimo.checkpoint.start import FromScratch, Resume, Start
 from mimo.hf.recipes import load_recipe
+from mimo.layout.build import build_layout
 from mimo.model.recipe_checks import check_recipe
+from mimo.step.dataset import open_dataset
 from mimo.verify.results import RankSteps, Shard
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -57,7 +59,7 @@ def held_rates(rank: int, path: Path, overrides: list[str], start: Start) -> lis
     recipe = load_recipe(path, overrides)
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     register_optimizer_step_pre_hook(note)
-    train_in_world(recipe, recipe.run_dir, start)
+    train_in_world(recipe, build_layout(recipe), recipe.run_dir, start)
     return found
 
 
@@ -116,15 +118,20 @@ OPTIMIZERS: dict[str, tuple[list[str], float]] = {
 
 def steps_from_first_weights(rank: int, path: Path, overrides: list[str]) -> RankSteps:
     """Some steps of one rank, each tensor's weights before the first one included."""
-    from mimo.verify import run
+    from mimo.layout.groups import build_topology
+    from mimo.train.loop import Trainer
+    from mimo.verify.run import WatchedSteps
 
-    class Trainer(run.WatchedTrainer):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.note_weights()
-
-    run.WatchedTrainer = Trainer
-    return run.layout_steps(load_recipe(path, overrides), UPDATES)
+    recipe = load_recipe(path, overrides)
+    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    assert dataset is not None
+    watched = WatchedSteps(trainer.model.modules, rank)
+    watched.note_weights()
+    steps = trainer.train(dataset, None, watched)
+    found = [next(steps) for _ in range(UPDATES)]
+    steps.close()
+    return RankSteps(found, watched.shards)
 
 
 def by_hand(shard: Shard, factors: list[float], is_sgd: bool) -> list[np.ndarray]:

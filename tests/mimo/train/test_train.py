@@ -9,6 +9,15 @@ from typing import Any
 
 import pytest
 
+from mimo.checkpoint.start import FromScratch
+from mimo.hf.recipes import load_recipe
+from mimo.launch.processes import RanksFailed
+from mimo.layout.build import build_layout
+from mimo.layout.grids import Layout
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import open_dataset
+from mimo.step.plan import StepPlan
+from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import ADAM, LAYOUT, corrupt, metrics, mimo, run
@@ -58,7 +67,6 @@ def test_the_seed_of_the_recipe_changes_every_matrix_of_every_module(
 
 def _weights_follow_the_seed(rank: int, path: Path) -> None:
     from mimo.generate.one_rank import LocalModel
-    from mimo.hf.recipes import load_recipe
 
     def weights(seed: int) -> dict[str, Any]:
         modules = LocalModel(
@@ -75,6 +83,91 @@ def _weights_follow_the_seed(rank: int, path: Path) -> None:
     assert {name.partition(".")[0] for name in matrices} == {"language", "vision"}
     assert all(first[name].equal(same[name]) for name in first)
     assert {name for name in first if not first[name].equal(other[name])} == matrices
+
+
+def test_ranks_train_on_the_layout_that_they_are_given(run_ranks: RunRanks, recipe: Path) -> None:
+    settings = load_recipe(recipe, ["train.steps=1"])
+    # Another one than they would make of the recipe: the language model comes first.
+    moved = load_recipe(
+        recipe, ["language.grid.rank_offset=0", "encoders.vision.grid.rank_offset=1"]
+    )
+    run_dir = make_run_dir(settings, resumes=False)
+    run_ranks(_train_on, 2, settings, build_layout(moved), run_dir)
+    logs = [(run_dir / f"log_rank_{rank}.txt").read_text() for rank in range(2)]
+    assert "rank 0 owns ['language']" in logs[0]
+    assert "rank 1 owns ['vision']" in logs[1]
+
+
+def test_a_layout_for_another_world_is_refused(run_ranks: RunRanks, recipe: Path) -> None:
+    settings = load_recipe(recipe)
+    with pytest.raises(RanksFailed, match="the layout was made for another world"):
+        run_ranks(_train_on, 3, settings, build_layout(settings), recipe.parent)
+
+
+def _train_on(rank: int, recipe: Recipe, layout: Layout, run_dir: Path) -> None:
+    from mimo.train.rank import train_in_world
+
+    train_in_world(recipe, layout, run_dir, FromScratch())
+
+
+def test_an_observer_is_told_what_a_step_does_and_sees_gradients_before_they_are_clipped(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    found = run_ranks(_observe, 2, recipe)
+    for seen, _, step in found:
+        assert seen == [
+            "planned",
+            "forward and backward",
+            "gradients",
+            "gradients complete",
+            "data of the next step",
+            "norm and loss",
+            "update",
+            "updated",
+        ]
+        norm = sum(squared for _, squared, _ in found) ** 0.5
+        assert step["grad_norm"] == pytest.approx(norm, rel=1e-6)
+        assert norm > 2 * CLIP
+
+
+CLIP = 0.01
+
+
+def _observe(rank: int, path: Path) -> tuple[list[str], float, dict[str, float]]:
+    """What an observer is told of one step, the squared norm that it finds, and the metrics."""
+    from mimo.layout.groups import build_topology
+    from mimo.train.loop import Trainer
+    from mimo.train.observer import StepObserver
+
+    class Observer(StepObserver):
+        def at(self, step: int, activity: str) -> None:
+            seen.append(activity)
+
+        def planned(self, step: int, plan: StepPlan) -> None:
+            seen.append("planned")
+
+        def gradients_complete(self, step: int, modules: Any) -> None:
+            seen.append("gradients complete")
+            before.extend(weight.detach().clone() for weight in parameters(modules))
+            squares.extend(float(p.main_grad.double().pow(2).sum()) for p in parameters(modules))
+
+        def updated(self, step: int, modules: Any) -> None:
+            seen.append("updated")
+            pairs = zip(before, parameters(modules), strict=True)
+            assert not any(old.equal(new) for old, new in pairs)
+
+    def parameters(modules: Any) -> list[Any]:
+        return [p for m in modules.values() for chunk in m.raw for p in chunk.parameters()]
+
+    seen, squares, before = list[str](), list[float](), list[Any]()
+    recipe = load_recipe(path, ["train.warmup_steps=0", f"train.clip_grad_norm={CLIP}"])
+    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    assert dataset is not None
+    steps = trainer.train(dataset, None, Observer())
+    measured = next(steps)
+    steps.close()
+    return seen, sum(squares), measured
 
 
 def test_validation_loss_is_the_mean_over_held_out_tokens(

@@ -55,15 +55,15 @@ def lengthen_steps_of_distributed_optimizer() -> None:
     """A distributed optimizer's steps are a little too long, a plain one's are right."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from mimo.train import loop as train
+    from mimo.train import step as training
 
-    step = train.step_optimizer
+    step = training.step_optimizer
 
     def longer(optimizer: Any, rate: float, factor: float) -> None:
         is_distributed = isinstance(optimizer, DistributedOptimizer)
         step(optimizer, rate * (1 + SMALL) if is_distributed else rate, factor)
 
-    train.step_optimizer = longer
+    training.step_optimizer = longer
 
 
 # ---------------------------------------------------------------------------- tests

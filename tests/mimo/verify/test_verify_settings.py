@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mimo.hf.recipes import load_recipe
-from mimo.train.learning_rate import learning_rate
+from mimo.recipe.schema import Train
+from mimo.train.step import learning_rate
 from mimo.verify.cells import recipe_cells
 from mimo.verify.reference import scheduled_rate
 from mimo.verify.scale import ScaledRecipe, scale_recipe
@@ -23,14 +24,14 @@ from tests.mimo.verify.test_verify_faults import Case, check_fault_is_found, run
 
 def ignore_warm_up() -> None:
     """The schedule begins with the whole learning rate."""
-    from mimo.train import loop as train
+    from mimo.train import step as training
 
-    schedule = train.learning_rate
+    schedule = training.learning_rate
 
-    def without(step: int, total_steps: int, peak: float, warmup_steps: int, ratio: float) -> float:
-        return schedule(step, total_steps, peak, 0, ratio)
+    def without(train: Train, peak: float, step: int) -> float:
+        return schedule(train.model_copy(update={"warmup_steps": 0}), peak, step)
 
-    train.learning_rate = without
+    training.learning_rate = without
 
 
 def ignore_rate_of_encoder() -> None:
@@ -47,9 +48,9 @@ def ignore_rate_of_encoder() -> None:
 
 def step_first_parameter_group_only() -> None:
     """What does not decay, norms and biases, keeps the rate that the optimizer was built with."""
-    from mimo.train import loop as train
+    from mimo.train import step as training
 
-    step = train.step_optimizer
+    step = training.step_optimizer
 
     def first_only(optimizer: Any, rate: float, factor: float) -> None:
         kept = [group["lr"] for group in optimizer.optimizer.param_groups[1:]]
@@ -62,7 +63,7 @@ def step_first_parameter_group_only() -> None:
         step(optimizer, rate, factor)
         hook.remove()
 
-    train.step_optimizer = first_only
+    training.step_optimizer = first_only
 
 
 def ignore_weights_of_sources() -> None:
@@ -178,9 +179,6 @@ def test_the_workload_has_the_rates_of_the_modules_and_a_warm_up_where_the_recip
 def test_the_schedule_of_the_reference_is_that_of_training() -> None:
     for warmup in (0, 1, 2, 7, 20):
         train = load_recipe(RECIPE, ["train.steps=12", f"train.warmup_steps={warmup}"]).train
-        expected = [
-            learning_rate(step, 12, 0.3, warmup, train.min_learning_rate_ratio)
-            for step in range(14)
-        ]
+        expected = [learning_rate(train, 0.3, step) for step in range(14)]
         rates = [scheduled_rate(train, 0.3, step) for step in range(14)]
         assert rates == pytest.approx(expected, rel=1e-12)

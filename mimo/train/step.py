@@ -1,0 +1,172 @@
+"""One training step of one rank; read `train_step` from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from bridge import BridgeError
+from mimo.device import synchronize
+from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.parallel import squared_gradient_norm, step_optimizer
+from mimo.layout.grids import LANGUAGE
+from mimo.model.modules import MimoModel
+from mimo.recipe.schema import Recipe, Train
+from mimo.train.batches import Batches, RankBatch
+from mimo.train.metrics import StepResult
+from mimo.train.observer import StepObserver
+
+# Steps in which plan digests are compared over the bridge under `bridge.check: first_steps`.
+_CHECKED_STEPS = 3
+_SHOWN_SAMPLES = 16  # in one error message
+
+
+def train_step(
+    step: int, recipe: Recipe, model: MimoModel, batches: Batches, observer: StepObserver
+) -> StepResult:
+    """Train on the batch at hand; every rank of the world calls it.
+
+    Raises FloatingPointError for a loss or a norm that is no number.
+    """
+    synchronize()
+    started = time.perf_counter()
+
+    # ---- plan: pure integers, the same on every rank
+    plan = batches.plan()
+    observer.planned(step, plan)
+
+    # ---- read: what this rank owns of the batch
+    batch = batches.read(plan)
+
+    # ---- forward and backward of the modules of this rank
+    observer.at(step, "forward and backward")
+    loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
+
+    # ---- complete gradients: sums over lanes, one division by the tokens of the whole batch
+    observer.at(step, "gradients")
+    model.finish_gradients(plan.num_loss_tokens)
+    observer.gradients_complete(step, model.modules)
+
+    # ---- norm: one over all modules; loss and unusable samples of the next batch travel along
+    observer.at(step, "data of the next step")
+    batches.read_next()
+    idle = sum(sender.take_waited_seconds() for sender in model.senders.values())
+    observer.at(step, "norm and loss")
+    own_part = _squared_norm(model.modules)
+    squared_norm, loss, idle = batches.sum_over_world(own_part, loss, idle)
+    norm = math.sqrt(squared_norm)
+    _check_finite(step, {"loss": loss, "gradient norm": norm})
+
+    # ---- update: clip all modules alike, each learns at its own rate
+    observer.at(step, "update")
+    factor = _clip_factor(recipe.train, norm)
+    for module in model.modules.values():
+        if module.optimizer is not None:
+            rate = learning_rate(recipe.train, module.learning_rate, step)
+            step_optimizer(module.optimizer, rate, factor)
+    observer.updated(step, model.modules)
+
+    # ---- metrics
+    synchronize()
+    seconds = time.perf_counter() - started
+    return StepResult(plan, loss, norm, _rates(recipe, step), idle, seconds)
+
+
+def run_modules(
+    model: MimoModel, batch: RankBatch, forward_only: bool = False, check: bool = False
+) -> float:
+    """Forward (and backward) of this rank's modules; returns its part of the summed loss.
+
+    check: compare plans over the bridge first. Every rank of the world calls it.
+    """
+    with _errors_name(batch, model):
+        return model.run(
+            batch.plan, batch.language, batch.items, forward_only, check, batch.sample_keys
+        )
+
+
+@contextmanager
+def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
+    """Bridge errors inside get a note with the batch and the samples of their microbatch.
+
+    An error about one sample gets that one alone.
+
+    The model's watch notes it until the next batch: on a device, transfers that were asked for
+    inside may be late long after.
+    """
+
+    def note(error: BridgeError) -> None:
+        where = batch.name
+        if error.microbatch is not None:
+            keys = batch.sample_keys(error.microbatch)
+            if error.sample is not None:
+                error.add_note(
+                    f"in {where}, sample {keys[error.sample]} of microbatch {error.microbatch}"
+                )
+                return
+            more = f" and {len(keys) - _SHOWN_SAMPLES} more" if keys[_SHOWN_SAMPLES:] else ""
+            where += f", samples of microbatch {error.microbatch}: "
+            where += ", ".join(keys[:_SHOWN_SAMPLES]) + more
+        error.add_note(f"in {where}")
+
+    if model.watch is not None:
+        model.watch.tell_where = note
+    try:
+        yield
+    except BridgeError as error:
+        note(error)
+        raise
+
+
+def _checks(recipe: Recipe, steps_done: int) -> bool:
+    """Whether plans are compared in a step. steps_done: since the run began or was resumed."""
+    check = recipe.bridge.check
+    return check == "always" or (check == "first_steps" and steps_done < _CHECKED_STEPS)
+
+
+def _squared_norm(modules: Mapping[str, Module]) -> float:
+    """This rank's share; the sum over all ranks is the squared norm of the whole gradient."""
+    return math.fsum(
+        squared_gradient_norm(module.optimizer, module.groups)
+        for module in modules.values()
+        if module.optimizer is not None
+    )
+
+
+def _clip_factor(train: Train, norm: float) -> float:
+    clip = train.clip_grad_norm
+    return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+
+
+def _check_finite(step: int, values: Mapping[str, float]) -> None:
+    for what, value in values.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"step {step}: the {what} is {value}; lower train.learning_rate or look at the "
+                f"samples of this step"
+            )
+
+
+def learning_rate(train: Train, peak: float, step: int) -> float:
+    """The rate of ``step``, from 0: linear up to ``peak``, then down half a cosine to a part of it.
+
+    peak: the module's own learning rate.
+    """
+    if step < train.warmup_steps:
+        return peak * (step + 1) / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    lowest = train.min_learning_rate_ratio
+    return peak * (lowest + (1 - lowest) * cosine)
+
+
+def _rates(recipe: Recipe, step: int) -> dict[str, float]:
+    """The learning rate of every module that trains, whichever rank owns it."""
+    train, parts = recipe.train, {LANGUAGE: recipe.language, **recipe.encoders}
+    return {
+        name: learning_rate(train, part.learning_rate or train.learning_rate, step)
+        for name, part in parts.items()
+        if part.trains
+    }
