@@ -231,7 +231,11 @@ def generate(
         int, typer.Option("--max-new-tokens", min=1, max=2**20, help="Length of the answer.")
     ] = 64,
 ) -> int | None:
-    """Answer a question about images or a video with a trained checkpoint, in one process."""
+    """Answer a question about images or a video with a trained checkpoint, in one process.
+
+    Made for checks: each new token costs a forward over the whole sequence, as nothing is cached.
+    To serve a model, export it with `mimo convert to-hf`.
+    """
     from mimo.generate.answer import main as answer
 
     return answer(run, image or [], prompt, max_new_tokens, frame or [], fps)
@@ -249,7 +253,10 @@ def evaluate(
         ),
     ] = None,
 ) -> int | None:
-    """Answer the held-out samples of a run's recipe and compare with the expected answers."""
+    """Answer the held-out samples of a run's recipe and compare with the expected answers.
+
+    Like `mimo generate`, it computes the whole sequence anew for each new token.
+    """
     from mimo.generate.evaluate import main as compare
 
     return compare(run, split, max_new_tokens)
@@ -287,7 +294,12 @@ def parity(
 @app.command()
 @_readable_errors
 def tiny(
-    family: Annotated[str, typer.Argument(help="qwen2_5_vl, qwen3_vl or gemma3.")],
+    family: Annotated[
+        str,
+        typer.Argument(
+            help="qwen2_5_vl, qwen3_vl or gemma3; of text alone: qwen2, qwen3, gemma3_text."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
     dtype: Annotated[DtypeChoice, typer.Option("--dtype")] = DtypeChoice.FLOAT32,

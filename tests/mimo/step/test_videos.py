@@ -163,7 +163,7 @@ def _answer(rank: int, folder: Path) -> None:
     odd = Request(request(2).messages, [files[0], files[1].resize((28, 28))])
     with pytest.raises(InputError, match="frames of a video are 56 x 28, 28 x 28: need one size"):
         generator.answer([odd], 1)
-    answered = answer_split(folder)
+    answered = list(answer_split(folder))
     expected = [sum(max(n, 1) for n in parts) for parts in SAMPLES]
     assert [len(one.images) for one in answered] == expected
     paths = [folder / f"{number}.png" for number in range(4)]
