@@ -146,8 +146,6 @@ def _trained_weights(
     described = stored.describe(checkpoint)
     found: list[TrainedWeight] = []
     problems: list[str] = []
-    if not settings:
-        problems.append("  the tower: the recipe has no encoders (keep one, with freeze: true)")
     for module, weights in architecture.weights(language_settings(recipe), settings).items():
         lora = (recipe.language if module == LANGUAGE else recipe.encoders[module]).lora
         for weight in weights:
