@@ -38,7 +38,7 @@ def join_world_of_one() -> None:
     """Make this process a world of one rank, unless it is part of a world already."""
     if not dist.is_initialized():
         # In memory: a world of one has nobody to meet, so no file is left behind.
-        initialize_distributed(0, 1, dist.HashStore(), timeout_seconds=60)
+        initialize_distributed(0, 1, dist.HashStore(), timeout_seconds=60)  # type: ignore[attr-defined]
 
 
 def one_rank_layout(recipe: Recipe) -> Layout:

@@ -57,7 +57,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     _section(data, "data").setdefault("tokenizer", str(folder))
     data.setdefault("encoders", {} if tower is None else {DEFAULT_ENCODER: {}})
     encoders = _section(data, "encoders")
-    if tower is None:
+    if tower is None or architecture.encoder is None:
         for name in encoders:
             message = f"{folder} holds a language model alone ({architecture.model_type}); leave "
             yield ("encoders", name), message + "encoders out"

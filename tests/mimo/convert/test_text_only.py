@@ -17,6 +17,7 @@ from mimo.families.registry import language_settings
 from mimo.hf.initial import initial_weights
 from mimo.recipe.schema import load_recipe
 from mimo.verify.workload import Sample, write_shard
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import runs
 from tests.mimo.hf import folders
@@ -50,7 +51,7 @@ def write_text_recipe(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", [*TEXT_ONLY, "qwen3_vl"])
+@pytest.mark.parametrize("family", quick([*TEXT_ONLY, "qwen3_vl"], "qwen3", "qwen3_vl"))
 def test_text_trains_a_language_model_alone_and_transformers_computes_what_it_learned(
     run_ranks: RunRanks, tmp_path: Path, family: str
 ) -> None:
