@@ -21,7 +21,7 @@ from tests.mimo.hf import folders
 GB = 10**9
 
 
-@pytest.fixture(scope="module", params=folders.FAMILIES)
+@pytest.fixture(scope="module", params=quick(folders.FAMILIES, "qwen3_vl"))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folders.make(request.param, tmp_path_factory.mktemp(request.param) / "model")
 

@@ -311,6 +311,7 @@ def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     check_fault_is_found(verifier, CASES[name])
 
 
+@pytest.mark.slow  # the same layouts are in `test_verify.py`
 @pytest.mark.parametrize("cell", {case.cell for case in CASES.values()}, ids=lambda c: c.name)
 def test_without_a_fault_the_same_layouts_are_equal(verifier: Verifier, cell: SweepCell) -> None:
     result = run(verifier, cell, None)

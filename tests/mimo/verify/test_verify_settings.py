@@ -117,6 +117,7 @@ def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     check_fault_is_found(verifier, CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cell", "overrides"), [(SweepCell("", ""), RATES), (SweepCell("dp2", ""), SOURCES)]
 )
