@@ -240,6 +240,8 @@ def generate(
     """Answer a question about images, a video or other items with a trained checkpoint.
 
     It runs in one process. Items stand before the question: images, the video, others.
+    Made for checks: each new token costs a forward over the whole sequence, as nothing is cached.
+    To serve a model, export it with `mimo convert to-hf`.
     """
     from mimo.generate.answer import GivenItem
     from mimo.generate.answer import main as answer
@@ -263,7 +265,10 @@ def evaluate(
         ),
     ] = None,
 ) -> int | None:
-    """Answer the held-out samples of a run's recipe and compare with the expected answers."""
+    """Answer the held-out samples of a run's recipe and compare with the expected answers.
+
+    Like `mimo generate`, it computes the whole sequence anew for each new token.
+    """
     from mimo.generate.evaluate import main as compare
 
     return compare(run, split, max_new_tokens)
@@ -301,7 +306,12 @@ def parity(
 @app.command()
 @_readable_errors
 def tiny(
-    family: Annotated[str, typer.Argument(help="qwen2_5_vl, qwen3_vl or gemma3.")],
+    family: Annotated[
+        str,
+        typer.Argument(
+            help="qwen2_5_vl, qwen3_vl or gemma3; of text alone: qwen2, qwen3, gemma3_text."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
     dtype: Annotated[DtypeChoice, typer.Option("--dtype")] = DtypeChoice.FLOAT32,

@@ -17,9 +17,9 @@ import pytest
 from mimo.hf.recipe_keys import architecture_of_folder
 from mimo.hf.recipes import load_phases
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.hf.tiny_configs import FAMILIES
 from mimo.layout.grids import Layout, num_microbatches
 from mimo.model.recipe_checks import check_recipe
+from tests.mimo.hf import folders
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 _LAYOUT = re.compile(r"#\s+(\d+) GPUs:\s+(.*)")
@@ -178,7 +178,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
-    for family in FAMILIES:
+    for family in folders.FAMILIES:
         write_tiny(TinyCheckpoint(family), root / f"{family}_tiny")
     return root
 
@@ -271,7 +271,7 @@ def test_there_is_a_recipe_for_each_published_model_and_each_family(models: Path
         "gemma3_4b_sft",
         "gemma3_27b_sft",
     }
-    assert {path.stem.removesuffix("_tiny") for path in TINY} == set(FAMILIES)
+    assert {path.stem.removesuffix("_tiny") for path in TINY} == set(folders.FAMILIES)
 
 
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)

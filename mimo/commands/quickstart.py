@@ -42,13 +42,11 @@ def main(overrides: Sequence[str]) -> int:
 
 def _show(run_dir: Path) -> int:
     """Answer held-out samples, draw some of them, and print the scores."""
-    from mimo.generate.evaluate import answer_split, draw, score
+    from mimo.generate.evaluate import evaluate
 
     print("answering held-out samples ...", flush=True)
-    answered = answer_split(run_dir)
     picture = run_dir / "held_out.png"
-    draw(answered, picture)
-    result = score(answered)
+    result = evaluate(run_dir, picture)
     print(f"run folder: {run_dir}")
     print(f"picture: {picture}")
     print(f"exact_match={result.exact_match:.3f} per_digit={result.per_word:.3f}")

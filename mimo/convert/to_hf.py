@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from mimo.errors import InputError
 from mimo.families.hf_config import read_json
 from mimo.hf.export_config import changed_settings, write_image_settings
 from mimo.hf.folder import INDEX, SINGLE
+from mimo.hf.initial import original_tower
 from mimo.progress import counter_of
 
 
@@ -29,21 +31,27 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
     """Write the folder ``target``: weights, index, configuration, tokenizer and processor files.
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
-    the largest size of a file; a larger tensor has one of its own. The folder appears complete or
-    not at all. Encoders that the format has no place for are left out, and named on the console.
+    the largest size of a file; a larger tensor has one of its own. Where the language model was
+    trained without the checkpoint's tower, the tower goes along as it was, from the folder that the
+    recipe starts from. The folder appears complete or not at all. Encoders that the format has no
+    place for are left out, and named on the console.
 
     Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
     missing, unknown or has another shape.
     """
     trained = open_trained(run)
     changed = changed_settings(trained.recipe, trained.architecture, trained.assets)
-    shards = list(trained.shards(shard_bytes))
+    files: list[Callable[[], dict[str, Tensor]]] = [
+        partial(_trained_tensors, trained, shard) for shard in trained.shards(shard_bytes)
+    ]
+    if (tower := original_tower(trained.recipe)) is not None:
+        files += [partial(tower.read, shard) for shard in tower.shards(shard_bytes)]
     to_disk = trained.architecture.layouts[0].on_disk
-    with new_folder(target) as folder, counter_of("files", len(shards)) as advance:
+    with new_folder(target) as folder, counter_of("files", len(files)) as advance:
         copy_assets(trained.assets, folder)
         write_image_settings(folder, changed)
         _set_dtype(folder / "config.json", trained.weights[0].dtype)
-        _write(folder, trained, shards, to_disk, advance)
+        _write(folder, files, to_disk, advance)
     trained.tell_what_is_left_out()
 
 
@@ -58,30 +66,36 @@ def parse_size(text: str) -> int:
     return int(number) * _UNITS[unit]
 
 
+def _trained_tensors(trained: TrainedModel, shard: list[TrainedWeight]) -> dict[str, Tensor]:
+    """The tensors of theirs that a shard consists of, adapters merged, by name in memory."""
+    ours = trained.read(shard)
+    tensors: dict[str, Tensor] = {}
+    for one in shard:
+        # Each goes before the next is taken apart: two copies of one tensor, not of a file.
+        unpacked = one.weight.unpack(one.merged(ours))
+        tensors |= {key: tensor.contiguous() for key, tensor in unpacked.items()}
+    return tensors
+
+
 def _write(
     folder: Path,
-    trained: TrainedModel,
-    shards: list[list[TrainedWeight]],
+    files: Sequence[Callable[[], dict[str, Tensor]]],
     to_disk: Callable[[str], str],
     advance: Callable[[], None],
 ) -> None:
+    """files: each gives the tensors of one file by name in memory, when its turn comes."""
     weight_map: dict[str, str] = {}
     total = 0
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        path = folder / (SINGLE if len(shards) == 1 else name)
-        ours = trained.read(shard)
-        tensors: dict[str, Tensor] = {}
-        for one in shard:
-            # Each goes before the next is taken apart: two copies of one tensor, not of a file.
-            unpacked = one.weight.unpack(one.merged(ours))
-            tensors |= {to_disk(key): tensor.contiguous() for key, tensor in unpacked.items()}
+    for number, tensors_of in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        path = folder / (SINGLE if len(files) == 1 else name)
+        tensors = {to_disk(key): tensor for key, tensor in tensors_of().items()}
         save_file(tensors, path, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", path)  # else only its owner may read it
         weight_map |= dict.fromkeys(tensors, path.name)
         total += sum(tensor.nbytes for tensor in tensors.values())
         advance()
-    if len(shards) > 1:
+    if len(files) > 1:
         _write_index(folder / INDEX, weight_map, total)
 
 

@@ -153,8 +153,6 @@ def _trained_weights(
     described = checkpoint_tensors.describe(checkpoint)
     found: list[TrainedWeight] = []
     problems: list[str] = []
-    if architecture.tower_of(recipe) is None:
-        problems.append("  the tower: the recipe has no encoders (keep one, with freeze: true)")
     wanted = architecture.weights_of(recipe)
     for module, weights in wanted.items():
         lora = recipe.module(module).lora

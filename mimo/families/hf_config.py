@@ -28,8 +28,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """``config.json``, in today's form whichever version of transformers wrote it.
 
-    Sizes of the language model are under ``text_config``, those of a tower under
-    ``vision_config``, rotary settings under ``rope_parameters``. Raises InputError.
+    Sizes of the language model are under ``text_config``, also those of a model of text alone,
+    those of a tower under ``vision_config``, rotary settings under ``rope_parameters``. Raises
+    InputError.
     """
     read_json(folder / "config.json")  # says which file it is that is missing or broken
     # Here, because they cost seconds to import.
@@ -43,7 +44,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise InputError(f"{folder / 'config.json'}: cannot be understood: {error}") from error
     # A tied embedding is said at the top, or for the text alone, depending on version and model.
-    text = config.get("text_config", {})
+    text = config.setdefault("text_config", dict(config))
     config.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return config
 
@@ -74,7 +75,7 @@ def _compare(section: Config, where: str, reason: str, values: Config) -> None:
 def refuse_dropout(config: Config) -> None:
     """Raise ValueError for dropout anywhere: we train without."""
     sections = {"": config, "text_config.": config["text_config"]}
-    sections["vision_config."] = config["vision_config"]
+    sections["vision_config."] = config.get("vision_config", {})
     wrong = [
         f"{where}{key} is {value!r}; dropout is not supported, set it to 0"
         for where, section in sections.items()

@@ -1,4 +1,8 @@
-"""`mimo generate`: greedy answers from a trained checkpoint, in one process."""
+"""`mimo generate`: greedy answers from a trained checkpoint, in one process.
+
+There is no cache of keys and values: each new token costs a forward over the whole sequence. It
+computes what training computes, item attention and windows included, and is made for checks.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +124,6 @@ class Generator:
         """Greedy answers, one per request; all requests run packed together.
 
         max_length: tokens of a prompt and its answer together, at which the answer is cut, too.
-        Every step runs over the whole sequences; there is no cache of keys and values.
         Raises InputError for a request that the tokenizer or a processor cannot take.
         """
         prompts = [self._encode_prompt(request) for request in requests]
@@ -230,10 +233,10 @@ class Generator:
             kept = np.isin(own.request, open_requests)
             values = own.values[torch.from_numpy(kept).to(own.values.device)]
             placed.append((values, start[own.request[kept]] + own.place[kept]))
-        logits = self.model.forward(lane, placed, with_labels=False)
-        last = torch.from_numpy(np.cumsum(lengths) - 1)
+        last = np.cumsum(lengths) - 1
+        logits = self.model.forward(lane, placed, with_labels=False, at=last)
         # Rows that pad the vocabulary are no tokens.
-        return logits[0, last, : self.model.num_tokens].argmax(-1).tolist()
+        return logits[0, :, : self.model.num_tokens].argmax(-1).tolist()
 
 
 def main(path: Path, items: Sequence[GivenItem], prompt: str, max_new_tokens: int) -> int:

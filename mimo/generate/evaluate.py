@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import RecipeError
 from mimo.generate.answer import Generator, Request
-from mimo.step.dataset import open_dataset
+from mimo.step.dataset import Dataset, open_dataset
 
-_BATCH = 100
-"""Samples answered together."""
+BATCH_TOKENS = 8192
+"""Tokens of samples that are answered together, their answers included."""
+SHOWN = (3, 4)
+"""Rows and columns of the picture."""
 
 
 @dataclass(frozen=True)
@@ -42,33 +45,59 @@ class Answered:
 
 @dataclass(frozen=True)
 class Score:
-    """Over samples with items: whole answers right, and words right at their place."""
+    """Whole answers right, and words right at their place.
+
+    Over the samples with items; over all where none has any.
+    """
 
     exact_match: float
     per_word: float
 
 
-def score(answered: Sequence[Answered]) -> Score:
-    """Compare answers word by word; a missing or surplus word counts as wrong."""
-    seen = [one for one in answered if one.pictures]
-    right = total = 0
-    for one in seen:
+def score(answered: Iterable[Answered]) -> Score:
+    """Compare answers word by word; a missing or surplus word counts as wrong.
+
+    Goes through the answers once and keeps none.
+    """
+    # Samples, exact ones, words, right ones: of samples without items, and with.
+    counts = np.zeros((2, 4), np.int64)
+    for one in answered:
         given, expected = one.given.split(), one.expected.split()
-        total += max(len(given), len(expected))
-        right += sum(g == e for g, e in zip(given, expected, strict=False))
-    exact = sum(one.is_exact for one in seen)
-    return Score(exact / max(len(seen), 1), right / max(total, 1))
+        right = sum(g == e for g, e in zip(given, expected, strict=False))
+        words = max(len(given), len(expected))
+        counts[int(bool(one.pictures))] += (1, one.is_exact, words, right)
+    samples, exact, words, right = counts[1 if counts[1, 0] else 0].tolist()
+    return Score(exact / max(samples, 1), right / max(words, 1))
+
+
+def evaluate(
+    run: Path, picture: Path, split: str = "test", max_new_tokens: int | None = None
+) -> Score:
+    """The score of `answer_split`; draws its first samples with items, if any, to ``picture``."""
+    shown: list[Answered] = []
+
+    def kept() -> Iterator[Answered]:
+        for one in answer_split(run, split, max_new_tokens):
+            if one.pictures and len(shown) < math.prod(SHOWN):
+                shown.append(one)
+            yield one
+
+    found = score(kept())
+    if shown:
+        draw(shown, picture)
+    return found
 
 
 def answer_split(
     run: Path, split: str = "test", max_new_tokens: int | None = None
-) -> list[Answered]:
-    """Answer every sample of a split of the run's recipe with its latest checkpoint.
+) -> Iterator[Answered]:
+    """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
+    Samples are read as they are answered: so many at a time as make `BATCH_TOKENS`, at least one.
     max_new_tokens: at which an answer is cut; None for the length of the longest expected answer.
     None goes beyond `data.sequence_length` with its prompt, where every expected answer fits.
-    Prints which samples cannot be read, or do not end with an answer in text, and are left out,
-    and how many there are; and how many expected answers are too long for `max_new_tokens`.
+    Prints how many expected answers are too long for `max_new_tokens`; which samples cannot be
+    read, or do not end with an answer in text, and are left out; and at the end how many.
     Raises RecipeError when the recipe names no shards for the split, InputError with the name of a
     sample that cannot be answered.
     """
@@ -80,46 +109,100 @@ def answer_split(
     generator = Generator(run)
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
-    waiting: list[tuple[Request, list[np.ndarray], str, str]] = []
-    lengths: list[int] = []
-    skipped = [
-        f"sample {one.key!r} of {one.shard}: {one.reason}"
-        for index in dataset.indexes
-        for one in index.skipped
-    ]
+    limit = _answer_limit(dataset, max_new_tokens)
+    longest = recipe.data.sequence_length
+    skipped = _Skipped()
+    for index in dataset.indexes:
+        for one in index.skipped:
+            skipped.add(f"sample {one.key!r} of {one.shard}: {one.reason}")
+    for batch in _batches(_questions(dataset, skipped), limit, longest):
+        given = generator.answer([one.request for one in batch], limit, longest)
+        for one, answer in zip(batch, given, strict=True):
+            yield Answered(one.pictures, one.text, answer, one.expected)
+    if skipped.count:
+        print(f"skipped_samples={skipped.count}", flush=True)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A held-out sample: its chat up to the answer, its last question, and what is expected.
+
+    pictures: of its files. prompt_tokens: of the chat, without the answer.
+    """
+
+    request: Request
+    pictures: list[np.ndarray]
+    text: str
+    expected: str
+    prompt_tokens: int
+
+
+class _Skipped:
+    """Prints why a sample is left out, and counts."""
+
+    count = 0
+
+    def add(self, reason: str) -> None:
+        print(f"skipped {reason}", flush=True)
+        self.count += 1
+
+
+def _answer_limit(dataset: Dataset, max_new_tokens: int | None) -> int:
+    """Tokens at which answers are cut. Reads all texts, keeps none, and opens no image."""
+    longest = answers = too_long = 0
+    for reader in dataset.readers:
+        for sample in range(len(reader.index)):
+            try:
+                _question_and_answer(reader, sample)
+                length = _answer_length(reader.sample(sample))
+            except UnreadableSample:
+                continue  # reported when its turn comes
+            longest, answers = max(longest, length), answers + 1
+            too_long += max_new_tokens is not None and length > max_new_tokens
+    if too_long:
+        print(
+            f"{too_long} of {answers} expected answers are longer than --max-new-tokens "
+            f"{max_new_tokens}, the longest has {longest}; what is given for them is cut",
+            flush=True,
+        )
+    return max_new_tokens or max(longest, 1)
+
+
+def _questions(dataset: Dataset, skipped: _Skipped) -> Iterator[_Question]:
     for reader in dataset.readers:
         for sample in range(len(reader.index)):
             try:
                 messages, files, pictures = _read(reader, sample)
-                lengths.append(_answer_length(reader.sample(sample)))
+                encoded = reader.sample(sample)
             except UnreadableSample as error:
-                skipped.append(str(error))
+                skipped.add(str(error))
                 continue
             name = f"sample {str(reader.index.keys[sample])!r} of {_shard(reader, sample)}"
-            request = Request(messages[:-1], files, name)
-            waiting.append((request, pictures, _text(messages[-2]), _text(messages[-1])))
-    if skipped:
-        for reason in skipped:
-            print(f"skipped {reason}")
-        print(f"skipped_samples={len(skipped)}", flush=True)
-    if max_new_tokens is None:
-        max_new_tokens = max(lengths, default=1)
-    if too_long := sum(length > max_new_tokens for length in lengths):
-        print(
-            f"{too_long} of {len(lengths)} expected answers are longer than --max-new-tokens "
-            f"{max_new_tokens}, the longest has {max(lengths)}; what is given for them is cut",
-            flush=True,
-        )
-    answered = []
-    for first in range(0, len(waiting), _BATCH):
-        batch = waiting[first : first + _BATCH]
-        requests = [request for request, *_ in batch]
-        given = generator.answer(requests, max_new_tokens, recipe.data.sequence_length)
-        answered += [
-            Answered(pictures, question, answer, expected)
-            for (_, pictures, question, expected), answer in zip(batch, given, strict=True)
-        ]
-    return answered
+            yield _Question(
+                Request(messages[:-1], files, name),
+                pictures,
+                _text(messages[-2]),
+                _text(messages[-1]),
+                len(encoded.input_ids) - _answer_length(encoded),
+            )
+
+
+def _batches(questions: Iterable[_Question], limit: int, longest: int) -> Iterator[list[_Question]]:
+    """Consecutive questions that, with answers of ``limit``, have `BATCH_TOKENS` at most, or one.
+
+    longest: tokens at which a question with its answer is cut.
+    """
+    batch: list[_Question] = []
+    tokens = 0
+    for one in questions:
+        own = min(one.prompt_tokens + limit, longest)
+        if batch and tokens + own > BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(one)
+        tokens += own
+    if batch:
+        yield batch
 
 
 def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Any], list[np.ndarray]]:
@@ -127,12 +210,8 @@ def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Any], lis
 
     Raises UnreadableSample.
     """
-    index, shard = reader.index, _shard(reader, sample)
-    key = str(index.keys[sample])
-    messages = reader.messages(sample)
-    problem = _not_a_question_with_answer(messages)
-    if problem:
-        raise UnreadableSample(shard, key, None, problem)
+    index = reader.index
+    messages = _question_and_answer(reader, sample)
     files, pictures = [], []
     for item in index.items_of_sample(sample):
         if index.item_number[item] == 0:  # the first of its part, whose files it stands for
@@ -140,6 +219,15 @@ def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Any], lis
             files += own
             pictures += [reader.media(item).picture(file) for file in own]
     return messages, files, pictures
+
+
+def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
+    """The messages of a sample. Raises UnreadableSample unless they end with an answer in text."""
+    messages = reader.messages(sample)
+    if problem := _not_a_question_with_answer(messages):
+        key = str(reader.index.keys[sample])
+        raise UnreadableSample(_shard(reader, sample), key, None, problem)
+    return messages
 
 
 def _answer_length(sample: EncodedSample) -> int:
@@ -165,11 +253,10 @@ def _shard(reader: SampleReader, sample: int) -> str:
 
 def main(run: Path, split: str, max_new_tokens: int | None = None) -> int:
     """`mimo evaluate RUN`: draws a picture into the folder and prints the score as last line."""
-    answered = answer_split(run, split, max_new_tokens)
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
-    draw(answered, picture)
-    result = score(answered)
-    print(f"picture: {picture}")
+    result = evaluate(run, picture, split, max_new_tokens)
+    if picture.is_file():  # samples without images make none
+        print(f"picture: {picture}")
     print(f"exact_match={result.exact_match:.3f} per_word={result.per_word:.3f}")
     return 0
 
@@ -181,14 +268,14 @@ def _text(message: dict) -> str:
     return " ".join(part["text"] for part in content if part["type"] == "text")
 
 
-def draw(answered: Sequence[Answered], path: Path, columns: int = 4, rows: int = 3) -> None:
-    """A picture of the first samples with items: files, question, answer given and expected."""
+def draw(shown: Sequence[Answered], path: Path) -> None:
+    """A picture of samples with items: files, question, answer given and expected."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [one for one in answered if one.pictures][: columns * rows]
+    rows, columns = SHOWN
     size = (3.4 * columns, 2.6 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
     for axis, one in zip(axes.flat, shown, strict=False):

@@ -7,8 +7,8 @@ Letters: T packed tokens, N rows, H hidden, L levels with the embeddings, V padd
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,8 +37,8 @@ from mimo.recipe.schema import Grid, Recipe
 def join_world_of_one() -> None:
     """Make this process a world of one rank, unless it is part of a world already."""
     if not dist.is_initialized():
-        store = Path(tempfile.mkdtemp(prefix="mimo-local-")) / "store"
-        initialize_distributed(0, 1, f"file://{store}", timeout_seconds=60)
+        # In memory: a world of one has nobody to meet, so no file is left behind.
+        initialize_distributed(0, 1, dist.HashStore(), timeout_seconds=60)  # type: ignore[attr-defined]
 
 
 def one_rank_layout(recipe: Recipe) -> Layout:
@@ -120,11 +120,16 @@ class LocalModel:
         return tower(inputs, torch.from_numpy(grids)).values
 
     def forward(
-        self, lane: PackedLane, rows: Sequence[tuple[Tensor, np.ndarray]], with_labels: bool
+        self,
+        lane: PackedLane,
+        rows: Sequence[tuple[Tensor, np.ndarray]],
+        with_labels: bool,
+        at: np.ndarray | None = None,
     ) -> Tensor:
-        """Per-token losses (1, T) fp32 with labels, else logits (1, T, V).
+        """Per-token losses (1, T) fp32 with labels, else logits (1, T, V), or (1, n, V) with `at`.
 
         rows: of each encoder that has items, (N, L·H) and their positions (N,).
+        at: (n,) positions whose logits are wanted: a large vocabulary has a lot of logits.
         """
         ids = torch.from_numpy(lane.input_ids).to(self.device)[None]
         rules = self.model.item_rules
@@ -145,4 +150,13 @@ class LocalModel:
                 lane.lengths, self.device, items=rules.seen_whole(lane)
             ),
             extra_block_kwargs=level_inputs(join_levels(arrived)),
+            output_processor=None if at is None else partial(_logits_at, torch.from_numpy(at)),
         )
+
+
+def _logits_at(
+    at: Tensor, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any
+) -> Tensor:
+    """Instead of Megatron's logits of all positions: hidden (T, 1, H), at (n,) -> (1, n, V)."""
+    logits, _bias = output_layer(hidden_states[at.to(hidden_states.device)], weight=output_weight)
+    return logits.transpose(0, 1)

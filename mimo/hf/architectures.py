@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mimo.families.contracts import (
@@ -43,17 +43,20 @@ class KeyLayout:
 class Architecture:
     """A kind of model, as ``model_type`` in ``config.json``.
 
-    language, encoder: families that compute it. tower_prefixes: how names in memory of the
-    encoder's tensors begin. encoder_keys: recipe keys of the encoder's section that follow from the
-    chat template and the processor. layouts: the first is what transformers writes.
+    language, encoder: families that compute it; a model of text alone has no encoder.
+    tower_prefixes: how names in memory of the encoder's tensors begin. encoder_keys: recipe keys of
+    the encoder's section that follow from the chat template and the processor. layouts: the first
+    is what transformers writes. language_prefix: how names in memory of the language model's
+    tensors begin, its head's aside.
     """
 
     model_type: str
     language: str
-    encoder: str
+    encoder: str | None
     tower_prefixes: tuple[str, ...]
     encoder_keys: Mapping[str, Any]
     layouts: tuple[KeyLayout, ...]
+    language_prefix: str = LANGUAGE_MODEL
 
     def language_family(self) -> PublishedLanguageFamily[LanguageSettings]:
         """`mimo.languages.<family>`."""
@@ -61,6 +64,7 @@ class Architecture:
 
     def encoder_family(self) -> PublishedEncoderFamily[EncoderSettings]:
         """`encoders.<family>`."""
+        assert self.encoder is not None, f"{self.model_type} has no encoder"
         return cast("Any", importlib.import_module(f"encoders.{self.encoder}"))
 
     def tower_among(self, families: Mapping[str, object]) -> str | None:
@@ -70,7 +74,7 @@ class Architecture:
         encoder, in the recipe's order.
         """
         own = (name for name, family in families.items() if family in (None, self.encoder))
-        return next(own, None)
+        return None if self.encoder is None else next(own, None)
 
     def tower_of(self, recipe: Recipe) -> str | None:
         """The recipe's encoder that is this architecture's; all others are none of it."""
@@ -80,7 +84,8 @@ class Architecture:
         self, language: LanguageSettings, towers: Mapping[str, EncoderSettings]
     ) -> dict[str, list[Weight]]:
         """By module, every parameter. towers: settings by name, of this architecture's encoder."""
-        found = {LANGUAGE: self.language_family().weights_in_hf(language)}
+        ours = self.language_family().weights_in_hf(language)
+        found = {LANGUAGE: [self._renamed(weight) for weight in ours]}
         for name, settings in towers.items():
             found[name] = self.encoder_family().weights_in_hf(settings, language.hidden_size)
         return found
@@ -94,11 +99,26 @@ class Architecture:
         towers = {} if tower is None else {tower: encoder_settings(recipe, tower)}
         return self.weights(language_settings(recipe), towers)
 
+    def _renamed(self, weight: Weight) -> Weight:
+        """With this model's names in memory; families know those beside a tower."""
+        names = KeyLayout(self.model_type, {LANGUAGE_MODEL: self.language_prefix})
+        runs = [
+            replace(run, source=replace(run.source, key=names.on_disk(run.source.key)))
+            for run in weight.runs
+        ]
+        return replace(weight, runs=tuple(runs))
+
 
 _IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
 # The time of each frame stands before it, so each needs marks of its own.
 _TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
 _IN_MEMORY = KeyLayout("the one in memory")
+
+
+def _of_text(model_type: str, language: str) -> Architecture:
+    """A causal language model without a tower."""
+    return Architecture(model_type, language, None, (), {}, (_IN_MEMORY,), "model.")
+
 
 ARCHITECTURES = {
     one.model_type: one
@@ -161,6 +181,9 @@ ARCHITECTURES = {
                 _IN_MEMORY,
             ),
         ),
+        _of_text("qwen2", "qwen2_5"),
+        _of_text("qwen3", "qwen3"),
+        _of_text("gemma3_text", "gemma3"),
     )
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mimo.errors import RecipeError
 from mimo.families.keymap import Run, Source, Weight
-from mimo.hf.architectures import LANGUAGE_MODEL, Architecture, KeyLayout, best_layout
+from mimo.hf.architectures import Architecture, KeyLayout, best_layout
 from mimo.hf.folder import WeightsFolder
 
 # Buffers that older versions stored; they follow from the configuration.
@@ -59,6 +60,14 @@ class HFCheckpoint:
             return run.source.matrix(self.folder.read(key, rows))[:, columns]
         return run.source.matrix(self.folder.read(key, rows, columns))
 
+    def stored(self, source: Source) -> Tensor:
+        """A whole tensor as it is stored."""
+        return self.folder.read(self._disk[source.key])
+
+    def num_bytes(self, source: Source) -> int:
+        """Of a whole tensor as it is stored."""
+        return math.prod(source.shape) * self.folder.dtypes[self._disk[source.key]].itemsize
+
     def order(self, weight: Weight) -> tuple[str, str]:
         """Sorts weights so that files are gone through one after the other."""
         return self.folder.order(self._disk[weight.sources[0].key])
@@ -82,16 +91,16 @@ class HFCheckpoint:
         for disk in sorted(set(self.folder.shapes) - known):
             if disk.endswith(_COMPUTED):
                 continue
-            if disk == head and self._is_copy_of_embedding(disk):
+            if disk == head and self._is_copy_of_embedding(disk, architecture):
                 continue
-            if modules == {"language"} and disk.startswith(towers):
+            if modules == {"language"} and towers and disk.startswith(towers):
                 continue  # the recipe has no encoders
             problems.append(f"  {disk} is unknown")
         return problems
 
-    def _is_copy_of_embedding(self, head: str) -> bool:
+    def _is_copy_of_embedding(self, head: str, architecture: Architecture) -> bool:
         """Whether the head of a model with tied embeddings is stored beside them, as it should."""
-        embedding = self.layout.on_disk(LANGUAGE_MODEL + "embed_tokens.weight")
+        embedding = self.layout.on_disk(architecture.language_prefix + "embed_tokens.weight")
         shape = self.folder.shapes.get(embedding)
         if shape is None or shape != self.folder.shapes[head]:
             return False

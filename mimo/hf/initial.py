@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from mimo.errors import InputError, RecipeError
-from mimo.families.keymap import Weight
+from mimo.families.hf_config import read_config
+from mimo.families.keymap import Source, Weight
+from mimo.families.registry import language_settings
 from mimo.hf.checkpoint import HFCheckpoint
-from mimo.hf.recipe_keys import architecture_of_folder
+from mimo.hf.recipe_keys import DEFAULT_ENCODER, architecture_of_folder, tower_settings
 from mimo.recipe.schema import Recipe
 
 
@@ -23,6 +27,54 @@ class InitialWeights:
 
     checkpoint: HFCheckpoint
     weights: Mapping[str, Sequence[Weight]]
+
+
+@dataclass(frozen=True)
+class OriginalTower:
+    """The tower of a checkpoint whose language model was trained alone."""
+
+    checkpoint: HFCheckpoint
+    sources: Sequence[Source]
+
+    def shards(self, num_bytes: int) -> Iterator[list[Source]]:
+        """Consecutive tensors of so many bytes at most, or a larger one alone."""
+        shard: list[Source] = []
+        size = 0
+        for source in self.sources:
+            own = self.checkpoint.num_bytes(source)
+            if shard and size + own > num_bytes:
+                yield shard
+                shard, size = [], 0
+            shard.append(source)
+            size += own
+        yield shard
+
+    def read(self, sources: Sequence[Source]) -> dict[str, Tensor]:
+        """By name in memory, as they are stored."""
+        return {source.key: self.checkpoint.stored(source) for source in sources}
+
+
+def original_tower(recipe: Recipe) -> OriginalTower | None:
+    """The tower in the folder that a recipe starts from; None where the recipe has it or none is.
+
+    Raises InputError where the folder is gone, and RecipeError where it does not fit.
+    """
+    folder = Path(recipe.init_from or "")
+    if recipe.encoders or recipe.init_from is None:
+        return None
+    if not folder.is_dir():
+        raise InputError(
+            f"init_from is {folder}, and no folder is there; the recipe has no encoders, so the "
+            f"weights of the tower are still to be read from it: put it back"
+        )
+    architecture, config = architecture_of_folder(folder), read_config(folder)
+    settings = tower_settings(architecture, config, folder)
+    if settings is None:
+        return None
+    tower = architecture.encoder_family().Settings(**settings)
+    weights = architecture.weights(language_settings(recipe), {DEFAULT_ENCODER: tower})
+    sources = [source for weight in weights[DEFAULT_ENCODER] for source in weight.sources]
+    return OriginalTower(HFCheckpoint(folder, architecture, weights), sources)
 
 
 def initial_weights(recipe: Recipe) -> InitialWeights | None:

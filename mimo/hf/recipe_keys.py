@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo.errors import InputError
-from mimo.families.hf_config import read_config
+from mimo.families.hf_config import Config, read_config
 from mimo.families.hf_preprocessing import read_processors
 from mimo.hf.architectures import Architecture, architecture_of
 from mimo.recipe.source import Location
@@ -44,7 +44,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         config = read_config(folder)
         architecture = architecture_of(config.get("model_type"))
         language = architecture.language_family().settings_from_hf(config)
-        tower = architecture.encoder_family().settings_from_hf(config, read_processors(folder))
+        tower = tower_settings(architecture, config, folder)
     except InputError as error:  # which names the file
         yield ("init_from",), str(error)
         _stand_in(data)
@@ -57,8 +57,13 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     section = _section(data, "language")
     yield from _fill_module(("language",), section, architecture.language, language)
     _section(data, "data").setdefault("tokenizer", str(folder))
-    data.setdefault("encoders", {DEFAULT_ENCODER: {}})
+    data.setdefault("encoders", {} if tower is None else {DEFAULT_ENCODER: {}})
     encoders = _section(data, "encoders")
+    if tower is None or architecture.encoder is None:
+        for name in encoders:
+            message = f"{folder} holds a language model alone ({architecture.model_type}); leave "
+            yield ("encoders", name), message + "encoders out"
+        return
     sections = {name: _section(encoders, name) for name in encoders}
     # Without one of its family the first is meant, and told so.
     own = architecture.tower_among({name: one.get("family") for name, one in sections.items()})
@@ -76,6 +81,18 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
             )
             yield ("encoders", name, "family"), message
             section["family"] = _UNREAD  # so that it is not reported twice
+
+
+def tower_settings(
+    architecture: Architecture, config: Config, folder: Path
+) -> dict[str, Any] | None:
+    """Recipe keys under ``model`` of the tower of a folder; None where the model has no tower.
+
+    Raises ValueError or KeyError for what we do not compute.
+    """
+    if architecture.encoder is None:
+        return None
+    return architecture.encoder_family().settings_from_hf(config, read_processors(folder))
 
 
 def _stand_in(data: dict[str, Any]) -> None:

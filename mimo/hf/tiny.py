@@ -109,10 +109,12 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
 
 def _build_model(config, settings: TinyCheckpoint) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    alone = not FAMILIES[settings.family].files
+    kind = AutoModelForCausalLM if alone else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     _draw_weights(model, settings.seed)
     return model.to(getattr(torch, settings.dtype))
 

@@ -48,7 +48,7 @@ class Family:
 
     config(vocab_size, ids of tokens by word, tied) makes the config of transformers.
     tied: whether the output layer is tied to the embedding; not what the family does by default.
-    files: the JSON files of its processors, by name.
+    files: the JSON files of its processors, by name; none for a model of text alone.
     """
 
     config: Callable[[int, Mapping[str, int], bool], PreTrainedConfig]
@@ -120,31 +120,36 @@ def _qwen3_vl(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrained
     )
 
 
+def _gemma3_sizes(vocab_size: int, ids: Mapping[str, int], tied: bool) -> dict[str, Any]:
+    """Of the language model."""
+    return {
+        **_TEXT,
+        "vocab_size": vocab_size,
+        "head_dim": _HEAD_SIZE,
+        "query_pre_attn_scalar": 40,
+        # Shorter than an image, whose rows see each other all the same.
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3_000.0},
+            "full_attention": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 100_000.0,
+            },
+        },
+        "pad_token_id": ids["<pad>"],
+        "bos_token_id": ids["<bos>"],
+        "eos_token_id": ids["<eos>"],
+        "tie_word_embeddings": tied,
+    }
+
+
 def _gemma3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
     from transformers import Gemma3Config
 
     return Gemma3Config(
-        text_config={
-            **_TEXT,
-            "vocab_size": vocab_size,
-            "head_dim": _HEAD_SIZE,
-            "query_pre_attn_scalar": 40,
-            # Shorter than an image, whose rows see each other all the same.
-            "sliding_window": 3,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 3_000.0},
-                "full_attention": {
-                    "rope_type": "linear",
-                    "factor": 2.0,
-                    "rope_theta": 100_000.0,
-                },
-            },
-            "pad_token_id": ids["<pad>"],
-            "bos_token_id": ids["<bos>"],
-            "eos_token_id": ids["<eos>"],
-            "tie_word_embeddings": tied,
-        },
+        text_config=_gemma3_sizes(vocab_size, ids, tied),
         vision_config={
             "model_type": "siglip_vision_model",
             "hidden_size": 64,
@@ -163,6 +168,37 @@ def _gemma3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedCo
         image_token_index=ids["<image_soft_token>"],
         tie_word_embeddings=tied,
     )
+
+
+def _qwen3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        **_TEXT,
+        vocab_size=vocab_size,
+        head_dim=_HEAD_SIZE,
+        eos_token_id=ids["<|im_end|>"],
+        rope_parameters={"rope_type": "default", "rope_theta": 30_000.0},
+        tie_word_embeddings=tied,
+    )
+
+
+def _qwen2(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        **_TEXT,
+        vocab_size=vocab_size,
+        eos_token_id=ids["<|im_end|>"],
+        rope_parameters={"rope_type": "default", "rope_theta": 30_000.0},
+        tie_word_embeddings=tied,
+    )
+
+
+def _gemma3_text(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(**_gemma3_sizes(vocab_size, ids, tied))
 
 
 _PIXELS = {"image_mean": [0.45, 0.47, 0.43], "image_std": [0.3, 0.27, 0.33]}
@@ -229,4 +265,7 @@ FAMILIES = {
     "qwen2_5_vl": Family(_qwen2_5_vl, tied=True, files=_QWEN2_5_FILES),
     "qwen3_vl": Family(_qwen3_vl, tied=True, files=_QWEN3_FILES),
     "gemma3": Family(_gemma3, tied=False, files=_GEMMA3_FILES),
+    "qwen2": Family(_qwen2, tied=True, files={}),
+    "qwen3": Family(_qwen3, tied=True, files={}),
+    "gemma3_text": Family(_gemma3_text, tied=False, files={}),
 }

@@ -104,7 +104,14 @@ _GEMMA = _Form(
     template=_GEMMA_TEMPLATE,
     end_of_turn="<end_of_turn>",
 )
-_FORMS = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "gemma3": _GEMMA}
+_FORMS = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "gemma3": _GEMMA,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "gemma3_text": _GEMMA,
+}
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:

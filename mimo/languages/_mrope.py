@@ -81,13 +81,18 @@ def build_mrope_decoder(
 def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]:
     """Recipe keys under ``language.model`` for a whole model's configuration.
 
-    section: ``mrope_section`` of the family where the configuration says none. Raises ValueError
-    for what we do not compute.
+    section: ``mrope_section`` of the family where the configuration says none. For a model of text
+    alone, whose three positions are always equal, any will do. Raises ValueError for what we do not
+    compute.
     """
     text, rope = config["text_config"], config["text_config"]["rope_parameters"]
     expect(text, "text_config", hidden_act="silu")
+    sizes = decoder_sizes(config)
+    if "vision_config" not in config:
+        time, height, width = section
+        section = [*proportional((time, height, width), sizes["head_size"] // 2)]
     return {
-        **decoder_sizes(config),
+        **sizes,
         "rotary_base": rope_settings(rope, "text_config.rope_parameters", "default").base,
         "mrope_section": list(rope.get("mrope_section", section)),
     }

@@ -59,7 +59,10 @@ def build(
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:
-    """Recipe keys under ``language.model`` for Qwen2.5-VL's configuration. Raises ValueError."""
+    """Recipe keys under ``language.model`` for Qwen2.5-VL's configuration, or Qwen2.5's.
+
+    Raises ValueError.
+    """
     expect(config["text_config"], "text_config", use_sliding_window=False)
     return mrope_settings_from_hf(config, section=[16, 24, 24])
 

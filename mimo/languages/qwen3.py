@@ -58,8 +58,11 @@ def build(
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:
-    """Recipe keys under ``language.model`` for Qwen3-VL's configuration. Raises ValueError."""
-    expect(config["text_config"], "text_config", attention_bias=False)
+    """Recipe keys under ``language.model`` for Qwen3-VL's configuration, or Qwen3's.
+
+    Raises ValueError.
+    """
+    expect(config["text_config"], "text_config", attention_bias=False, use_sliding_window=False)
     return mrope_settings_from_hf(config, section=[24, 20, 20])
 
 

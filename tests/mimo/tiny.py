@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,31 @@ def write_recipe(directory: Path) -> Path:
     path = directory / "tiny.yaml"
     path.write_text(RECIPE.format(directory=directory))
     return path
+
+
+# How modules lie on ranks, which does not matter on one rank.
+_PLACED = {"grid", "recompute", "placement", "run_ahead", "encode_group"}
+_reference_of: dict[str, dict[str, Any]] = {}
+
+
+def reference_steps(
+    run_ranks: Callable[..., list[Any]], path: Path, overrides: list[str]
+) -> dict[str, Any]:
+    """`run_reference_steps` on a rank, once for all layouts of the same model and batches."""
+    from mimo.hf.recipes import load_recipe
+    from mimo.layout.build import build_layout
+
+    recipe = load_recipe(path, overrides)
+    data = recipe.model_dump(mode="json", exclude={"bridge": True})
+    for section in (data["language"], *data["encoders"].values()):
+        for key in _PLACED & section.keys():
+            del section[key]
+    together = data["train"].pop("micro_batch_size") * build_layout(recipe).language.dp
+    del data["train"]["overlap_grad_reduce"]
+    key = json.dumps([data, together])
+    if key not in _reference_of:
+        (_reference_of[key],) = run_ranks(run_reference_steps, 1, path, overrides)
+    return _reference_of[key]
 
 
 # ------------------------------------------------------- functions that run inside ranks

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests import language_steps
+from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job, assert_same, outcome
 from tests.mimo import tiny
@@ -45,7 +46,7 @@ def plain_adam(run_ranks: RunRanks) -> language_steps.Outcome:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
-@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("grid", quick_values(GRIDS, "dp2 cp2", "dp2 tp2 sp"))
 def test_two_steps_equal_plain_adam_on_one_rank(
     run_ranks: RunRanks, plain_adam: language_steps.Outcome, grid: dict[str, Any], overlap: bool
 ) -> None:
@@ -95,7 +96,9 @@ RESHARDED = {
 }
 
 
-@pytest.mark.parametrize("case", RESHARDED.values(), ids=RESHARDED)
+@pytest.mark.parametrize(
+    "case", quick_values(RESHARDED, "tp2 dp2 to pp2", "dp2 to plain Adam on one rank")
+)
 def test_a_checkpoint_goes_on_in_another_layout(
     run_ranks: RunRanks, tmp_path: Path, case: Any
 ) -> None:
@@ -151,7 +154,7 @@ PLACEMENTS = {
 SHARED = "train.distributed_optimizer=true"
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", quick(PLACEMENTS, "disjoint"))
 def test_a_run_with_an_encoder_follows_plain_adam_and_resumes_to_the_last_bit(
     run_ranks: RunRanks, tmp_path: Path, placement: str
 ) -> None:

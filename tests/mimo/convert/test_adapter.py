@@ -30,6 +30,7 @@ from mimo.errors import InputError
 from mimo.families.lora import is_adapter
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.hf.transformers_processor import load_processor
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import run as train_recipe
@@ -183,7 +184,7 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=quick(CASES, "qwen3_vl"))
 def trained(
     request: pytest.FixtureRequest, run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
 ) -> Trained:

@@ -14,13 +14,14 @@ from torch import Tensor
 from mimo.convert import from_hf, to_hf
 from mimo.errors import InputError, RecipeError
 from mimo.hf.checkpoint import HFCheckpoint
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.hf import folders
 
 GB = 10**9
 
 
-@pytest.fixture(scope="module", params=folders.FAMILIES)
+@pytest.fixture(scope="module", params=quick(folders.FAMILIES, "qwen3_vl"))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folders.make(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
@@ -60,7 +61,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "sp_interleaved_encoder_tp2"))
 def test_what_any_layout_read_and_saved_is_exported_bit_for_bit(
     run_ranks: RunRanks, folder: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -154,7 +155,7 @@ OTHER_NAMES = {
 }
 
 
-@pytest.mark.parametrize("form", OTHER_NAMES)
+@pytest.mark.parametrize("form", quick(OTHER_NAMES, "gemma3, published"))
 def test_other_names_of_the_same_tensors_are_known(tmp_path: Path, form: str) -> None:
     family, beginnings = OTHER_NAMES[form]
     folder = folders.make(family, tmp_path / "model")

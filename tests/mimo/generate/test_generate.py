@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -25,12 +26,18 @@ def recipe(tmp_path: Path) -> Path:
     return tiny.write_recipe(tmp_path)
 
 
-def test_generate_answers_from_a_run_of_any_layout(run_ranks: RunRanks, recipe: Path) -> None:
+def test_generate_answers_from_a_run_of_any_layout_and_leaves_no_temporary_files(
+    run_ranks: RunRanks, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = recipe.parent / "image.png"
     Image.new("L", (56, 28), 128).save(image)
     run(run_ranks, recipe, "train.steps=1", "language.grid.pp=2", "language.grid.tp=2")
     folder = recipe.parent / "runs" / "tiny"
+    temporary = recipe.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     done = mimo("generate", folder, "--image", image, "--prompt", "what is this ?")
+    assert not [*temporary.glob("*mimo*")]
     # No notice of a library either: the engine loads, and reads the checkpoint, in this process.
     assert (done.returncode, done.stderr) == (0, "")
     (expected,) = run_ranks(_answer, 1, folder, image)
@@ -74,9 +81,44 @@ def _answer_both(rank: int, folder: Path) -> None:
     requests = [request(0, 1, 2), request(2), request(1), request(), request(1, 0)]
     # What else is in the pack changes nothing.
     assert generator.answer(requests, 8) == [generator.answer([one], 8)[0] for one in requests]
-    answered = answer_split(folder)
+    answered = list(answer_split(folder))
     numbers = zip(tiny.IMAGES_PER_SAMPLE, tiny.VIDEOS_PER_SAMPLE, strict=True)
     assert [len(one.pictures) for one in answered] == [sum(both) for both in numbers]
+    _check_that_samples_are_read_as_they_are_answered(folder, answered)
+
+
+def _check_that_samples_are_read_as_they_are_answered(folder: Path, expected: list) -> None:
+    from data.index.reader import SampleReader
+    from mimo.generate import evaluate
+    from mimo.generate.answer import Generator
+
+    budget, events = 400, []
+    read, answer = SampleReader.decoded, Generator.answer
+
+    def reads(self: SampleReader, *arguments: int) -> Any:
+        events.append("file")
+        return read(self, *arguments)
+
+    def answers(self: Generator, requests: list, *arguments: int) -> list[str]:
+        lengths = [len(self._encode_prompt(one).sample.input_ids) for one in requests]
+        assert len(requests) == 1 or sum(lengths) + 4 * len(requests) <= budget
+        events.append(len(requests))
+        return answer(self, requests, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "BATCH_TOKENS", budget)
+        patch.setattr(SampleReader, "decoded", reads)
+        patch.setattr(Generator, "answer", answers)
+        found = list(evaluate.answer_split(folder, "test", 4))
+    assert [one.expected for one in found] == [one.expected for one in expected]
+    sizes = [event for event in events if event != "file"]
+    assert len(sizes) > 2
+    assert max(sizes) > 1
+    assert sum(sizes) == len(expected)
+    # Of the images of later batches, those of one sample at most have been read.
+    first = events.index(sizes[0])
+    later = max(len(one.pictures) for one in expected)
+    assert first <= sum(len(one.pictures) for one in expected[: sizes[0]]) + later
 
 
 def test_held_out_samples_that_cannot_be_compared_are_skipped_counted_and_named(
@@ -122,7 +164,7 @@ def _evaluate(rank: int, folder: Path) -> str:
     with redirect_stdout(io.StringIO()) as printed:
         assert main(folder, "test") == 0
     with redirect_stdout(io.StringIO()):
-        assert len(answer_split(folder)) == 2
+        assert len(list(answer_split(folder))) == 2
     return printed.getvalue()
 
 

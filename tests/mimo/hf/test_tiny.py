@@ -16,11 +16,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from data.digits.text import image_conversation
 from mimo.errors import InputError
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.hf.tiny_configs import FAMILIES
 from mimo.hf.transformers_processor import load_processor
+from tests.mimo.hf import folders
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=folders.FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param) / "checkpoint"
     write_tiny(TinyCheckpoint(request.param), directory)
@@ -87,7 +87,7 @@ def test_files_of_transformers_own_kind_give_the_same_processor(
         np.testing.assert_array_equal(np.asarray(values), np.asarray(again(**given)[name]))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", folders.FAMILIES)
 def test_transformers_finds_the_processor_itself(family: str, tmp_path: Path) -> None:
     if family != "gemma3":
         pytest.importorskip("torchvision", reason="transformers needs it to make this processor")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import language_steps
+from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job, Outcome, assert_same, outcome
 
@@ -61,7 +62,7 @@ def one_rank(run_ranks: RunRanks) -> Any:
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense"])
-@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("grid", quick_values(GRIDS, "cp2", "cp2 tp2 sp"))
 def test_context_parallel_ranks_take_the_steps_of_one(
     run_ranks: RunRanks, one_rank: Any, grid: dict[str, Any], dense: bool
 ) -> None:
@@ -84,7 +85,7 @@ def test_an_untied_head_learns_the_same_under_context_parallelism(
     assert_same(run(run_ranks, job), one_rank(job), TOLERANCE)
 
 
-@pytest.mark.parametrize("grid", FP64_GRIDS.values(), ids=FP64_GRIDS)
+@pytest.mark.parametrize("grid", quick_values(FP64_GRIDS, "tp2 cp2 dp2"))
 def test_in_fp64_any_grid_equals_one_rank_to_ten_digits(
     run_ranks: RunRanks, one_rank: Any, grid: dict[str, Any]
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_parity import check
@@ -186,7 +187,19 @@ def two_encoder_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_recipe(directory)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    quick(
+        LAYOUTS,
+        "interleaved pp2 vpp2 with tp2 and sp",
+        "cp2 pp2, unpacked, recompute",
+        "replicated, tp2 with sp, pp2",
+        "3 lanes to 2",
+        "encoder pp2 tp2 with sp",
+        "frozen tower to interleaved",
+        "colocated in groups with pp2",
+    ),
+)
 def test_steps_with_levels_equal_those_of_one_rank(
     run_ranks: RunRanks, recipe: Path, layout: str
 ) -> None:
@@ -194,7 +207,7 @@ def test_steps_with_levels_equal_those_of_one_rank(
     check(run_ranks, recipe, ranks, [LAYERS, *overrides])
 
 
-@pytest.mark.parametrize("layout", TWO_ENCODERS)
+@pytest.mark.parametrize("layout", quick(TWO_ENCODERS, "mixed, pp2"))
 def test_steps_with_levels_of_two_encoders_equal_those_of_one_rank(
     run_ranks: RunRanks, two_encoder_recipe: Path, layout: str
 ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mimo.families.lora import is_adapter
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_parity import COLOCATED, INTERLEAVED, check
@@ -127,12 +128,25 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_recipe(directory)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    quick(
+        LAYOUTS,
+        "language tp2 with sp",
+        "cp2",
+        "interleaved pp2 vpp2",
+        "encoder pp2 tp2 with sp, recomputed",
+        "colocated tp2 with sp",
+        "frozen language",
+    ),
+)
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
     check(run_ranks, recipe, *LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("grid", ["{tp: 2, sp: true, pp: 2}", "{tp: 2, cp: 2}"])
+@pytest.mark.parametrize(
+    "grid", quick(["{tp: 2, sp: true, pp: 2}", "{tp: 2, cp: 2}"], "{tp: 2, cp: 2}")
+)
 def test_steps_in_fp64_equal_those_of_one_rank_to_ten_digits(
     run_ranks: RunRanks, recipe: Path, grid: str
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from mimo.hf.recipes import load_recipe
 from mimo.verify.cells import recipe_cells
 from mimo.verify.verifier import Verifier
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_parity import check
@@ -83,7 +84,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_recipe(directory)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    quick(LAYOUTS, "3 lanes to 2", "language cp2 tp2 with sp", "colocated pp2", "encoder pp2"),
+)
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
     check(run_ranks, recipe, *LAYOUTS[layout])
 

@@ -21,6 +21,7 @@ from mimo.parity.main import main
 from mimo.parity.report import verdict
 from mimo.parity.results import INPUTS, LOGITS
 from mimo.parity.runner import ParityRunner
+from tests.cases import quick
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
 
@@ -76,7 +77,7 @@ def check(found: Parity, family: str) -> None:
     assert points <= errors.keys()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "one rank", "tp2 sp"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_point_loss_and_gradient_is_that_of_transformers(
     family: str, layout: str, runners: dict[str, ParityRunner]
@@ -96,7 +97,7 @@ def test_of_a_large_model_some_gradients_are_left_out_and_said_to_be(
     assert f"gradients of the {found.compared} smallest of {found.total}" in verdict(found)
 
 
-@pytest.mark.parametrize("family", OTHER_LAYOUTS)
+@pytest.mark.parametrize("family", quick(OTHER_LAYOUTS, "gemma3"))
 def test_layouts_of_several_kinds_at_once_are_equal_too(
     family: str, runners: dict[str, ParityRunner]
 ) -> None:
@@ -137,7 +138,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize(
+    "what", quick(BROKEN, "rotary base of the language model", "windows of the tower")
+)
 def test_a_setting_that_is_wrong_is_found_where_it_first_matters(
     what: str, runners: dict[str, ParityRunner]
 ) -> None:
@@ -177,7 +180,7 @@ OVERLOOKED = {
 }
 
 
-@pytest.mark.parametrize("what", OVERLOOKED)
+@pytest.mark.parametrize("what", quick(OVERLOOKED, "all of Gemma", "all of Qwen"))
 def test_a_setting_that_the_importer_overlooks_is_found(
     what: str, runners: dict[str, ParityRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +223,7 @@ def change_one_weight() -> None:
     build.load_weights = changed
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pp2"])
+@pytest.mark.parametrize("layout", quick(["one rank", "pp2"], "pp2"))
 def test_a_weight_that_is_wrong_is_found_in_its_layer_and_on_its_rank(
     layout: str, runners: dict[str, ParityRunner]
 ) -> None:

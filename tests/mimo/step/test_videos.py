@@ -163,7 +163,7 @@ def _answer(rank: int, folder: Path) -> None:
     odd = Request(request(2).messages, [files[0], files[1].resize((28, 28))])
     with pytest.raises(InputError, match="files of a video are 56 x 28 pixels, 28 x 28 pixels"):
         generator.answer([odd], 1)
-    answered = answer_split(folder)
+    answered = list(answer_split(folder))
     expected = [sum(max(n, 1) for n in parts) for parts in SAMPLES]
     assert [len(one.pictures) for one in answered] == expected
 

@@ -21,6 +21,7 @@ from mimo.hf.recipes import load_phases
 from mimo.launch.ranks import run_on_cpu
 from mimo.recipe.schema import Recipe
 from mimo.train import main as job
+from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import run_from
@@ -132,7 +133,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("case", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("case", quick_values(PRECISIONS, "fp32 to bf16, distributed"))
 def test_another_layout_begins_with_exactly_the_weights_and_a_fresh_optimizer(
     run_ranks: RunRanks, tmp_path: Path, case: tuple[str, str, str]
 ) -> None:
@@ -193,7 +194,7 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.parametrize("last", INTERRUPTED.values(), ids=INTERRUPTED)
+@pytest.mark.parametrize("last", quick_values(INTERRUPTED, "inside the second"))
 def test_an_interrupted_job_continues_exactly(
     whole: Path, last: tuple[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from mimo.verify.scale import ScaledRecipe, scale_recipe
 from mimo.verify.shrink import place
 from mimo.verify.sweep import SWEEP, SweepCell, sweep_recipe
 from mimo.verify.verifier import Verifier
+from tests.cases import quick_values
 from tests.conftest import RunRanks
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
@@ -51,7 +52,17 @@ def check(verifier: Verifier, cell: Cell) -> None:
     assert result.passed, str(result.comparison.first)
 
 
-@pytest.mark.parametrize("cell", REPRESENTATIVE, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    quick_values(
+        {cell.name: cell for cell in REPRESENTATIVE},
+        "dp2 → cp2 pp2 · distributed optimizer · overlap",
+        "dp2 → cp2 pp2 vpp2",
+        "dp3 → tp2 sp pp2 · unpacked · recompute",
+        "colocated → tp2 cp2 · adapters · recompute",
+        "dp3 + colocated → tp2 sp · recompute",
+    ),
+)
 def test_a_layout_of_the_matrix_takes_the_steps_of_one_rank(
     verifier: Verifier, cell: SweepCell
 ) -> None:

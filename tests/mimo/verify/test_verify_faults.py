@@ -19,6 +19,7 @@ from mimo.verify.cells import Cell
 from mimo.verify.results import Fault
 from mimo.verify.sweep import SweepCell, sweep_recipe
 from mimo.verify.verifier import CellResult, Verifier
+from tests.cases import quick
 from tests.conftest import RunRanks
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
@@ -294,13 +295,23 @@ def check_fault_is_found(verifier: Verifier, case: Case) -> None:
             assert error <= verifier.tolerance, f"{name} should be right in the first step"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        CASES,
+        "encoder gradients averaged over unequal lanes",
+        "segments lost on a middle stage",
+        "gradients of one cp rank only",
+        "slices of adapters under sp not summed",
+    ),
+)
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, name: str
 ) -> None:
     check_fault_is_found(verifier, CASES[name])
 
 
+@pytest.mark.slow  # the same layouts are in `test_verify.py`
 @pytest.mark.parametrize("cell", {case.cell for case in CASES.values()}, ids=lambda c: c.name)
 def test_without_a_fault_the_same_layouts_are_equal(verifier: Verifier, cell: SweepCell) -> None:
     result = run(verifier, cell, None)

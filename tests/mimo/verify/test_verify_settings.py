@@ -15,6 +15,7 @@ from mimo.verify.reference import scheduled_rate
 from mimo.verify.scale import ScaledRecipe, scale_recipe
 from mimo.verify.sweep import SweepCell
 from mimo.verify.verifier import Verifier
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.verify.test_verify import RECIPE, plan_first_step
 from tests.mimo.verify.test_verify_faults import Case, check_fault_is_found, run
@@ -110,13 +111,14 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
     return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, "warm-up ignored"))
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, name: str
 ) -> None:
     check_fault_is_found(verifier, CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cell", "overrides"), [(SweepCell("", ""), RATES), (SweepCell("dp2", ""), SOURCES)]
 )
