@@ -120,7 +120,7 @@ class Train(Section):
     optimizer: Literal["adam", "sgd"] = "adam"
     """The optimizer of every module."""
     weight_decay: bounds.WeightDecay = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; vectors such as norms and biases do not decay."""
     adam_beta1: bounds.Decay = 0.9
     """Decay of Adam's mean of gradients."""
     adam_beta2: bounds.Decay = 0.95
