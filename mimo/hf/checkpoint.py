@@ -60,7 +60,7 @@ class HFCheckpoint:
         return run.source.matrix(self.folder.read(key, rows, columns))
 
     def order(self, weight: Weight) -> tuple[str, str]:
-        """Sorts weights so that files are gone through one after the other."""
+        """A sort key of weights by which files are read one after the other."""
         return self.folder.order(self._disk[weight.sources[0].key])
 
     def _problem_of(self, key: str, source: Source) -> str | None:
