@@ -4,7 +4,7 @@ from bridge.balance import assign_items, imbalance
 from bridge.check import SampleKeys, check_plans
 from bridge.colocated import ColocatedBridge
 from bridge.communicator import BridgeReceiver, BridgeSender
-from bridge.flat import FlatEmbeddings
+from bridge.flat import FlatEmbeddings, ItemRows, split_sizes_of
 from bridge.levels import LevelReceiver, split_levels, take_chunk
 from bridge.plan import BridgePlan, Exchange, lower_bound_rows
 from bridge.runs import ItemRuns
@@ -28,6 +28,7 @@ __all__ = [
     "ColocatedBridge",
     "Exchange",
     "FlatEmbeddings",
+    "ItemRows",
     "ItemRuns",
     "LaneSegments",
     "LevelReceiver",
@@ -45,5 +46,6 @@ __all__ = [
     "replicated_destination",
     "sharded_destination",
     "split_levels",
+    "split_sizes_of",
     "take_chunk",
 ]

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bridge.flat import FlatEmbeddings, check_rows
 from bridge.plan import BridgePlan, Exchange
-from bridge.runs import Ints, ints, offsets
+from bridge.runs import Ints, ItemRuns, ints, offsets
 from bridge.transfer import BridgeEnd, share_gradient, share_rows, start_exchanging
-from bridge.waiting import BridgeError, UnexpectedRows
+from bridge.waiting import BridgeError
 
 
 def _merged(exchanges: Sequence[Exchange], index: Sequence[Ints]) -> Exchange:
@@ -65,25 +66,22 @@ class ColocatedBridge:
         self._plans = plans
         self._expects_gradients = self.end.trainable and not forward_only
 
-    def deliver(self, microbatches: range, rows: Tensor) -> None:
+    def runs(self, microbatches: range) -> list[ItemRuns]:
+        """The items that were planned for ``microbatches`` of the step."""
+        return [self._plans[m].runs for m in microbatches]
+
+    def deliver(self, microbatches: range, rows: FlatEmbeddings) -> None:
         """Exchange the rows (N, H) of this lane's items of ``microbatches``; all ranks call it.
 
         Under sequence parallelism each rank of the encoder gives its part of them. The rows
         become leaves: their way back is `collect`, not autograd.
-        Raises UnexpectedRows when the rows are not as many, or not as wide, as expected.
+        Raises UnexpectedRows when the rows are not those that the plans expect.
         """
         if not self._expects_gradients:
             self._leaves.clear()  # no `collect` takes those of the group before
         plans = [self._plans[m] for m in microbatches]
-        starts, num_rows = self._held(plans)
-        expected = (num_rows, self.end.hidden_size)
-        if rows.shape != expected:
-            raise UnexpectedRows(
-                f"bridge {self.end.name}, microbatches {microbatches.start} to "
-                f"{microbatches.stop - 1}: the encoder produced rows of shape {tuple(rows.shape)}, "
-                f"the plan and the language model need {expected}",
-                microbatches.start,
-            )
+        starts, _ = self._held(plans)
+        check_rows(self.end, microbatches, plans, self.lane, rows)
         end = self.end
         sends = [plan.sends(end.rank) for plan in plans]
         receives = [plan.receives(end.rank) for plan in plans]
@@ -99,7 +97,7 @@ class ColocatedBridge:
             microbatches,
             "rows",
             _merged(sends, _shifted(sends, starts)),
-            rows.detach(),
+            rows.values.detach(),
             _merged(receives, places),
             arrived,
         ).wait()

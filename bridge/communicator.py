@@ -21,10 +21,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bridge.flat import FlatEmbeddings
+from bridge.flat import FlatEmbeddings, check_rows
 from bridge.memory import RowMemory
 from bridge.plan import BridgePlan
-from bridge.runs import ints
+from bridge.runs import ItemRuns, ints
 from bridge.transfer import (
     BridgeEnd,
     Transfer,
@@ -33,7 +33,7 @@ from bridge.transfer import (
     start_receiving,
     start_sending,
 )
-from bridge.waiting import BridgeError, UnexpectedRows
+from bridge.waiting import BridgeError
 
 # Microbatches whose receives are posted before they are needed, so transfer overlaps compute.
 _POSTED_AHEAD = 2
@@ -86,6 +86,10 @@ class BridgeSender:
         self._plans = plans
         self._expects_gradients = self.end.trainable and not forward_only
 
+    def runs(self, microbatches: range) -> list[ItemRuns]:
+        """The items that were planned for ``microbatches`` of the step."""
+        return [self._plans[m].runs for m in microbatches]
+
     def send(self, microbatch: int, rows: FlatEmbeddings) -> Tensor:
         """Send this lane's rows (N, H); returns a scalar token.
 
@@ -97,27 +101,8 @@ class BridgeSender:
         Raises UnexpectedRows when the rows are not those that the plan expects, BridgeError when
         they require a gradient that will not come, or none although one will.
         """
-        plan, end = self._plans[microbatch], self.end
-        where = f"bridge {end.name}, microbatch {microbatch}"
-        expected = plan.runs.split_sizes(self.lane)
-        if rows.split_sizes != expected:
-            raise UnexpectedRows(
-                f"{where}: the encoder produced rows per sample {list(rows.split_sizes)}, the "
-                f"plan needs {list(expected)}",
-                microbatch,
-            )
-        if rows.parts != plan.source_parts:
-            raise UnexpectedRows(
-                f"{where}: the encoder's rows are cut over {rows.parts} ranks, the plan expects "
-                f"them over {plan.source_parts}",
-                microbatch,
-            )
-        if rows.values.shape[1] != end.hidden_size:
-            raise UnexpectedRows(
-                f"{where}: the encoder produced rows of size {rows.values.shape[1]}, the language "
-                f"model needs {end.hidden_size}",
-                microbatch,
-            )
+        end, here = self.end, range(microbatch, microbatch + 1)
+        check_rows(end, here, [self._plans[microbatch]], self.lane, rows)
         token = _Send.apply(rows.values, self, microbatch)
         _check_gradient_path(end, microbatch, token, self._expects_gradients)
         return token

@@ -57,7 +57,7 @@ class _Held:
 
 
 class LevelReceiver:
-    """Gives the rows of a receiver to the virtual chunks of its rank that need them.
+    """Gives the rows of a receiver to the chunks of its rank that need them.
 
     chunks: ascending, the chunk that needs each of a message's levels.
 

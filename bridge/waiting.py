@@ -20,14 +20,20 @@ class BridgeError(RuntimeError):
     microbatch: where it happened, None if it concerns several.
     waits_for: ranks whose messages did not come or were not taken. When such a rank reports an
         error of its own, that one is nearer to the cause.
+    sample: its number in the microbatch, where the error is about a single one.
     """
 
     def __init__(
-        self, message: str, microbatch: int | None = None, waits_for: Sequence[int] = ()
+        self,
+        message: str,
+        microbatch: int | None = None,
+        waits_for: Sequence[int] = (),
+        sample: int | None = None,
     ) -> None:
         super().__init__(message)
         self.microbatch = microbatch
         self.waits_for = tuple(waits_for)
+        self.sample = sample
 
 
 class UnexpectedRows(BridgeError, ValueError):

@@ -9,14 +9,18 @@ the tower.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from encoders._tower import Tower
+from mimo.engines import megatron as engine
+
 if TYPE_CHECKING:
-    from mimo.engines.megatron import ProcessGroupCollection, TransformerConfig
+    from mimo.engines.megatron import TransformerConfig
 
 
 def check_heads(hidden_size: int, num_attention_heads: int) -> None:
@@ -27,53 +31,6 @@ def check_heads(hidden_size: int, num_attention_heads: int) -> None:
             f"{4 * num_attention_heads}: rows and columns turn half of each head's channels, in "
             f"pairs"
         )
-
-
-@dataclass(frozen=True)
-class RowParts:
-    """Which patches a rank of a tower embeds: all, or under sequence parallelism its part.
-
-    Rank ``part`` of ``parts`` then has the patches of the part-th of equal parts of all rows; blank
-    rows at the end make the parts equal.
-    """
-
-    merge: int
-    parts: int
-    part: int
-
-    @classmethod
-    def of(cls, merge: int, config: TransformerConfig, groups: ProcessGroupCollection) -> RowParts:
-        """This rank's in a tower with this configuration."""
-        if not config.sequence_parallel:
-            return cls(merge, 1, 0)
-        return cls(merge, groups.tp.size(), groups.tp.rank())
-
-    def with_blanks(self, grids: Tensor) -> Tensor:
-        """grids (I, 3) int64 as (t, h, w) in patches -> with a blank image behind if need be.
-
-        The engine cannot run on no tokens at all: without any image each part is one blank row.
-        """
-        num_rows = int(grids.prod(1).sum()) // self.merge**2
-        num_blank = -num_rows % self.parts if num_rows else self.parts
-        if not num_blank:
-            return grids
-        return torch.cat((grids, torch.tensor([[1, self.merge, self.merge * num_blank]])))
-
-    def own(self, values: Tensor, num_patches: int) -> Tensor:
-        """values (P', ...) of the images' patches -> this rank's (num_patches/parts, ...).
-
-        num_patches: with the blank ones, whose values are zeros where ``values`` has none.
-        """
-        size = num_patches // self.parts
-        own = values[self.part * size : (self.part + 1) * size]
-        if own.shape[0] == size:
-            return own
-        return torch.cat((own, own.new_zeros(size - own.shape[0], *own.shape[1:])))
-
-    def sum_gradients(self, module: nn.Module) -> None:
-        """Mark a module that sees this rank's patches only: gradients are summed over the ranks."""
-        for param in module.parameters():
-            param.sequence_parallel = self.parts > 1  # type: ignore[attr-defined]
 
 
 def frame_lengths(grids: Tensor) -> list[int]:
@@ -125,6 +82,62 @@ class WindowOrder:
         """
         of_rows = values.unflatten(0, (-1, self.merge**2))
         return of_rows[self.rows[: len(of_rows)].to(values.device)].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class PackedPatches:
+    """The images of one forward, blank ones at the end.
+
+    grids: (I, 3) int64 as (t, h, w) in patches.
+    order: of the rows in the blocks, where it is not that of the images.
+    """
+
+    grids: Tensor
+    merge: int
+    order: WindowOrder | None = None
+
+    @functools.cached_property
+    def places(self) -> Tensor:
+        """(P, 2) int64, row and column of each patch, in the order of the images."""
+        return patch_places(self.grids, self.merge)
+
+    @functools.cached_property
+    def frames(self) -> list[int]:
+        """Patches of every single frame."""
+        return frame_lengths(self.grids)
+
+    @property
+    def num_patches(self) -> int:
+        """P."""
+        return sum(self.frames)
+
+
+class PatchTower(Tower[PackedPatches]):
+    """A tower of flat patches: each is a token, and attends to those of its frame."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: engine.ModuleContext,
+        merge_size: int,
+        level_blocks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(config, ctx, merge_size**2, level_blocks)
+        self.merge_size = merge_size
+
+    def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
+        """An image one row high."""
+        return (1, self.merge_size, self.merge_size * num_rows)
+
+    def pack(self, grids: Tensor) -> PackedPatches:
+        """Where the patches of all images are in them."""
+        return PackedPatches(grids, self.merge_size)
+
+    def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
+        """Each frame a segment of its own: nothing is padded to the largest."""
+        device = next(self.parameters()).device
+        segments = engine.PackedSegments.from_lengths(packed.frames, device)
+        return {"packed_seq_params": segments}
 
 
 class PatchRope(nn.Module):

@@ -1,16 +1,22 @@
-"""What all vision towers have in common: sizes of their stack, checks, construction."""
+"""What all towers have in common: sizes of their stack, checks, construction, and the forward.
+
+Letters: I items, P inputs of all items with C numbers each, T tokens of the stack, D tower hidden,
+N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, N' rows.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from encoders._patches import RowParts
+from bridge import ItemRows
 from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Width
 from mimo.engines import megatron as engine
 
@@ -79,25 +85,197 @@ def check_grid(settings: TowerSettings, tp: int, pp: int) -> list[str]:
     return problems
 
 
-class Tower(nn.Module):
-    """Patches of many images -> rows of the language model's size; a family adds `blocks`.
+@dataclass(frozen=True)
+class SequencePart:
+    """Which tokens a rank of a tower has: all, or under sequence parallelism its part.
 
-    config: Megatron's, of the stack. parts: which patches this rank embeds.
+    Rank ``number`` of ``count`` then has that one of as many equal parts of all rows and of the
+    tokens that they are made of; blank rows at the end make the parts equal.
     """
 
+    count: int
+    number: int
+
+    @classmethod
+    def of(cls, config: TransformerConfig, groups: engine.ProcessGroupCollection) -> SequencePart:
+        """This rank's in a tower with this configuration."""
+        if not config.sequence_parallel:
+            return cls(1, 0)
+        return cls(groups.tp.size(), groups.tp.rank())
+
+    def num_blank(self, num_rows: int) -> int:
+        """Blank rows that go behind ``num_rows``.
+
+        The engine cannot run on no tokens at all: without any item each part is one blank row.
+        """
+        return -num_rows % self.count if num_rows else self.count
+
+    def own(self, values: Tensor, length: int) -> Tensor:
+        """values (n, ...), n at most ``length`` -> this rank's (length / count, ...).
+
+        length: with blank ones, whose values are zeros where ``values`` has none.
+        """
+        size = length // self.count
+        own = values[self.number * size : (self.number + 1) * size]
+        if own.shape[0] == size:
+            return own
+        return torch.cat((own, own.new_zeros(size - own.shape[0], *own.shape[1:])))
+
+    def rows_per_item(self, sizes: list[int], num_held: int) -> tuple[int, ...]:
+        """The rows of each item among the ``num_held`` on this rank and as many on each other.
+
+        Rows carry no names: items take theirs in turn, as many as ``sizes`` says that their tokens
+        make. Rows too few are missing at the end; those beyond the blank ones count as the last
+        item's.
+        """
+        ends = list(itertools.accumulate(sizes))
+        produced = num_held * self.count
+        surplus = max(0, produced - ends[-1] - self.num_blank(ends[-1]))
+        ends = [min(end, produced) for end in ends]
+        ends[-1] += surplus
+        return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+
+    def sum_gradients(self, module: nn.Module) -> None:
+        """Mark a module that sees this rank's part only: gradients are summed over the ranks."""
+        for param in module.parameters():
+            param.sequence_parallel = self.count > 1  # type: ignore[attr-defined]
+
+
+class Tower[P](nn.Module):
+    """Items, packed into one sequence of tokens -> rows of the language model's size.
+
+    What is parallel about a tower is written here, once: the blank rows that fill the ranks' equal
+    parts up, or stand in for no items at all; which part of the tokens a rank has; what its
+    pipeline stage gets and hands on; and how many rows each item became. A family builds `blocks`,
+    the stack of its stage, in its constructor, and writes
+
+    - `embed`: inputs -> tokens, on the first stage.
+    - `project`: hidden states -> rows, on the last stage.
+    - `pack`: whatever these need to know of a forward's items (P), worked out once per forward.
+    - `stack_inputs`: what the blocks take beside hidden states: segments and positions.
+    - `blank_grid` and, where a token is not one input, `num_tokens`.
+
+    It knows nothing of images: an item is a grid (t, h, w) of inputs, the rows of ``patches``, be
+    they patches or, as (t, 1, 1), frames of a sound.
+
+    config: Megatron's, of the stack. tokens_per_row: consecutive tokens of an item that `project`
+    makes one row of. level_blocks: blocks, counted from 0 over all stages, whose outputs `project`
+    needs beside that of the last. part: of the tokens and rows that this rank has.
+    """
+
+    blocks: Any
+
     def __init__(
-        self, config: TransformerConfig, groups: engine.ProcessGroupCollection, merge_size: int
+        self,
+        config: TransformerConfig,
+        ctx: engine.ModuleContext,
+        tokens_per_row: int,
+        level_blocks: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.config = config
-        self.parts = RowParts.of(merge_size, config, groups)
+        self.part = SequencePart.of(config, ctx.groups)
+        self.tokens_per_row = tokens_per_row
+        self.level_blocks = level_blocks
+        self.is_first_stage, self.is_last_stage = ctx.is_first_stage, ctx.is_last_stage
+        self._received: Tensor | None = None
+
+    def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
+        """(t, h, w) of an item that becomes so many rows; its inputs will be zeros."""
+        raise NotImplementedError
+
+    def num_tokens(self, grids: Tensor) -> list[int]:
+        """grids (I, 3) int64 -> tokens that each item has in the blocks: one per input.
+
+        A multiple of ``tokens_per_row`` each.
+        """
+        return grids.prod(1).tolist()
+
+    def pack(self, grids: Tensor) -> P:
+        """What the other methods need to know of the items with these ``grids`` (I, 3) int64.
+
+        Blank items at the end are among them.
+        """
+        raise NotImplementedError
+
+    def embed(self, patches: Tensor, packed: P) -> Tensor:
+        """patches (P, C) of all items, without blank ones -> this rank's tokens (T', D).
+
+        Every rank gets all inputs, so that it may embed whole items (with zeros for the blank ones)
+        and then take its part of their tokens with ``self.part.own``, or take its part of the
+        inputs first. Either way the module that embeds sees a part of the gradient: mark it by
+        ``self.part.sum_gradients``. It runs also for no items, on blanks alone.
+        """
+        raise NotImplementedError
+
+    def stack_inputs(self, packed: P) -> dict[str, Any]:
+        """Arguments of the blocks beside hidden states: of all tokens, not of a rank's part."""
+        raise NotImplementedError
+
+    def project(self, hidden: list[Tensor], packed: P) -> Tensor:
+        """Hidden states (T', 1, D) -> this rank's rows (N', (1 + L)·H), in the items' order.
+
+        hidden: behind the last block, then behind each of ``level_blocks``.
+        """
+        raise NotImplementedError
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Called by the schedule with what the previous stage sent; None on the first."""
-        cast("Any", self).blocks.set_input_tensor(input_tensor[0])
+        self._received = input_tensor[0]
+
+    def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor | ItemRows:
+        """Items to their rows on the last stage, this rank's part under sequence parallelism.
+
+        On others hidden states (T', 1, (1 + l)·D), those of the l ``level_blocks`` so far beside
+        the last block's.
+
+        patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
+        Under sequence parallelism every rank gets all of both.
+
+        With no items the rows are (0, (1 + L)·H) and still part of the graph, so that every
+        parameter gets its (zero) gradient and data-parallel hooks fire.
+        """
+        tokens = self.num_tokens(grids)
+        num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
+        with_blank = grids
+        if num_blank:
+            with_blank = torch.cat((grids, torch.tensor([self.blank_grid(num_blank)])))
+        packed = self.pack(with_blank)
+        if self.is_first_stage:
+            assert patches is not None, "the first stage needs patches"
+            num_inputs = int(grids.prod(1).sum())
+            assert len(patches) == num_inputs, f"{len(patches)} patches in grids of {num_inputs}"
+            hidden = [self.embed(patches, packed)[:, None, :]]
+        else:
+            assert self._received is not None, "a later stage needs the previous one's output"
+            hidden = list(self._received.split(self.config.hidden_size, dim=-1))
+            self.blocks.set_input_tensor(hidden[0])
+        in_all = sum(tokens) + num_blank * self.tokens_per_row
+        held = len(hidden[0]) * self.part.count
+        assert held == in_all, f"{held} tokens on {self.part.count} ranks, needed are {in_all}"
+        hidden = self._run_blocks(hidden, packed)
+        if not self.is_last_stage:
+            return torch.cat(hidden, dim=-1) if len(hidden) > 1 else hidden[0]
+        rows = self.project(hidden, packed)
+        if not tokens:
+            return ItemRows(rows[:0], (), self.part.count)
+        sizes = [own // self.tokens_per_row for own in tokens]
+        return ItemRows(rows, self.part.rows_per_item(sizes, len(rows)), self.part.count)
+
+    def _run_blocks(self, hidden: list[Tensor], packed: P) -> list[Tensor]:
+        """hidden: (T', 1, D) before this stage's blocks, then of earlier ``level_blocks``."""
+        output = self.blocks(
+            hidden_states=hidden[0],
+            attention_mask=None,
+            extract_layer_indices=set(self.level_blocks),
+            **self.stack_inputs(packed),
+        )
+        # The engine answers with a pair where anything was asked for.
+        last, behind = output if self.level_blocks else (output, [])
+        return [last, *hidden[1:], *behind]
 
 
-def build_tower[T: Tower](
+def build_tower[T: Tower[Any]](
     make: Callable[[TransformerConfig], T],
     shape: engine.StackShape,
     ctx: engine.ModuleContext,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from data.media.pan_and_scan import PanAndScan
 from data.media.square_images import SquareImageProcessor
 from encoders._hf import block_norms, both, check_processor
-from encoders._patches import RowParts, frame_lengths, patch_places
-from encoders._tower import Tower, TowerSettings, build_tower, check_grid
+from encoders._patches import PackedPatches, PatchTower
+from encoders._tower import SequencePart, TowerSettings, build_tower, check_grid
 from mimo.bounds import Crops, Means, Rows, Side, SideRatio, Stds
 from mimo.engines import megatron as engine
 from mimo.families.hf_config import Config, agree, expect
@@ -145,14 +145,14 @@ class Projector(nn.Module):
     """Pooled patches to rows of the language model's size: a norm and a matrix."""
 
     def __init__(
-        self, settings: Settings, config: TransformerConfig, output_size: int, parts: RowParts
+        self, settings: Settings, config: TransformerConfig, output_size: int, part: SequencePart
     ) -> None:
         super().__init__()
         size = settings.hidden_size
         self.patches_per_row = settings.merge_size**2
         self.norm = engine.ZeroCenteredRMSNorm(config, size, settings.norm_eps)
         self.linear = nn.Linear(size, output_size, bias=False, dtype=config.params_dtype)
-        parts.sum_gradients(self)
+        part.sum_gradients(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (P, 1, D) -> (N, H)."""
@@ -160,7 +160,7 @@ class Projector(nn.Module):
         return self.linear(self.norm(blocks.mean(1)))
 
 
-class Gemma3Tower(Tower):
+class Gemma3Tower(PatchTower):
     """Patches of many images -> rows of the language model's size."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Gemma3Tower(Tower):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__(config, ctx.groups, settings.merge_size)
+        super().__init__(config, ctx, settings.merge_size)
         self.settings = settings
         size, dtype = settings.hidden_size, ctx.dtype
         self.patch_embed, self.pos_embed, self.projector = None, None, None
@@ -178,44 +178,26 @@ class Gemma3Tower(Tower):
             # A convolution whose stride is its kernel is a linear map of each patch.
             self.patch_embed = nn.Linear(3 * settings.patch_size**2, size, dtype=dtype)
             self.pos_embed = nn.Embedding(settings.patches_per_side**2, size, dtype=dtype)
-            self.parts.sum_gradients(self.patch_embed)
-            self.parts.sum_gradients(self.pos_embed)
+            self.part.sum_gradients(self.patch_embed)
+            self.part.sum_gradients(self.pos_embed)
         self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
         if ctx.is_last_stage:
-            self.projector = Projector(settings, config, output_size, self.parts)
+            self.projector = Projector(settings, config, output_size, self.part)
 
-    def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
-        """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
+    def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
+        """patches (P, C) -> (P', D), their learned positions added."""
+        assert self.patch_embed is not None
+        assert self.pos_embed is not None
+        side, places = self.settings.patches_per_side, packed.places
+        # Blank patches lie outside of the image; any position does for them.
+        index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
+        own, index = (self.part.own(x, packed.num_patches) for x in (patches, index))
+        return self.patch_embed(own) + self.pos_embed(index.to(self.pos_embed.weight.device))
 
-        patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
-        Under sequence parallelism every rank gets all of both, and returns its part of the rows,
-        (ceil(N / tp), H) with those of blank patches at the end.
-
-        With no images the result is (0, H) and still part of the graph, so that every parameter
-        gets its (zero) gradient and data-parallel hooks fire.
-        """
-        is_blank = grids.shape[0] == 0
-        grids = self.parts.with_blanks(grids)
-        hidden = None
-        if self.patch_embed is not None and self.pos_embed is not None:
-            assert patches is not None, "the first stage needs patches"
-            side = self.settings.patches_per_side
-            places = patch_places(grids, self.settings.merge_size)
-            # Blank patches lie outside of the image; any position does for them.
-            index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
-            own, index = (self.parts.own(x, len(places)) for x in (patches, index))
-            positions = self.pos_embed(index.to(self.pos_embed.weight.device))
-            hidden = (self.patch_embed(own) + positions)[:, None, :]  # (P, 1, D)
-        device = next(self.parameters()).device
-        hidden = self.blocks(
-            hidden_states=hidden,
-            attention_mask=None,
-            packed_seq_params=engine.PackedSegments.from_lengths(frame_lengths(grids), device),
-        )
-        if self.projector is None:
-            return hidden
-        rows = self.projector(hidden)
-        return rows[:0] if is_blank else rows
+    def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
+        """Hidden states (P', 1, D) -> rows (N', H)."""
+        assert self.projector is not None
+        return self.projector(hidden[0])
 
 
 def build(

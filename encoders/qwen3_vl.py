@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field, model_validator
@@ -28,12 +28,12 @@ from data.media.images import ImageProcessor
 from data.media.videos import VIDEO, TimedVideoProcessor
 from encoders._hf import block_norms, both, qwen_tower_sizes
 from encoders._patches import (
+    PackedPatches,
     PatchRope,
+    PatchTower,
     check_heads,
-    frame_lengths,
-    patch_places,
 )
-from encoders._tower import Tower, TowerSettings, build_tower, check_grid
+from encoders._tower import TowerSettings, build_tower, check_grid
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, RotaryBase, Side, Stds
 from mimo.engines import megatron as engine
 from mimo.families.hf_config import Config, expect
@@ -210,7 +210,7 @@ class LevelMerger(nn.Module):
         return self.mlp(self.norm(hidden.reshape(-1, self.merged)))
 
 
-class Qwen3VLTower(Tower):
+class Qwen3VLTower(PatchTower):
     """Patches of many images -> embeddings and levels of the language model's size."""
 
     def __init__(
@@ -220,7 +220,7 @@ class Qwen3VLTower(Tower):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__(config, ctx.groups, settings.merge_size)
+        super().__init__(config, ctx, settings.merge_size, settings.deepstack_visual_indexes)
         self.settings = settings
         size, dtype = settings.hidden_size, ctx.dtype
         self.merged = size * settings.merge_size**2
@@ -230,8 +230,8 @@ class Qwen3VLTower(Tower):
             # A convolution whose stride is its kernel is a linear map of each patch.
             self.patch_embed = nn.Linear(in_size, size, bias=True, dtype=dtype)
             self.pos_embed = GridPositions(settings.num_grid_per_side, size, dtype)
-            self.parts.sum_gradients(self.patch_embed)
-            self.parts.sum_gradients(self.pos_embed)
+            self.part.sum_gradients(self.patch_embed)
+            self.part.sum_gradients(self.pos_embed)
         # The merger normalises single patches: that is the final norm of the stack.
         self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
         self.merger, self.level_mergers = None, None
@@ -245,64 +245,29 @@ class Qwen3VLTower(Tower):
             )
         head_size = size // settings.num_attention_heads
         self.rope = PatchRope(head_size, settings.rotary_base)
-        self._received: Tensor | None = None
 
-    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Called by the schedule with what the previous stage sent; None on the first."""
-        self._received = input_tensor[0]
+    def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
+        """patches (P, C) -> (P', D), their learned positions added."""
+        assert self.patch_embed is not None
+        assert self.pos_embed is not None
+        grids = packed.grids
+        sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
+        values = (patches, packed.places, sizes)
+        own, place, size = (self.part.own(x, packed.num_patches) for x in values)
+        return self.patch_embed(own) + self.pos_embed(place, size)
 
-    def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
-        """Images to rows (N, (1 + L)·H) on the last stage: embeddings, then each level.
+    def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
+        """Frames, and the patches' rotary positions."""
+        return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
 
-        On others (P, 1, (1 + l)·D): the hidden states, and those behind each of the l blocks so
-        far that make levels.
-
-        patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
-        Under sequence parallelism every rank gets all of both, and returns its part of the rows,
-        ceil(N / tp) with those of blank patches at the end.
-
-        With no images the result is (0, (1 + L)·H) and still part of the graph, so that every
-        parameter gets its (zero) gradient and data-parallel hooks fire.
-        """
-        is_blank = grids.shape[0] == 0
-        grids = self.parts.with_blanks(grids)
-        places = patch_places(grids, self.settings.merge_size)
-        hidden, features = None, []
-        if self.patch_embed is not None and self.pos_embed is not None:
-            assert patches is not None, "the first stage needs patches"
-            sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
-            own, place, size = (self.parts.own(x, len(places)) for x in (patches, places, sizes))
-            embedded = self.patch_embed(own) + self.pos_embed(place, size)
-            hidden = embedded[:, None, :]  # (P, 1, D)
-        else:
-            assert self._received is not None, "a later stage needs the previous one's output"
-            received, *features = self._received.split(self.settings.hidden_size, dim=-1)
-            self.blocks.set_input_tensor(received)
-        hidden, behind = self._run_blocks(hidden, places, grids)
-        features += behind
-        if self.merger is None or self.level_mergers is None:
-            return torch.cat((hidden, *features), dim=-1) if features else hidden
-        rows = [self.merger(hidden.reshape(-1, self.merged))]
-        rows += [merger(f) for merger, f in zip(self.level_mergers, features, strict=True)]
-        merged = torch.cat(rows, dim=-1)
-        return merged[:0] if is_blank else merged
-
-    def _run_blocks(
-        self, hidden: Tensor | None, places: Tensor, grids: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """This stage's blocks: (P, 1, D), and the same behind each of its blocks with a level."""
-        indexes = set(self.settings.deepstack_visual_indexes)
-        output = self.blocks(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=self.rope(places),
-            packed_seq_params=engine.PackedSegments.from_lengths(
-                frame_lengths(grids), self.rope.inv_freq.device
-            ),
-            extract_layer_indices=indexes,
-        )
-        # The engine answers with a pair where anything was asked for.
-        return cast("tuple[Tensor, list[Tensor]]", output) if indexes else (output, [])
+    def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
+        """Hidden states (P', 1, D) -> rows (N', (1 + L)·H): embeddings, then each level."""
+        assert self.merger is not None
+        assert self.level_mergers is not None
+        last, *behind = hidden
+        rows = [self.merger(last.reshape(-1, self.merged))]
+        rows += [merger(own) for merger, own in zip(self.level_mergers, behind, strict=True)]
+        return torch.cat(rows, dim=-1)
 
 
 def build(

@@ -17,6 +17,7 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,13 +28,13 @@ from data.media.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
 from data.media.videos import VIDEO, VideoProcessor
 from encoders._hf import both, qwen_tower_sizes
 from encoders._patches import (
+    PackedPatches,
     PatchRope,
+    PatchTower,
     WindowOrder,
     check_heads,
-    frame_lengths,
-    patch_places,
 )
-from encoders._tower import Tower, TowerSettings, build_tower, check_grid
+from encoders._tower import TowerSettings, build_tower, check_grid
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, Rate, RotaryBase, Side, Stds
 from mimo.engines import megatron as engine
 from mimo.families.hf_config import Config, expect
@@ -191,7 +192,7 @@ def num_levels(settings: Settings) -> int:
     return 0
 
 
-class QwenVLTower(Tower):
+class QwenVLTower(PatchTower):
     """Patches of many images -> rows of the language model's size."""
 
     def __init__(
@@ -201,16 +202,16 @@ class QwenVLTower(Tower):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__(config, ctx.groups, settings.merge_size)
+        super().__init__(config, ctx, settings.merge_size)
         self.settings = settings
         self.tp_group = ctx.groups.tp
-        merged = settings.hidden_size * settings.merge_size**2
+        self.merged = settings.hidden_size * settings.merge_size**2
         in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
         self.patch_embed, self.merger = None, None
         if ctx.is_first_stage:
             # A convolution whose stride is its kernel is a linear map of each patch.
             self.patch_embed = nn.Linear(in_size, settings.hidden_size, bias=False, dtype=ctx.dtype)
-            self.parts.sum_gradients(self.patch_embed)
+            self.part.sum_gradients(self.patch_embed)
         # The merger normalises single patches: that is the final norm of the stack.
         self.blocks = engine.build_stack(
             config,
@@ -221,7 +222,7 @@ class QwenVLTower(Tower):
         )
         if ctx.is_last_stage:
             self.merger = engine.ParallelMLP(
-                config, ctx.groups, merged, merged, output_size, nn.functional.gelu
+                config, ctx.groups, self.merged, self.merged, output_size, nn.functional.gelu
             )
         self.side = None  # of a window, in rows
         if settings.window_size is not None:
@@ -229,49 +230,36 @@ class QwenVLTower(Tower):
         head_size = settings.hidden_size // settings.num_attention_heads
         self.rope = PatchRope(head_size, settings.rotary_base)
 
-    def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor:
-        """Images to rows (N, H) on the last stage; on others the hidden states (P, 1, D).
+    def pack(self, grids: Tensor) -> PackedPatches:
+        """With windows the rows of a frame stand in their order from the first layer on."""
+        packed = super().pack(grids)
+        if self.side is None:
+            return packed
+        order = WindowOrder.of(packed.places, packed.frames, self.merge_size, self.side)
+        return replace(packed, order=order)
 
-        patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
-        Under sequence parallelism every rank gets all of both, and returns its part of the rows,
-        (ceil(N / tp), H) with those of blank patches at the end.
+    def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
+        """patches (P, C) -> (P', D)."""
+        assert self.patch_embed is not None
+        if packed.order is not None:
+            patches = packed.order.sort(patches)
+        return self.patch_embed(self.part.own(patches, packed.num_patches))
 
-        With no images the result is (0, H) and still part of the graph, so that every parameter
-        gets its (zero) gradient and data-parallel hooks fire.
-        """
-        merge = self.settings.merge_size
-        is_blank = grids.shape[0] == 0
-        grids = self.parts.with_blanks(grids)
-        places, frames = patch_places(grids, merge), frame_lengths(grids)
-        order = None
-        if self.side is not None:
-            order = WindowOrder.of(places, frames, merge, self.side)
-            places = order.sort(places)
-        hidden = None
-        if self.patch_embed is not None:
-            assert patches is not None, "the first stage needs patches"
-            if order is not None:
-                patches = order.sort(patches)
-            own = self.parts.own(patches, len(places))
-            hidden = self.patch_embed(own)[:, None, :]  # (P, 1, D)
-        hidden = self.blocks(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=self.rope(places),
-            packed_seq_params=self._segments(frames, order),
+    def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
+        """Frames, the windows that they are cut into, and the patches' rotary positions."""
+        if packed.order is None:
+            return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
+        segments = engine.WindowedSegments.from_both(
+            packed.frames, packed.order.lengths, self.rope.inv_freq.device
         )
-        if self.merger is None:
-            return hidden
-        rows = self.merger(hidden.reshape(-1, self.settings.hidden_size * merge**2))
-        if order is not None:
-            rows = self._in_item_order(rows, order)
-        return rows[:0] if is_blank else rows
+        positions = self.rope(packed.order.sort(packed.places))
+        return {"packed_seq_params": segments, "rotary_pos_emb": positions}
 
-    def _segments(self, frames: list[int], order: WindowOrder | None) -> engine.PackedSegments:
-        device = self.rope.inv_freq.device
-        if order is None:
-            return engine.PackedSegments.from_lengths(frames, device)
-        return engine.WindowedSegments.from_both(frames, order.lengths, device)
+    def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
+        """Hidden states (P', 1, D) -> rows (N', H)."""
+        assert self.merger is not None
+        rows = self.merger(hidden[0].reshape(-1, self.merged))
+        return rows if packed.order is None else self._in_item_order(rows, packed.order)
 
     def _in_item_order(self, rows: Tensor, order: WindowOrder) -> Tensor:
         """This rank's part of the rows in window order -> its part of those in item order.
@@ -279,10 +267,10 @@ class QwenVLTower(Tower):
         Every rank calls it: under sequence parallelism a row may belong to another one. The
         backward brings each row's gradient back to the rank that computed it.
         """
-        if self.parts.parts > 1:
+        if self.part.count > 1:
             rows = engine.gather_sequence(rows, self.tp_group)
         back = order.rows.argsort()
-        return rows[self.parts.own(back, len(back)).to(rows.device)]
+        return rows[self.part.own(back, len(back)).to(rows.device)]
 
 
 def build(

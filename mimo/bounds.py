@@ -98,7 +98,7 @@ def _path(text: str) -> str:
 _PLAIN = r"[A-Za-z0-9][A-Za-z0-9_-]"
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 ModuleName = Annotated[str, Field(pattern=rf"^{_PLAIN}*$", max_length=64)]
-STAGE_NAME = rf"{_PLAIN}{{0,63}}"
+PHASE_NAME = rf"{_PLAIN}{{0,63}}"
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 """A token, a name of a family or of a media."""
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_path)]

@@ -101,21 +101,21 @@ def check(
     num_ranks: NumRanksOption = None,
 ) -> None:
     """Validate a recipe and print which rank does what."""
+    from mimo.hf.recipes import load_phases
     from mimo.layout.grids import num_microbatches
     from mimo.model.memory import in_words, module_memory
-    from mimo.recipe.phases import load_stages
-    from mimo.train.main import check_recipe
+    from mimo.model.recipe_checks import check_recipe
 
-    staged = load_stages(recipe, overrides or [])
-    layouts = staged.each(lambda recipe: check_recipe(recipe, num_ranks))
-    for stage, layout in zip(staged.stages, layouts, strict=True):
-        needs = module_memory(stage.recipe, layout)
+    phased = load_phases(recipe, overrides or [])
+    layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
+    for phase, layout in zip(phased.phases, layouts, strict=True):
+        needs = module_memory(phase.recipe, layout)
         memory = {name: in_words(need.bytes_per_rank) for name, need in needs.items()}
-        print_layout(layout, num_microbatches(stage.recipe, layout), memory, stage.title)
+        print_layout(layout, num_microbatches(phase.recipe, layout), memory, phase.title)
 
 
 def print_layout(
-    layout: "Layout", microbatches: int, memory: dict[str, str], stage: str = ""
+    layout: "Layout", microbatches: int, memory: dict[str, str], phase: str = ""
 ) -> None:
     """Print a table with one row per module: its ranks, its grid, its lanes and its memory.
 
@@ -125,7 +125,7 @@ def print_layout(
     from rich.table import Table
 
     sizes = f"{layout.world_size} ranks · {microbatches} microbatches per step"
-    table = Table(title=f"{stage}: {sizes}" if stage else sizes)
+    table = Table(title=f"{phase}: {sizes}" if phase else sizes)
     for column in ("module", "ranks", "grid", "lanes", "per rank"):
         table.add_column(column)
     for name, grid in layout.grids.items():

@@ -143,13 +143,13 @@ class Trainer:
         layout = Layout(language=grid, encoders={}, world_size=grid.size)
         self.groups = build_topology(layout).modules[LANGUAGE]
         self.raw = []
-        for stage in range(grid.vpp):
+        for number in range(grid.vpp):
             ctx = ModuleContext(
                 groups=self.groups,
                 dtype=job.dtype,
                 sequence_parallel=grid.sp,
-                virtual_stages=grid.vpp,
-                vp_stage=stage if grid.vpp > 1 else None,
+                num_chunks=grid.vpp,
+                chunk=number if grid.vpp > 1 else None,
                 recompute=job.recompute,
                 scatter_embedding=job.scatter_embedding,
             )

@@ -70,7 +70,10 @@ def join_gradients(results: Sequence[Mapping[str, Any]]) -> Weights:
 
 @dataclass(frozen=True)
 class TowerOptions:
-    """How `run_tower` runs a tower: its family, the grid (tp · pp ranks) and what is recomputed."""
+    """How `run_tower` runs a tower: its family, the grid (tp · pp ranks) and what is recomputed.
+
+    family: a file in `encoders`, or the whole path of a module.
+    """
 
     family: str = "qwen_vl"
     tp: int = 1
@@ -132,6 +135,8 @@ def run_tower(
 ) -> dict[str, Any]:
     """Vision tower on calls of (patches (P, C), grids (I, 3)): rows (N, H) of each call.
 
+    Beside them, on the last stage, the "rows_per_item" of each call.
+
     weights: None leaves the freshly drawn ones.
     row_gradients: (N, H) of the last call; with them also this rank's gradients of every parameter
         ("gradients" by local name, "shards" for `join_gradients`), and on the first stage of that
@@ -142,20 +147,24 @@ def run_tower(
 
     import torch.distributed as dist
 
-    family = importlib.import_module(f"encoders.{options.family}")
+    path = options.family if "." in options.family else f"encoders.{options.family}"
+    family = importlib.import_module(path)
     ctx = _context(options.tp, options.sp, options.pp, options.recompute)
     tower = family.build(family.Settings(**settings), ctx, output_size, SEED)
     if weights is not None:
         _load(tower, weights, ctx)
     rows, patches, before = torch.zeros(0), torch.zeros(0), None
-    found: dict[str, Any] = {"rows": []}
+    found: dict[str, Any] = {"rows": [], "rows_per_item": []}
     for patches, grids in calls:
         patches.requires_grad_()
         if not ctx.is_first_stage:
             before = _exchange(None, rank - options.tp).requires_grad_()
         tower.set_input_tensor([before])
-        rows = tower(patches if ctx.is_first_stage else None, grids)
-        if not ctx.is_last_stage:
+        output = tower(patches if ctx.is_first_stage else None, grids)
+        rows = output.values if ctx.is_last_stage else output
+        if ctx.is_last_stage:
+            found["rows_per_item"].append(output.rows_per_item)
+        else:
             _exchange(rows.detach(), rank + options.tp)
         found["rows"].append(rows.detach())
     if row_gradients is None:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from mimo.hf.recipe_keys import architecture_of_folder
+from mimo.hf.recipes import load_phases
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.hf.tiny_configs import FAMILIES
 from mimo.layout.grids import Layout, num_microbatches
-from mimo.recipe.phases import load_stages
-from mimo.train.main import check_recipe
+from mimo.model.recipe_checks import check_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 _LAYOUT = re.compile(r"#\s+(\d+) GPUs:\s+(.*)")
@@ -221,11 +221,11 @@ TINY = sorted(RECIPES.glob("*_tiny.yaml"))
 
 
 def check(path: Path, init_from: Path, gpus: int | None, *overrides: str) -> list[Layout]:
-    """`mimo check` of every stage."""
-    staged = load_stages(path, [*overrides, f"init_from={init_from}"])
-    layouts = staged.each(lambda recipe: check_recipe(recipe, gpus))
-    for stage, layout in zip(staged.stages, layouts, strict=True):
-        assert num_microbatches(stage.recipe, layout) >= layout.language.pp
+    """`mimo check` of every phase."""
+    phased = load_phases(path, [*overrides, f"init_from={init_from}"])
+    layouts = phased.each(lambda recipe: check_recipe(recipe, gpus))
+    for phase, layout in zip(phased.phases, layouts, strict=True):
+        assert num_microbatches(phase.recipe, layout) >= layout.language.pp
     return layouts
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mimo.recipe.schema import Recipe, load_recipe
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import Recipe
 
 ASSETS = "assets"
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mimo.errors import InputError
+from mimo.recipe.phases import PHASE_FOLDER
 
 _LATEST = "latest"
 _PROGRESS = "progress.json"
 _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
-_STAGE_FOLDER = re.compile(r"stage_(\d+)_[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,12 @@ def drop_old(checkpoints: Path, keep: int, newest: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def stage_folder(number: int, name: str) -> str:
-    """The name of the folder in which stage ``number``, counted from 1, has its run."""
-    return f"stage_{number}_{name}"
-
-
-def stage_folders(run_dir: Path) -> dict[int, Path]:
-    """The folders of a run's stages by number, in order; those that were moved aside are none."""
+def phase_folders(run_dir: Path) -> dict[int, Path]:
+    """The folders of a run's phases by number, in order; those that were moved aside are none."""
     found = {
         int(match[1]): path
-        for path in run_dir.glob("stage_*")
-        if (match := _STAGE_FOLDER.fullmatch(path.name)) and path.is_dir()
+        for path in run_dir.glob("phase_*")
+        if (match := PHASE_FOLDER.fullmatch(path.name)) and path.is_dir()
     }
     return dict(sorted(found.items()))
 
@@ -123,8 +118,8 @@ def latest_checkpoint(path: Path) -> Path | None:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """As `latest_checkpoint`; of a run with stages, the latest of the last stage that has any."""
-    for folder in (path, *reversed(stage_folders(path).values())):
+    """As `latest_checkpoint`; of a run with phases, the latest of the last phase that has any."""
+    for folder in (path, *reversed(phase_folders(path).values())):
         if (checkpoint := latest_checkpoint(folder)) is not None:
             return checkpoint
     return None

@@ -10,28 +10,28 @@ from mimo.checkpoint.folder import (
     final_checkpoint,
     find_checkpoint,
     newest_checkpoint,
+    phase_folders,
     read_progress,
-    stage_folders,
 )
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.errors import InputError
 from mimo.layout.grids import Layout
-from mimo.recipe.phases import Stage, StagedRecipe
+from mimo.recipe.phases import Phase, PhasedRecipe
 from mimo.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
 class Run:
-    """One stage to train: on which layout, and where it begins."""
+    """One phase to train: on which layout, and where it begins."""
 
-    stage: Stage
+    phase: Phase
     layout: Layout
     start: Start
 
     @property
     def recipe(self) -> Recipe:
-        """The stage's, whole."""
-        return self.stage.recipe
+        """The phase's, whole."""
+        return self.phase.recipe
 
     @property
     def resumes(self) -> bool:
@@ -39,9 +39,9 @@ class Run:
         return isinstance(self.start, Resume)
 
     def __str__(self) -> str:
-        """For the console: the stage, its layout, and where it begins."""
+        """For the console: the phase, its layout, and where it begins."""
         grids = ", ".join(f"{name} {grid}" for name, grid in self.layout.grids.items())
-        return f"{self.stage.title}: {grids}; {self.begins}"
+        return f"{self.phase.title}: {grids}; {self.begins}"
 
     @property
     def begins(self) -> str:
@@ -56,60 +56,60 @@ class Run:
 
 
 def runs_to_do(
-    staged: StagedRecipe, layouts: Sequence[Layout], resume: bool, resume_from: Path | None
+    phased: PhasedRecipe, layouts: Sequence[Layout], resume: bool, resume_from: Path | None
 ) -> list[Run]:
-    """The stages that are left, in order; only folders are looked at.
+    """The phases that are left, in order; only folders are looked at.
 
-    layouts: of all stages. resume: continue the last stage that has a checkpoint, or begin the one
+    layouts: of all phases. resume: continue the last phase that has a checkpoint, or begin the one
     after it where that is done; without any checkpoint, begin the first. resume_from: continue the
-    stage whose checkpoint this is; the stages after it run anew.
-    Raises InputError when that checkpoint is not there, or when it belongs to no stage.
+    phase whose checkpoint this is; the phases after it run anew.
+    Raises InputError when that checkpoint is not there, or when it belongs to no phase.
     """
-    first, start = _first(staged, resume, resume_from)
+    first, start = _first(phased, resume, resume_from)
     runs: list[Run] = []
-    for stage, layout in list(zip(staged.stages, layouts, strict=True))[first:]:
-        runs.append(Run(stage, layout, start))
-        start = FromWeights(final_checkpoint(stage.recipe.run_dir, stage.recipe.train.steps))
+    for phase, layout in list(zip(phased.phases, layouts, strict=True))[first:]:
+        runs.append(Run(phase, layout, start))
+        start = FromWeights(final_checkpoint(phase.recipe.run_dir, phase.recipe.train.steps))
     return runs
 
 
-def _first(staged: StagedRecipe, resume: bool, resume_from: Path | None) -> tuple[int, Start]:
-    """The index of the stage to begin with, and where that one begins."""
+def _first(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> tuple[int, Start]:
+    """The index of the phase to begin with, and where that one begins."""
     if not resume and resume_from is None:
         return 0, FromScratch()
-    _check_folders(staged)
+    _check_folders(phased)
     if resume_from is None:
-        checkpoint = newest_checkpoint(staged.run_dir)
+        checkpoint = newest_checkpoint(phased.run_dir)
         if checkpoint is None:
             return 0, FromScratch()
     else:
         checkpoint = find_checkpoint(resume_from)
-    if not staged.has_stages:
+    if not phased.has_phases:
         return 0, Resume(checkpoint)
-    index = _stage_of(staged, checkpoint)
-    done = read_progress(checkpoint).step >= staged.stages[index].recipe.train.steps
-    if done and index + 1 < len(staged.stages):
+    index = _phase_of(phased, checkpoint)
+    done = read_progress(checkpoint).step >= phased.phases[index].recipe.train.steps
+    if done and index + 1 < len(phased.phases):
         return index + 1, FromWeights(checkpoint)
     return index, Resume(checkpoint)
 
 
-def _stage_of(staged: StagedRecipe, checkpoint: Path) -> int:
-    """The index of the stage in whose run folder `checkpoint` is."""
-    for index, stage in enumerate(staged.stages):
-        if checkpoint.resolve().is_relative_to(stage.recipe.run_dir.resolve()):
+def _phase_of(phased: PhasedRecipe, checkpoint: Path) -> int:
+    """The index of the phase in whose run folder `checkpoint` is."""
+    for index, phase in enumerate(phased.phases):
+        if checkpoint.resolve().is_relative_to(phase.recipe.run_dir.resolve()):
             return index
-    folders = ", ".join(str(stage.recipe.run_dir) for stage in staged.stages)
+    folders = ", ".join(str(phase.recipe.run_dir) for phase in phased.phases)
     raise InputError(
-        f"{checkpoint}: belongs to no stage of this recipe; give a checkpoint in {folders}"
+        f"{checkpoint}: belongs to no phase of this recipe; give a checkpoint in {folders}"
     )
 
 
-def _check_folders(staged: StagedRecipe) -> None:
-    """Raise InputError where the folder of a stage is one that the recipe knows by another name."""
-    own = {stage.recipe.run_dir.name for stage in staged.stages}
-    for number, folder in stage_folders(staged.run_dir).items() if staged.has_stages else ():
+def _check_folders(phased: PhasedRecipe) -> None:
+    """Raise InputError where the folder of a phase is one that the recipe knows by another name."""
+    own = {phase.recipe.run_dir.name for phase in phased.phases}
+    for number, folder in phase_folders(phased.run_dir).items() if phased.has_phases else ():
         if folder.name not in own:
             raise InputError(
-                f"{folder}: stage {number} of the run to resume has this name, but the recipe's "
-                f"stages are {', '.join(sorted(own))}; name them as before, or start another run"
+                f"{folder}: phase {number} of the run to resume has this name, but the recipe's "
+                f"phases are {', '.join(sorted(own))}; name them as before, or start another run"
             )

@@ -11,8 +11,8 @@ from data.digits.shards import prepare_digits
 from mimo.bounds import STRICT, Samples, Seed
 from mimo.errors import RecipeError, suggestion
 from mimo.families.registry import check_settings
+from mimo.hf.recipes import load_phases
 from mimo.progress import progress_of
-from mimo.recipe.phases import load_stages
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 
@@ -72,8 +72,8 @@ def _generate(recipe: Recipe, name: str) -> None:
 
 def main(path: Path, overrides: Sequence[str]) -> int:
     """`mimo prepare RECIPE`."""
-    staged = load_stages(path, overrides)
-    staged.each(prepare)
-    sources = [source.path for stage in staged.stages for source in stage.recipe.data.sources]
+    phased = load_phases(path, overrides)
+    phased.each(prepare)
+    sources = [source.path for phase in phased.phases for source in phase.recipe.data.sources]
     print(f"data is ready: {', '.join(dict.fromkeys(sources))}")
     return 0

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from mimo.commands.prepare import prepare
 from mimo.device import choose_before_fork
+from mimo.hf.recipes import load_phases
 from mimo.launch.ranks import warm_up
-from mimo.recipe.phases import load_stages
-from mimo.train import main as job
+from mimo.model.recipe_checks import check_data, check_recipe, check_room
+from mimo.train.main import PRELOAD, Job, train_here
+from mimo.train.run_folder import check_run_dir
 from mimo.train.run_lock import run_lock
 
 
@@ -23,19 +25,19 @@ def recipe_path() -> Path:
 def main(overrides: Sequence[str]) -> int:
     """Run the quickstart; its last line is ``exact_match=0.944 per_digit=0.978``."""
     path = recipe_path()
-    staged = load_stages(path, overrides)
-    layouts = staged.each(lambda recipe: job.check_recipe(recipe, None))
+    phased = load_phases(path, overrides)
+    layouts = phased.each(lambda recipe: check_recipe(recipe, None))
     if (note := choose_before_fork(max(layout.world_size for layout in layouts))) is not None:
         print(note)
-    job.check_room(staged, layouts, None)
-    job.check_run_dir(staged)
-    with run_lock(staged.run_dir):
+    check_room(phased, layouts, None)
+    check_run_dir(phased)
+    with run_lock(phased.run_dir):
         # The engine loads in the background while the data is prepared.
-        warm_up(job.PRELOAD)
-        staged.each(prepare)
-        staged.each(job.check_data)
-        code = job.train_here(job.Job(staged, layouts))
-        return code or _show(staged.run_dir)
+        warm_up(PRELOAD)
+        phased.each(prepare)
+        phased.each(check_data)
+        code = train_here(Job(phased, layouts))
+        return code or _show(phased.run_dir)
 
 
 def _show(run_dir: Path) -> int:

@@ -138,7 +138,7 @@ def _outermost(modules: Iterable[str]) -> list[str]:
 def _changed_modules(trained: TrainedModel) -> set[str]:
     """The modules in transformers whose own weights differ from those of the base model.
 
-    Which weights learned depends on all stages of a run, not on its last recipe alone. Raises
+    Which weights learned depends on all phases of a run, not on its last recipe alone. Raises
     RecipeError where they are none of a projector's.
     """
     folder = trained.recipe.init_from

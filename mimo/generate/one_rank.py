@@ -116,7 +116,8 @@ class LocalModel:
         """
         tower = self.model.modules[encoder].raw[0]
         dtype = next(tower.parameters()).dtype
-        return tower(torch.from_numpy(patches).to(self.device, dtype), torch.from_numpy(grids))
+        inputs = torch.from_numpy(patches).to(self.device, dtype)
+        return tower(inputs, torch.from_numpy(grids)).values
 
     def forward(
         self, lane: PackedLane, rows: Sequence[tuple[Tensor, np.ndarray]], with_labels: bool

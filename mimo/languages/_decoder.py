@@ -121,7 +121,7 @@ class DecoderSettings(BaseModel):
 def check_grid(settings: DecoderSettings, tp: int, pp: int, vocab_size: int) -> list[str]:
     """Problems of a grid with these sizes, each one sentence that names the key.
 
-    pp: pipeline stages, virtual ones included.
+    pp: pipeline stages times the chunks of each.
     """
     problems = []
     for key, size in (
@@ -178,6 +178,6 @@ def build_decoder(
         None if layer is None else layer(config, ctx),
     )
     engine.initialize_parameters(
-        model, config, ctx.groups, seed, settings.init_std, vp_stage=ctx.vp_stage
+        model, config, ctx.groups, seed, settings.init_std, chunk=ctx.chunk
     )
     return model

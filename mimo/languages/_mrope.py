@@ -35,8 +35,8 @@ class MRopeDecoderSettings(DecoderSettings):
         """The kind of each layer: all are alike."""
         return ("attention",) * self.num_layers
 
-    def scaled_down(self, stages: int, tp: int) -> Self:
-        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+    def scaled_down(self, chunks: int, tp: int) -> Self:
+        """A tiny copy for ``chunks`` pipeline chunks and ``tp`` ranks that keeps the character.
 
         Grouped queries stay grouped (one group stays one), the shares of the three rotary axes,
         tied embeddings, rotary base and epsilon stay as they are. Weights are large enough for
@@ -45,7 +45,7 @@ class MRopeDecoderSettings(DecoderSettings):
         sizes = self.scaled_sizes(tp)
         section = proportional(self.mrope_section, sizes["head_size"] // 2)
         return self.model_copy(
-            update={**sizes, "num_layers": stages, "mrope_section": section, "init_std": 0.1}
+            update={**sizes, "num_layers": chunks, "mrope_section": section, "init_std": 0.1}
         )
 
 

@@ -66,22 +66,22 @@ class Settings(DecoderSettings):
             for number in range(1, self.num_layers + 1)
         )
 
-    def scaled_down(self, stages: int, tp: int) -> Settings:
-        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+    def scaled_down(self, chunks: int, tp: int) -> Settings:
+        """A tiny copy for ``chunks`` pipeline chunks and ``tp`` ranks that keeps the character.
 
-        Each stage has one layer of each kind that the model has. Grouped queries stay grouped (one
+        Each chunk has one layer of each kind that the model has. Grouped queries stay grouped (one
         group stays one); rotary bases, factor, epsilon and the share of query_pre_attn_scalar in
         head_size stay. Weights are large enough for every part of the model to matter to the loss.
         """
         kinds = len(set(self.layer_kinds()))
         pattern = 1 if self.sliding_window_pattern == 1 else 2
         if kinds == 1 and pattern > 1:  # fewer layers than the pattern: none is global
-            pattern = stages + 1
+            pattern = chunks + 1
         sizes, scalar = self.scaled_sizes(tp), self.query_pre_attn_scalar
         return self.model_copy(
             update={
                 **sizes,
-                "num_layers": kinds * stages,
+                "num_layers": kinds * chunks,
                 "query_pre_attn_scalar": scalar and scalar * sizes["head_size"] / self.head_size,
                 "sliding_window": min(self.sliding_window, _SMALL_WINDOW),
                 "sliding_window_pattern": pattern,

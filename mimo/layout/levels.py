@@ -1,7 +1,7 @@
 """Which stage of the language model needs which feature level of an encoder, in pure integers.
 
 Level 0 is the embeddings, for the first layer's input. Level k is added after the k-th layer
-(DeepStack), so it goes to the pipeline stage, and there to the virtual chunk, that owns that
+(DeepStack), so it goes to the pipeline stage, and there to the chunk, that owns that
 layer. All levels for one stage travel in the same messages: a `Link`.
 """
 
@@ -24,7 +24,7 @@ class LevelPlace(NamedTuple):
 class Link:
     """The bridge between an encoder and one stage of the language model that needs rows of it.
 
-    levels: ascending; their rows stand side by side in one message. chunks: the virtual chunk of
+    levels: ascending; their rows stand side by side in one message. chunks: the chunk of
     the stage that needs each, ascending.
     """
 

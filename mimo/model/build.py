@@ -89,18 +89,18 @@ def build_model(
     )
     for name, groups in topology.modules.items():
         part = recipe.language if name == LANGUAGE else recipe.encoders[name]
-        stages = part.grid.vpp
+        num_chunks = part.grid.vpp
         lora = None
         if part.lora is not None:
             lora = LoRA(part.lora.rank, part.lora.alpha, frozenset(part.lora.targets))
         chunks = []
-        for stage in range(stages):
+        for number in range(num_chunks):
             ctx = ModuleContext(
                 groups=groups,
                 dtype=dtype,
                 sequence_parallel=part.grid.sp,
-                virtual_stages=stages,
-                vp_stage=stage if stages > 1 else None,
+                num_chunks=num_chunks,
+                chunk=number if num_chunks > 1 else None,
                 recompute=part.recompute,
                 scatter_embedding=recipe.bridge.delivery == "sharded",
                 lora=lora,
@@ -121,7 +121,7 @@ def build_model(
             if initial is not None:
                 # Before the optimizer makes its copies of them.
                 weights = initial.weights[name]
-                load_weights(chunk, ctx.vp_stage, groups, initial.checkpoint, weights)
+                load_weights(chunk, ctx.chunk, groups, initial.checkpoint, weights)
             chunks.append(chunk)
         model.modules[name] = _module(recipe, name, part, groups, chunks, dtype)
         if name != LANGUAGE and name not in topology.layout.colocated:

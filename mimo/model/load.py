@@ -17,20 +17,20 @@ from mimo.hf.checkpoint import HFCheckpoint
 @torch.no_grad()
 def load_weights(
     chunk: nn.Module,
-    vp_stage: int | None,
+    number: int | None,
     groups: ProcessGroupCollection,
     checkpoint: HFCheckpoint,
     weights: Iterable[Weight],
 ) -> None:
     """Fill this rank's chunk of a module, in place and in the dtype of its parameters.
 
-    weights: of the whole module; adapters stay as they were drawn. No collective; each rank reads
-    its own slices, tensor by tensor.
+    number: the chunk's, None without interleaving. weights: of the whole module; adapters stay as
+    they were drawn. No collective; each rank reads its own slices, tensor by tensor.
     """
     by_name = {weight.name: weight for weight in weights}
     found: list[tuple[Weight, nn.Parameter]] = []
     for name, param in chunk.named_parameters():
-        whole = global_name(name, chunk.config, groups.pp.rank(), vp_stage)
+        whole = global_name(name, chunk.config, groups.pp.rank(), number)
         if whole == "output_layer.weight" and whole not in by_name:
             whole = "embedding.word_embeddings.weight"  # the copy on the last stage
         if is_adapter(whole):

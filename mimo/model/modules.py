@@ -25,12 +25,14 @@ from bridge import (
     BridgeSender,
     ColocatedBridge,
     FlatEmbeddings,
+    ItemRows,
     LevelReceiver,
     SampleKeys,
     TransferWatch,
     UnexpectedRows,
     check_plans,
     split_levels,
+    split_sizes_of,
     take_chunk,
 )
 from data.batch import PackedLane
@@ -149,14 +151,7 @@ class MimoModel:
             output = chunk(self._patches(own, module), torch.from_numpy(own.grids))
             if not senders:
                 return output, pass_token
-            try:
-                rows = [
-                    FlatEmbeddings(part, own.split_sizes, module.sequence_parts)
-                    for part in split_levels(output, [link.levels for link in senders])
-                ]
-            except ValueError as error:
-                what = f"bridge {module.name}, microbatch {number}: {error}"
-                raise UnexpectedRows(what, number) from error
+            rows = _flat_embeddings(output, senders, range(number, number + 1))
             tokens = [
                 sender.send(number, own_rows)
                 for sender, own_rows in zip(senders.values(), rows, strict=True)
@@ -228,14 +223,14 @@ class MimoModel:
         patches = np.concatenate([one.patches for one in own if one.patches is not None])
         grids = np.concatenate([one.grids for one in own])
         with torch.set_grad_enabled(module.trains and not forward_only):
-            rows = module.chunks[0](
+            made = module.chunks[0](
                 torch.from_numpy(patches).to(self.device, module.dtype), torch.from_numpy(grids)
             )
             bridges = self._colocated_of(name)
-            parts = split_levels(rows, [link.levels for link in bridges])
-        for bridge, part in zip(bridges.values(), parts, strict=True):
-            bridge.deliver(group, part)
-        return parts
+            rows = _flat_embeddings(made, bridges, group)
+        for bridge, own_rows in zip(bridges.values(), rows, strict=True):
+            bridge.deliver(group, own_rows)
+        return [own_rows.values for own_rows in rows]
 
     def _run_language(
         self, module: Module, batches: Sequence[PackedLane], group: range, forward_only: bool
@@ -336,3 +331,23 @@ class MimoModel:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _flat_embeddings(
+    made: ItemRows,
+    bridges: Mapping[Link, BridgeSender] | Mapping[Link, ColocatedBridge],
+    microbatches: range,
+) -> list[FlatEmbeddings]:
+    """What each of an encoder's bridges moves of the rows that its tower made of ``microbatches``.
+
+    Raises UnexpectedRows when they are not the rows that were planned, item by item.
+    """
+    link, bridge = next(iter(bridges.items()))  # all bridges of an encoder move the same rows
+    runs, first = bridge.runs(microbatches), microbatches.start
+    sizes = split_sizes_of(made.rows_per_item, runs, bridge.lane, link.encoder, first)
+    try:
+        parts = split_levels(made.values, [link.levels for link in bridges])
+        return [FlatEmbeddings(part, sizes, made.parts) for part in parts]
+    except ValueError as error:
+        what = f"encoder {link.encoder}, microbatch {first}: {error}"
+        raise UnexpectedRows(what, first) from error

@@ -64,7 +64,7 @@ def record_tower(module: Module) -> Recording:
         point = f"vision.blocks.{layer.layer_number - 1}"
         layer.register_forward_hook(partial(_keep_hidden, own, point))
     if stage == stages - 1:
-        tower.register_forward_hook(lambda _, __, output: own.keep(ROWS, output))
+        tower.register_forward_hook(lambda _, __, output: own.keep(ROWS, output.values))
     return own
 
 

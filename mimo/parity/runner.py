@@ -10,14 +10,15 @@ from mimo.device import machine_memory
 from mimo.errors import InputError
 from mimo.families.keymap import Weight, num_elements
 from mimo.hf.initial import InitialWeights, initial_weights
+from mimo.hf.recipes import load_recipe
 from mimo.launch.ranks import run_on_cpu
 from mimo.layout.grids import Layout
 from mimo.model.memory import check_memory
+from mimo.model.recipe_checks import check_recipe
 from mimo.parity.compare import TOLERANCE, Parity, compare_points, compare_step
 from mimo.parity.results import Theirs
 from mimo.parity.samples import make_samples, write_samples
-from mimo.recipe.schema import Recipe, load_recipe
-from mimo.train.main import check_recipe
+from mimo.recipe.schema import Recipe
 from mimo.verify.results import Fault
 
 # Named, not imported: the engine and transformers are loaded in the fork server only.

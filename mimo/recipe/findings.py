@@ -8,17 +8,22 @@ from pydantic_core import ErrorDetails
 from mimo.errors import shown, suggestion
 from mimo.recipe.source import Location, YamlSource
 
-STAGES = "stages"
+PHASES = "phases"
 """The key of a file with several recipes, which `mimo.recipe.phases` takes apart."""
+
+
+_RENAMED: dict[Location, str] = {("stages",): PHASES}
 
 
 def describe(source: YamlSource, details: ErrorDetails, recipe: type[BaseModel]) -> str:
     """One line for one finding of pydantic about ``recipe``, in the words of a recipe."""
     location: Location = tuple(details["loc"])
     if details["type"] == "extra_forbidden":
+        if location in _RENAMED:
+            return source.problem(location, f"this key is now called '{_RENAMED[location]}'")
         section = _section_at(location[:-1], recipe)
         choices = [*section.model_fields] if section is not None else []
-        choices += [STAGES] if section is recipe else []
+        choices += [PHASES] if section is recipe else []
         return source.problem(location, f"unknown key; {suggestion(str(location[-1]), choices)}")
     if details["type"] == "missing":
         return source.problem(location, "this key is required")

@@ -1,4 +1,4 @@
-"""The data of one stage: its own keys laid over those of the recipe, each with its origin.
+"""The data of one phase: its own keys laid over those of the recipe, each with its origin.
 
 Mappings merge, key by key and at every depth; lists and plain values replace what was there.
 """
@@ -10,62 +10,62 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from mimo.recipe.schema import STAGES
+from mimo.recipe.schema import PHASES
 from mimo.recipe.source import Location, YamlSource, dotted
 
 _FIXED = (
-    (("init_from",), "all stages start from the same weights"),
-    (("data", "tokenizer"), "all stages share one tokenizer"),
-    (("train", "run_dir"), "all stages are in the folder of one run"),
-    (("language", "family"), "all stages train the same model"),
-    (("language", "model"), "all stages train the same model"),
-    (("encoders", "*", "family"), "all stages train the same model"),
-    (("encoders", "*", "model"), "all stages train the same model"),
+    (("init_from",), "all phases start from the same weights"),
+    (("data", "tokenizer"), "all phases share one tokenizer"),
+    (("train", "run_dir"), "all phases are in the folder of one run"),
+    (("language", "family"), "all phases train the same model"),
+    (("language", "model"), "all phases train the same model"),
+    (("encoders", "*", "family"), "all phases train the same model"),
+    (("encoders", "*", "model"), "all phases train the same model"),
 )
-"""Keys (`*` stands for any encoder) that no stage may change, and why."""
+"""Keys (`*` stands for any encoder) that no phase may change, and why."""
 
 
 @dataclass
-class StageSource(YamlSource):
-    """What one stage is read from. `own`: locations of values that the stage itself gives."""
+class PhaseSource(YamlSource):
+    """What one phase is read from. `own`: locations of values that the phase itself gives."""
 
     name: str = ""
     index: int = 0
     own: frozenset[Location] = field(default_factory=frozenset)
 
     def problem(self, location: Location, message: str) -> str:
-        """One line like `YamlSource.problem`, in which the stage can be told."""
+        """One line like `YamlSource.problem`, in which the phase can be told."""
         if self.nearest(location) in self.own:
-            key = dotted((STAGES, self.index, *location))
+            key = dotted((PHASES, self.index, *location))
             return f"{self.origin(location)}: {key}: {message}"
-        return super().problem(location, message) + in_stage(self.name)
+        return super().problem(location, message) + in_phase(self.name)
 
 
-def in_stage(name: str) -> str:
-    """How a line about a key that all stages share ends when it is wrong in stage `name` only."""
-    return f" (in stage {name!r})"
+def in_phase(name: str) -> str:
+    """How a line about a key that all phases share ends when it is wrong in phase `name` only."""
+    return f" (in phase {name!r})"
 
 
-def lay_over(base: YamlSource, index: int, name: str) -> StageSource:
-    """The recipe `base` with the keys of its stage `index` laid over those outside of stages."""
-    keys = {key: value for key, value in base.data[STAGES][index].items() if key != "name"}
-    data = {key: value for key, value in base.data.items() if key != STAGES}
+def lay_over(base: YamlSource, index: int, name: str) -> PhaseSource:
+    """The recipe `base` with the keys of its phase `index` laid over those outside of phases."""
+    keys = {key: value for key, value in base.data[PHASES][index].items() if key != "name"}
+    data = {key: value for key, value in base.data.items() if key != PHASES}
     replaced: list[Location] = []
     merged = _merged(data, keys, (), replaced)
     origins = {
         location: origin
         for location, origin in base.origins.items()
-        if location[0] != STAGES and not _is_below_any(location, replaced)
+        if location[0] != PHASES and not _is_below_any(location, replaced)
     }
-    prefix = (STAGES, index)
-    # A stage that an override has set as a whole has no origin per key: its own serves.
+    prefix = (PHASES, index)
+    # A phase that an override has set as a whole has no origin per key: its own serves.
     own: dict[Location, str] = {(key,): base.origin((*prefix, key)) for key in keys}
     own |= {
         location[2:]: origin
         for location, origin in base.origins.items()
         if location[:2] == prefix and location[2:3] and location[2] in keys
     }
-    return StageSource(base.path, merged, origins | own, name=name, index=index, own=frozenset(own))
+    return PhaseSource(base.path, merged, origins | own, name=name, index=index, own=frozenset(own))
 
 
 def _merged(base: Any, own: Any, location: Location, replaced: list[Location]) -> Any:
@@ -90,14 +90,14 @@ def _is_below_any(location: Location, parents: Sequence[Location]) -> bool:
 
 
 def fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
-    """Keys of stage `index` that would change what all stages share."""
+    """Keys of phase `index` that would change what all phases share."""
     encoders = base.data.get("encoders")
     known = set(encoders) if isinstance(encoders, dict) else set()
-    for location, value in leaves(base.data[STAGES][index]):
-        where = (STAGES, index, *location)
+    for location, value in leaves(base.data[PHASES][index]):
+        where = (PHASES, index, *location)
         if location[0] == "encoders" and len(location) > 1 and location[1] not in known:
             message = (
-                f"all stages have the same encoders; add {dotted(location[:2])} outside of stages"
+                f"all phases have the same encoders; add {dotted(location[:2])} outside of phases"
             )
             yield base.problem(where[:4], message)
             known.add(location[1])  # once for all of its keys
@@ -105,21 +105,21 @@ def fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
         for pattern, reason in _FIXED:
             if _matches(location, pattern) and value != value_at(base.data, location, _NOTHING):
                 yield base.problem(
-                    where, f"got {value!r}, but {reason}; set {dotted(location)} outside of stages"
+                    where, f"got {value!r}, but {reason}; set {dotted(location)} outside of phases"
                 )
 
 
 def override_problems(base: YamlSource) -> Iterator[str]:
-    """Overrides outside of stages that change nothing, because every stage gives the key itself."""
-    stages: list[Any] = base.data[STAGES]
+    """Overrides outside of phases that change nothing, because every phase gives the key itself."""
+    phases: list[Any] = base.data[PHASES]
     for location in dict.fromkeys(base.overridden):
-        if location[0] in (STAGES, "name"):  # a stage's name is its own
+        if location[0] in (PHASES, "name"):  # a phase's name is its own
             continue
         value = value_at(base.data, location, _NOTHING)
         below = [(*location, *rest) for rest, _ in leaves(value)] or [location]
-        if all(_gives(stage, leaf) for stage in stages for leaf in below):
-            better = ", ".join(dotted((STAGES, n, *location)) for n in range(len(stages)))
-            message = f"changes nothing, as every stage has its own; override {better}"
+        if all(_gives(phase, leaf) for phase in phases for leaf in below):
+            better = ", ".join(dotted((PHASES, n, *location)) for n in range(len(phases)))
+            message = f"changes nothing, as every phase has its own; override {better}"
             yield base.problem(location, message)
 
 
@@ -144,14 +144,14 @@ def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]
         yield location, data
 
 
-def _gives(stage: Any, location: Location) -> bool:
-    """Whether a stage sets the value at `location`, alone or with a parent of it."""
+def _gives(phase: Any, location: Location) -> bool:
+    """Whether a phase sets the value at `location`, alone or with a parent of it."""
     for part in location:
-        if not isinstance(stage, dict):
+        if not isinstance(phase, dict):
             return True  # a plain value or a list stands in place of a parent
-        if part not in stage:
+        if part not in phase:
             return False
-        stage = stage[part]
+        phase = phase[part]
     return True
 
 

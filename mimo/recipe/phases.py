@@ -1,8 +1,8 @@
-"""Stages: one job that trains the same model several times over, each time in its own way.
+"""Phases: one job that trains the same model several times over, each time in its own way.
 
-A recipe may have a list `stages`; each entry has a name and any keys of a recipe, laid over the
-keys outside of the list. So each stage has its own freezing, learning rates, data and layout, and
-begins with the weights that the one before has left. A recipe without the list is one stage.
+A recipe may have a list `phases`; each entry has a name and any keys of a recipe, laid over the
+keys outside of the list. So each phase has its own freezing, learning rates, data and layout, and
+begins with the weights that the one before has left. A recipe without the list is one phase.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from mimo.bounds import STAGE_NAME
-from mimo.checkpoint.folder import stage_folder
+from mimo.bounds import PHASE_NAME
 from mimo.errors import RecipeError, shown
 from mimo.recipe.phase_source import (
-    StageSource,
+    PhaseSource,
     fixed_problems,
-    in_stage,
+    in_phase,
     lay_over,
     override_problems,
 )
-from mimo.recipe.schema import STAGES, LoRA, Recipe, fill, parse_recipe
+from mimo.recipe.schema import PHASES, Fill, LoRA, Recipe, fill_nothing, parse_recipe
 from mimo.recipe.source import Location, YamlSource, read_yaml
 
-_NAME = re.compile(STAGE_NAME)
-_MAX_STAGES = 100
+_NAME = re.compile(PHASE_NAME)
+_MAX_PHASES = 100
+PHASE_FOLDER = re.compile(r"phase_(\d+)_[A-Za-z0-9_-]+")
+"""The name of a phase's folder; see `phase_folder`."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class Phase:
     """One training run of a job.
 
-    recipe: whole, and without stages; its run folder is the stage's. name: empty for the only one
-    of a recipe without stages. title: for people, such as `stage 1 of 2, projector`.
+    recipe: whole, and without phases; its run folder is the phase's. name: empty for the only one
+    of a recipe without phases. title: for people, such as `phase 1 of 2, projector`.
     """
 
     recipe: Recipe
@@ -49,92 +50,100 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class StagedRecipe:
-    """All stages of a job, in order. run_dir: the folder of the job."""
+class PhasedRecipe:
+    """All phases of a job, in order. run_dir: the folder of the job."""
 
     run_dir: Path
-    stages: tuple[Stage, ...]
+    phases: tuple[Phase, ...]
     source: YamlSource
 
     @property
-    def has_stages(self) -> bool:
-        """Whether the recipe names stages; else the job's folder is that of its only run."""
-        return STAGES in self.source.data
+    def has_phases(self) -> bool:
+        """Whether the recipe names phases; else the job's folder is that of its only run."""
+        return PHASES in self.source.data
 
     def each[T](self, do: Callable[[Recipe], T]) -> list[T]:
-        """`do` for the recipe of every stage. Raises one RecipeError with all problems."""
-        names = [stage.name for stage in self.stages]
-        return _for_each(names, [stage.recipe for stage in self.stages], do)
+        """`do` for the recipe of every phase. Raises one RecipeError with all problems."""
+        names = [phase.name for phase in self.phases]
+        return _for_each(names, [phase.recipe for phase in self.phases], do)
 
     def to_yaml(self) -> str:
-        """The recipe with its stages and overrides, as it was given."""
+        """The recipe with its phases and overrides, as it was given."""
         stream = io.StringIO()
         YAML().dump(self.source.data, stream)
         return stream.getvalue()
 
 
-def load_stages(path: Path, overrides: Sequence[str] = ()) -> StagedRecipe:
-    """Read the recipe at `path`, with or without stages.
+def read_phases(
+    path: Path, overrides: Sequence[str] = (), fill: Fill = fill_nothing
+) -> PhasedRecipe:
+    """Read the recipe at `path`, with or without phases.
 
-    An override such as `stages.0.train.steps=5` changes one stage. One of a key outside of stages
-    reaches the stages that do not give that key themselves; where all do, it is an error.
-    Raises RecipeError with the problems of all stages.
+    An override such as `phases.0.train.steps=5` changes one phase. One of a key outside of phases
+    reaches the phases that do not give that key themselves; where all do, it is an error.
+    Raises RecipeError with the problems of all phases.
     """
     source = read_yaml(Path(path), overrides)
-    if STAGES not in source.data:
-        recipe = parse_recipe(source)
-        return StagedRecipe(recipe.run_dir, (Stage(recipe),), source)
+    if PHASES not in source.data:
+        recipe = parse_recipe(source, fill)
+        return PhasedRecipe(recipe.run_dir, (Phase(recipe),), source)
     problems = [*source.problems, *_form_problems(source)]
     if problems:
         raise RecipeError(*problems)
-    given: list[dict[str, Any]] = source.data[STAGES]
-    names = [stage["name"] for stage in given]
+    given: list[dict[str, Any]] = source.data[PHASES]
+    names = [phase["name"] for phase in given]
     problems += override_problems(source)
-    # What the folder of `init_from` says is the same for all; each stage finds its own problems.
+    # What the folder of `init_from` says is the same for all; each phase finds its own problems.
     shared = replace(source, data=deepcopy(source.data))
-    fill(shared.data)
+    for _ in fill(shared.data):
+        pass
     for index in range(len(given)):
         problems += fixed_problems(shared, index)
     sources = [lay_over(shared, index, name) for index, name in enumerate(names)]
     recipes: list[Recipe] = []
     try:
-        recipes = _for_each(names, sources, parse_recipe)
+        recipes = _for_each(names, sources, lambda own: parse_recipe(own, fill))
     except RecipeError as error:
         problems += error.problems
     if not problems:
         problems += _adapter_problems(names, recipes)
     if problems:
         raise RecipeError(*problems)
-    stages = [
-        Stage(_in_folder(recipe, number, name), name, f"stage {number} of {len(names)}, {name}")
+    phases = [
+        Phase(_in_folder(recipe, number, name), name, f"phase {number} of {len(names)}, {name}")
         for number, (recipe, name) in enumerate(zip(recipes, names, strict=True), start=1)
     ]
-    return StagedRecipe(recipes[0].run_dir, tuple(stages), source)
+    return PhasedRecipe(recipes[0].run_dir, tuple(phases), source)
+
+
+def phase_folder(number: int, name: str) -> str:
+    """The name of the folder in which phase ``number``, counted from 1, has its run."""
+    return f"phase_{number}_{name}"
 
 
 def _form_problems(source: YamlSource) -> list[str]:
-    """What keeps `stages` from being a list of mappings with names of their own."""
-    stages = source.data[STAGES]
-    if not isinstance(stages, list) or not stages:
-        return [source.problem((STAGES,), f"needs a list of stages; got {shown(stages)}")]
-    if len(stages) > _MAX_STAGES:
-        message = f"has {len(stages)} stages; at most {_MAX_STAGES} can be run"
-        return [source.problem((STAGES,), message)]
+    """What keeps `phases` from being a list of mappings with names of their own."""
+    phases = source.data[PHASES]
+    if not isinstance(phases, list) or not phases:
+        return [source.problem((PHASES,), f"needs a list of phases; got {shown(phases)}")]
+    if len(phases) > _MAX_PHASES:
+        message = f"has {len(phases)} phases; at most {_MAX_PHASES} can be run"
+        return [source.problem((PHASES,), message)]
     problems, seen = [], set[str]()
-    for index, stage in enumerate(stages):
-        where = (STAGES, index)
-        if not isinstance(stage, dict):
-            problems.append(source.problem(where, f"needs keys of a recipe; got {shown(stage)}"))
+    for index, phase in enumerate(phases):
+        where = (PHASES, index)
+        if not isinstance(phase, dict):
+            problems.append(source.problem(where, f"needs keys of a recipe; got {shown(phase)}"))
             continue
-        if "name" not in stage:
+        if "name" not in phase:
             problems.append(source.problem((*where, "name"), "this key is required"))
             continue
-        name = stage["name"]
+        name = phase["name"]
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             message = f"needs up to 64 letters, digits, '_' or '-'; got {shown(name)}"
             problems.append(source.problem((*where, "name"), message))
         elif name in seen:
-            message = f"got {name!r}, which another stage is called already; choose another"
+            message = f"got {name!r}, which another phase is called already; choose another"
             problems.append(source.problem((*where, "name"), message))
         else:
             seen.add(name)
@@ -142,13 +151,13 @@ def _form_problems(source: YamlSource) -> list[str]:
 
 
 def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterator[str]:
-    """Stages that lack adapters which an earlier one has trained."""
+    """Phases that lack adapters which an earlier one has trained."""
     for name, (before, after) in zip(names, pairwise(recipes), strict=False):
         for key, earlier in _adapters(before).items():
             later = _adapters(after)[key]
             if earlier is not None and later != earlier:
                 message = (
-                    f"got {None if later is None else later.model_dump()}, but stage {name!r} has "
+                    f"got {None if later is None else later.model_dump()}, but phase {name!r} has "
                     f"trained other adapters, which would be lost; give both the same lora"
                 )
                 yield after.problem((*key, "lora"), message)
@@ -163,15 +172,15 @@ def _adapters(recipe: Recipe) -> dict[Location, LoRA | None]:
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:
     """The recipe as that of a run of its own, inside the folder of the job."""
     train = recipe.train.model_copy(update={"run_dir": str(recipe.run_dir)})
-    return recipe.model_copy(update={"name": stage_folder(number, name), "train": train})
+    return recipe.model_copy(update={"name": phase_folder(number, name), "train": train})
 
 
-def _for_each[S: Recipe | StageSource, T](
+def _for_each[S: Recipe | PhaseSource, T](
     names: Sequence[str], items: Sequence[S], do: Callable[[S], T]
 ) -> list[T]:
-    """`do` for all items, one of each stage. Raises one RecipeError with all problems.
+    """`do` for all items, one of each phase. Raises one RecipeError with all problems.
 
-    A line that is the same for all stages is there once.
+    A line that is the same for all phases is there once.
     """
     results: list[T] = []
     found: list[tuple[str, tuple[str, ...]]] = []
@@ -181,10 +190,10 @@ def _for_each[S: Recipe | StageSource, T](
         except RecipeError as error:
             found.append((name, error.problems))
     if found:
-        plain = [{line.removesuffix(in_stage(name)) for line in lines} for name, lines in found]
+        plain = [{line.removesuffix(in_phase(name)) for line in lines} for name, lines in found]
         shared = set.intersection(*plain) if len(found) == len(items) else set[str]()
         lines = [
-            short if (short := line.removesuffix(in_stage(name))) in shared else line
+            short if (short := line.removesuffix(in_phase(name))) in shared else line
             for name, problems in found
             for line in problems
         ]

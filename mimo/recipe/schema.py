@@ -1,12 +1,12 @@
 """The recipe: the keys that people type, their types, defaults and limits.
 
-`load_recipe` reads a YAML file and overrides (`train.steps=20`) into frozen models. Unknown keys,
+`read_recipe` reads a YAML file and overrides (`train.steps=20`) into frozen models. Unknown keys,
 wrong types and values out of range are collected and raised once, each with its file and line.
 What only makes sense once the ranks are known is checked in `mimo.layout.grids`.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from mimo import bounds
 from mimo.errors import RecipeError, nearest
-from mimo.recipe.findings import STAGES, describe
+from mimo.recipe.findings import PHASES, describe
 from mimo.recipe.modules import MAX_ENTRIES, Encoder, Grid, Language, LoRA, MediaTokens, Section
 from mimo.recipe.source import Location, YamlSource, dotted, read_yaml
 from mimo.recipe.unsupported import refusals
@@ -28,8 +28,8 @@ __all__ = [
     "MediaTokens",
     "Recipe",
     "RecipeError",
-    "load_recipe",
     "nearest",
+    "read_recipe",
 ]
 
 
@@ -213,7 +213,7 @@ class Recipe(Section):
         return f"{dotted(location)}: {message}"
 
     def to_yaml(self) -> str:
-        """The resolved recipe, defaults included, as YAML that `load_recipe` reads back."""
+        """The resolved recipe, defaults included, as YAML that `read_recipe` reads back."""
         stream = io.StringIO()
         yaml = YAML()
         yaml.default_flow_style = False
@@ -221,31 +221,32 @@ class Recipe(Section):
         return stream.getvalue()
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+Fill = Callable[[dict[str, Any]], Iterable[tuple[Location, str]]]
+"""Completes a recipe's plain data in place; yields the location and message of every problem."""
+
+
+def fill_nothing(data: dict[str, Any]) -> Iterable[tuple[Location, str]]:
+    """Leave the data as it was written."""
+    return ()
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = (), fill: Fill = fill_nothing) -> Recipe:
     """Read the recipe at `path` with `overrides` such as `language.grid.tp=2` applied in order.
 
+    `fill` adds what `init_from` says; `mimo.hf.recipes` has the one for Hugging Face folders.
     Raises RecipeError with one line per error: a file that is missing or not YAML, an override
     that cannot be applied, an unknown key, a wrong type, a value out of range, and what this
-    version does not support yet. A recipe with stages has several: see `mimo.recipe.phases`.
+    version does not support yet. A recipe with phases has several: see `mimo.recipe.phases`.
     """
     source = read_yaml(Path(path), overrides)
-    if STAGES in source.data:
-        message = "a recipe without stages is needed here; give that of one stage"
-        raise RecipeError(*source.problems, source.problem((STAGES,), message))
-    return parse_recipe(source)
+    if PHASES in source.data:
+        message = "a recipe without phases is needed here; give that of one phase"
+        raise RecipeError(*source.problems, source.problem((PHASES,), message))
+    return parse_recipe(source, fill)
 
 
-def fill(data: dict[str, Any]) -> list[tuple[Location, str]]:
-    """Complete plain data in place from the folder of `init_from`, if any; returns all problems."""
-    if data.get("init_from") is None:
-        return []
-    from mimo.hf.recipe_keys import fill_recipe  # here, because reading configs is slow
-
-    return list(fill_recipe(data))
-
-
-def parse_recipe(source: YamlSource) -> Recipe:
-    """The recipe that `source` holds. Raises RecipeError like `load_recipe`."""
+def parse_recipe(source: YamlSource, fill: Fill = fill_nothing) -> Recipe:
+    """The recipe that `source` holds. Raises RecipeError like `read_recipe`."""
     problems = [*source.problems, *(source.problem(*found) for found in fill(source.data))]
     recipe = None
     try:

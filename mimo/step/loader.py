@@ -25,12 +25,11 @@ class EncoderItems:
     """One encoder lane's items of one global microbatch.
 
     patches: (P, C) float32 of all items, on the encoder's first stage; else None.
-    grids: (I, 3) int64. split_sizes: rows per sample.
+    grids: (I, 3) int64.
     """
 
     patches: np.ndarray | None
     grids: np.ndarray
-    split_sizes: tuple[int, ...]
 
 
 @dataclass
@@ -215,11 +214,5 @@ def gather_items(
             nothing = np.zeros((0, patch_dim), np.float32)
             patches = np.concatenate([nothing, *(loaded.patches[m][item] for item in items)])
         grids = [readers[source].grid(item) for source, item in items]
-        gathered.append(
-            EncoderItems(
-                patches=patches,
-                grids=np.array(grids, np.int64).reshape(-1, 3),
-                split_sizes=planned.runs_of(encoder).split_sizes(coords.dp),
-            )
-        )
+        gathered.append(EncoderItems(patches, np.array(grids, np.int64).reshape(-1, 3)))
     return gathered

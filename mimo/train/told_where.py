@@ -14,6 +14,8 @@ _SHOWN_SAMPLES = 16  # in one error message
 def told_where(watch: TransferWatch | None, batch: str, sample_keys: SampleKeys) -> Iterator[None]:
     """Bridge errors inside get a note with ``batch`` and the samples of their microbatch.
 
+    An error about one sample gets that one alone.
+
     ``watch`` notes it until it is told another place: on a device, transfers that were asked for
     inside may be late long after.
     """
@@ -22,6 +24,11 @@ def told_where(watch: TransferWatch | None, batch: str, sample_keys: SampleKeys)
         where = batch
         if error.microbatch is not None:
             keys = sample_keys(error.microbatch)
+            if error.sample is not None:
+                error.add_note(
+                    f"in {where}, sample {keys[error.sample]} of microbatch {error.microbatch}"
+                )
+                return
             more = f" and {len(keys) - _SHOWN_SAMPLES} more" if keys[_SHOWN_SAMPLES:] else ""
             where += f", samples of microbatch {error.microbatch}: "
             where += ", ".join(keys[:_SHOWN_SAMPLES]) + more

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mimo.errors import InputError, RecipeError
 from mimo.layout.grids import GridSpec, Layout
+from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
-from mimo.train.main import check_recipe
 from mimo.verify.scale import scale_recipe
 from mimo.verify.shrink import cover, lane_ratio, parallel_axes
 from mimo.verify.sweep import SWEEP, sweep_recipe

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from mimo.device import machine_memory
 from mimo.errors import InputError
+from mimo.hf.recipes import load_phases
 from mimo.launch.ranks import warm_up_on_cpu
 from mimo.model.memory import check_processes
-from mimo.recipe.phases import Stage, load_stages
+from mimo.recipe.phases import Phase
 from mimo.verify.cells import Cell, Cells, recipe_cells, sweep_cells
 from mimo.verify.report import print_progress, print_table, write_json
 from mimo.verify.scale import changes, scale_recipe
@@ -33,23 +34,23 @@ def main(
     precision: str,
     json: Path | None,
 ) -> int:
-    """Print a table of errors; 0 when every layout of every stage equals one rank, else 1.
+    """Print a table of errors; 0 when every layout of every phase equals one rank, else 1.
 
     sweep: run the built-in matrix in place of the recipe's own layout. full: do not shrink it.
     Raises InputError for bad input, before any rank starts.
     """
-    staged = load_stages(path, overrides)
+    phased = load_phases(path, overrides)
     check_writable(json)
     if sweep and (full or num_ranks is not None):
         raise InputError("--layouts sweep has its own layouts; remove --full and --num-ranks")
     if sweep:
-        # The matrix has its own layouts and freezing: one stage stands for all.
-        stages = staged.stages[-1:]
-        chosen = [sweep_cells(stages[0].recipe, max_ranks, precision)]
+        # The matrix has its own layouts and freezing: one phase stands for all.
+        phases = phased.phases[-1:]
+        chosen = [sweep_cells(phases[0].recipe, max_ranks, precision)]
     else:
-        stages = staged.stages
-        chosen = staged.each(lambda recipe: recipe_cells(recipe, num_ranks, max_ranks, full))
-    cells, notes = _of_stages(stages, chosen, precision)
+        phases = phased.phases
+        chosen = phased.each(lambda recipe: recipe_cells(recipe, num_ranks, max_ranks, full))
+    cells, notes = _of_phases(phases, chosen, precision)
     for cell in cells:
         check_processes(cell.recipe, cell.layout.world_size, machine_memory())
     for cell in cells:  # what a family refuses is said before anything runs
@@ -74,18 +75,18 @@ def main(
     return 1 if differing else 0
 
 
-def _of_stages(
-    stages: Sequence[Stage], chosen: Sequence[Cells], precision: str
+def _of_phases(
+    phases: Sequence[Phase], chosen: Sequence[Cells], precision: str
 ) -> tuple[list[Cell], list[str]]:
-    """The layouts of all stages, and the notes; both say which stage, if there are several."""
+    """The layouts of all phases, and the notes; both say which phase, if there are several."""
     cells: list[Cell] = []
     notes: list[str] = []
-    for stage, own in zip(stages, chosen, strict=True):
-        prefix = f"{stage.name}: " if stage.name else ""
+    for phase, own in zip(phases, chosen, strict=True):
+        prefix = f"{phase.name}: " if phase.name else ""
         cells += [replace(cell, name=f"{prefix}{cell.name}") for cell in own.cells]
-        notes += [stage.title] if stage.title else []
+        notes += [phase.title] if phase.title else []
         notes += own.notes
-        notes += [f"changed: {change}" for change in changes(stage.recipe, precision)]
+        notes += [f"changed: {change}" for change in changes(phase.recipe, precision)]
     return cells, notes
 
 

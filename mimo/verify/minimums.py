@@ -15,7 +15,7 @@ from mimo.step.plan import StepPlan
 def check_minimums(recipe: Recipe, layout: Layout, plan: StepPlan) -> None:
     """Raise AssertionError when the comparison would be a toy: that is our own bug.
 
-    Every (virtual) stage has a layer of every kind; there are more microbatches than pipeline
+    Every chunk of a stage has a layer of every kind; there are more microbatches than pipeline
     depth and run-ahead; language lanes differ in rows and loss tokens, encoder lanes in rows;
     samples have several items, one or none, one microbatch has none at all, and a lane packs
     several samples.

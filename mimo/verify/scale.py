@@ -14,9 +14,9 @@ from mimo.families.registry import encoder_settings, language_settings
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import minimum_run_ahead
 from mimo.layout.padding import sequence_multiple
+from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Encoder, Language, Recipe
 from mimo.recipe.source import dotted
-from mimo.train.main import check_recipe
 from mimo.verify.workload import Media, Workload
 
 NUM_STEPS = 2  # the second step finds stale state

@@ -117,7 +117,8 @@ def there_and_back(
         values = torch.cat([places(runs, lane, m) for m, runs in enumerate(all_runs) if m in group])
         if cut:
             values = part_of(values, int(np.flatnonzero(encoder[lane] == rank)[0]), len(encoder[0]))
-        bridge.deliver(group, values)
+        sizes = split_sizes([all_runs[m] for m in group], lane)
+        bridge.deliver(group, FlatEmbeddings(values, sizes, len(encoder[0]) if cut else 1))
         mine = int(np.flatnonzero((language[:, 0] == rank).any(1))[0])
         t = int(np.flatnonzero(language[mine, 0] == rank)[0])
         shift = t * TOKENS // language.shape[2] if delivery == "sp" else 0
@@ -140,6 +141,11 @@ def content(microbatch: int, lane: int, positions: torch.Tensor) -> torch.Tensor
     """(n, H) what stands at positions of a language lane."""
     base = 1000.0 * microbatch + 100.0 * lane + positions.float()
     return base[:, None] + torch.arange(HIDDEN) / 8
+
+
+def split_sizes(all_runs: list[ItemRuns], lane: int) -> tuple[int, ...]:
+    """Rows per sample of an encoder lane, one microbatch after the other."""
+    return tuple(size for runs in all_runs for size in runs.split_sizes(lane))
 
 
 def places(runs: ItemRuns, lane: int, microbatch: int) -> torch.Tensor:
@@ -205,8 +211,15 @@ def lone_bridge(trainable: bool) -> tuple[ColocatedBridge, list[ItemRuns]]:
 
 def deliver_wrong_rows(rank: int) -> list[str]:
     bridge, all_runs = lone_bridge(trainable=True)
-    rows, messages = places(all_runs[0], 0, 0), []
-    for wrong in (rows[:-1], rows[:, :1], torch.cat((rows, rows), dim=1)):
+    rows, sizes, messages = places(all_runs[0], 0, 0), split_sizes(all_runs[:1], 0), []
+    last = max(sample for sample, size in enumerate(sizes) if size)
+    fewer = tuple(size - (sample == last) for sample, size in enumerate(sizes))
+    for wrong in (
+        FlatEmbeddings(rows[:-1], fewer),
+        FlatEmbeddings(rows[:, :1], sizes),
+        FlatEmbeddings(torch.cat((rows, rows), dim=1), sizes),
+        FlatEmbeddings(rows[: -(-len(rows) // 2)], sizes, parts=2),
+    ):
         try:
             bridge.deliver(range(1), wrong)
         except UnexpectedRows as error:
@@ -214,19 +227,22 @@ def deliver_wrong_rows(rank: int) -> list[str]:
     return messages
 
 
-def test_rows_of_another_number_or_width_are_refused_before_anything_is_sent(
+def test_rows_of_another_number_width_or_cut_are_refused_before_anything_is_sent(
     run_ranks: RunRanks,
 ) -> None:
     (messages,) = run_ranks(deliver_wrong_rows, 1)
-    assert len(messages) == 3
-    assert all("bridge vision, microbatches 0 to 0: the encoder produced" in m for m in messages)
-    assert all(f", {HIDDEN})" in message for message in messages)
+    assert len(messages) == 4
+    assert all("bridge vision, microbatch 0: the encoder produced rows" in m for m in messages)
+    assert "the plan needs" in messages[0]
+    assert all(f"the language model needs {HIDDEN}" in message for message in messages[1:3])
+    assert "cut over 2 ranks, the plan needs 1" in messages[3]
 
 
 def rows_kept_without_gradients(rank: int) -> int:
     bridge, all_runs = lone_bridge(trainable=False)
     for m, runs in enumerate(all_runs):
-        bridge.deliver(range(m, m + 1), places(runs, 0, m))
+        rows = FlatEmbeddings(places(runs, 0, m), split_sizes([runs], 0))
+        bridge.deliver(range(m, m + 1), rows)
         bridge.receive(m)
     return len(bridge._leaves)
 

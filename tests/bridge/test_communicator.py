@@ -219,7 +219,7 @@ def test_rows_of_another_size_are_refused_with_both_sizes() -> None:
 def test_rows_cut_over_other_ranks_than_planned_are_refused() -> None:
     sender, case = sender_alone()
     rows = FlatEmbeddings(torch.zeros(12, HIDDEN), case.runs(0).split_sizes(0), parts=2)
-    with pytest.raises(ValueError, match="cut over 2 ranks, the plan expects them over 1"):
+    with pytest.raises(ValueError, match="cut over 2 ranks, the plan needs 1"):
         sender.send(0, rows)
 
 

@@ -158,6 +158,7 @@ def test_sequence_parallel_ranks_have_their_part_of_the_rows(
         None,
         lone_module.TowerOptions(family="gemma3", tp=2, sp=True),
     )
+    assert all(result["rows_per_item"] == [(ROWS,) * NUM_IMAGES] for result in results)
     rows = torch.cat([result["rows"][0] for result in results])
     # 27 rows on two ranks: one blank row at the end.
     assert len(rows) == len(reference.rows) + 1

@@ -130,7 +130,10 @@ def test_rows_levels_and_every_gradient_equal_those_of_transformers(
 ) -> None:
     calls = [(reference.patches, GRIDS)]
     results = run(run_ranks, ranks, reference, calls, reference.row_gradients, **options)
-    found = [result["rows"][0] for result in results[-options.get("tp", 1) :]]  # the last stage
+    last_stage = results[-options.get("tp", 1) :]
+    rows_per_item = tuple((GRIDS.prod(1) // MERGE**2).tolist())
+    assert all(result["rows_per_item"] == [rows_per_item] for result in last_stage)
+    found = [result["rows"][0] for result in last_stage]
     if options.get("sp"):
         found = [torch.cat(found)[: len(reference.rows)]]
     reference.check_rows(found)

@@ -119,6 +119,8 @@ def test_sequence_parallel_ranks_each_give_their_part_of_the_rows_and_all_gradie
     )
     assert all(result["rows"][0].shape == (0, OUTPUT_SIZE) for result in results)
     assert all(result["rows"][1].shape == (part, OUTPUT_SIZE) for result in results)
+    rows_per_item = tuple((GRIDS.prod(1) // MERGE**2).tolist())
+    assert all(result["rows_per_item"] == [(), rows_per_item] for result in results)
     rows = torch.cat([result["rows"][1] for result in results])[:num_rows]
     reference.check_rows([rows])
     reference.check_gradients(results)

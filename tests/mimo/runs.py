@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 from mimo.checkpoint.start import FromScratch, Resume, Start
-from mimo.recipe.schema import Recipe, load_recipe
-from mimo.train.main import check_recipe, make_run_dir
+from mimo.hf.recipes import load_recipe
+from mimo.model.recipe_checks import check_recipe
+from mimo.recipe.schema import Recipe
+from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.ranks import MarkedJob
 

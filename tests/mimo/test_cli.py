@@ -26,14 +26,14 @@ def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path
     assert language == ["language", "2-3", "tp 2 · sp · cp 1 · pp 1 · dp 1", "1", "0.1 MiB"]
 
 
-def test_check_prints_the_layout_of_every_stage(tmp_path: Path) -> None:
+def test_check_prints_the_layout_of_every_phase(tmp_path: Path) -> None:
     path = tiny.write_recipe(tmp_path)
-    stages = "stages=[{name: narrow}, {name: wide, language: {grid: {tp: 2}}}]"
-    result = CliRunner().invoke(app, ["check", str(path), stages])
+    phases = "phases=[{name: narrow}, {name: wide, language: {grid: {tp: 2}}}]"
+    result = CliRunner().invoke(app, ["check", str(path), phases])
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
-    assert "stage 1 of 2, narrow: 2 ranks · 3 microbatches per step" in text
-    assert "stage 2 of 2, wide: 3 ranks · 3 microbatches per step" in text
+    assert "phase 1 of 2, narrow: 2 ranks · 3 microbatches per step" in text
+    assert "phase 2 of 2, wide: 3 ranks · 3 microbatches per step" in text
 
 
 def test_bad_input_ends_with_exit_code_2_and_a_message_without_traceback(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def write_recipe(directory: Path) -> Path:
 
 def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """One rank: train; its metrics, and its shards with gradients and weights."""
-    from mimo.recipe.schema import load_recipe
+    from mimo.hf.recipes import load_recipe
     from mimo.verify.run import layout_steps
 
     found = layout_steps(load_recipe(path, overrides), NUM_STEPS)
@@ -132,8 +132,8 @@ def run_reference_steps(
 
     unusable: keys of samples whose items and loss are left out.
     """
+    from mimo.hf.recipes import load_recipe
     from mimo.layout.grids import build_layout
-    from mimo.recipe.schema import load_recipe
     from mimo.verify.reference import reference_steps
 
     recipe = load_recipe(path, overrides)

@@ -36,7 +36,8 @@ class ModuleContext:
     """What a family needs to build its part of a module on this rank.
 
     groups: the module's own process groups, made by the topology.
-    vp_stage: virtual pipeline stage of the chunk to build; None without interleaving.
+    num_chunks: on each stage of the pipeline; several with an interleaved one.
+    chunk: which of them to build; None without interleaving.
     recompute: "none", "selective" (core attention) or "full" (whole layers).
     scatter_embedding: whether the embedding itself scatters its output over a sequence-parallel
         group. If not, the caller may write rows into the whole sequence and scatter then; a
@@ -47,8 +48,8 @@ class ModuleContext:
     groups: ProcessGroupCollection
     dtype: torch.dtype
     sequence_parallel: bool = False
-    virtual_stages: int = 1
-    vp_stage: int | None = None
+    num_chunks: int = 1
+    chunk: int | None = None
     recompute: str = "none"
     scatter_embedding: bool = True
     lora: LoRA | None = None
@@ -56,13 +57,13 @@ class ModuleContext:
     @property
     def is_first_stage(self) -> bool:
         """Whether this chunk is the first of the module."""
-        return self.groups.pp.rank() == 0 and self.vp_stage in (None, 0)
+        return self.groups.pp.rank() == 0 and self.chunk in (None, 0)
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this chunk is the last of the module."""
         last = self.groups.pp.rank() == self.groups.pp.size() - 1
-        return last and self.vp_stage in (None, self.virtual_stages - 1)
+        return last and self.chunk in (None, self.num_chunks - 1)
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         tensor_model_parallel_size=ctx.groups.tp.size(),
         context_parallel_size=ctx.groups.cp.size(),
         pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=(
-            ctx.virtual_stages if ctx.virtual_stages > 1 else None
-        ),
+        virtual_pipeline_model_parallel_size=(ctx.num_chunks if ctx.num_chunks > 1 else None),
         sequence_parallel=ctx.sequence_parallel and ctx.groups.tp.size() > 1,
         params_dtype=ctx.dtype,
         pipeline_dtype=ctx.dtype,
@@ -153,11 +152,11 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         # Packed microbatches differ in length; the dispatcher is named because Megatron checks
         # it for every model with variable lengths, dense ones too. Interleaved pipelines get
         # equal lengths: with two stages their exchange of shapes would mix up both directions.
-        variable_seq_lengths=ctx.virtual_stages == 1,
+        variable_seq_lengths=ctx.num_chunks == 1,
         # With two stages, batched transfers of an interleaved pipeline exchange the two messages
         # between the same pair of ranks, silently.
-        overlap_p2p_comm=ctx.virtual_stages > 1,
-        batch_p2p_comm=ctx.virtual_stages == 1,
+        overlap_p2p_comm=ctx.num_chunks > 1,
+        batch_p2p_comm=ctx.num_chunks == 1,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         # Weights are drawn by `initialize_parameters`, the same in every layout.

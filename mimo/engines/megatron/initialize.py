@@ -20,9 +20,9 @@ from mimo.engines.megatron.layers.norms import ZeroCenteredRMSNorm
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
-def global_name(name: str, config, pp_rank: int, vp_stage: int | None) -> str:
+def global_name(name: str, config, pp_rank: int, chunk: int | None) -> str:
     """A parameter's name in the whole model: its layer number counts from the first stage."""
-    offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    offset = get_transformer_layer_offset(config, chunk, pp_rank)
     return _LAYER.sub(lambda m: f"{m[1]}layers.{int(m[2]) + offset}.", name, count=1)
 
 
@@ -43,7 +43,7 @@ def initialize_parameters(
     groups: ProcessGroupCollection,
     seed: int,
     std: float,
-    vp_stage: int | None = None,
+    chunk: int | None = None,
 ) -> None:
     """Draw weights N(0, std²), set biases to 0 and norms to a factor of 1, in place.
 
@@ -61,7 +61,7 @@ def initialize_parameters(
         if param.dim() == 1:
             param.fill_(0.0 if id(param) in zero_centered else 1.0)
             continue
-        whole = global_name(name, config, groups.pp.rank(), vp_stage)
+        whole = global_name(name, config, groups.pp.rank(), chunk)
         # A tied output head is the same matrix as the embedding of the first stage.
         whole = whole.replace("output_layer.weight", "embedding.word_embeddings.weight")
         digest = hashlib.sha256(f"{seed}:{whole}".encode()).digest()

@@ -125,7 +125,7 @@ def build_gpt(
         config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[operator]
     model = LanguageModel(
         config,
-        stack_spec(config, [layer] * len(layers_here(config, ctx.groups, ctx.vp_stage))),  # type: ignore[arg-type]
+        stack_spec(config, [layer] * len(layers_here(config, ctx.groups, ctx.chunk))),  # type: ignore[arg-type]
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_sequence_length,
         pre_process=ctx.is_first_stage,
@@ -135,7 +135,7 @@ def build_gpt(
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="mrope",
         pg_collection=ctx.groups,
-        vp_stage=ctx.vp_stage,
+        vp_stage=ctx.chunk,
     )
     cast("Any", model).rotary_pos_emb = rotary()
     model.num_tokens = shape.num_tokens

@@ -89,12 +89,12 @@ def layer_spec(
 
 
 def layers_here(
-    config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
+    config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None
 ) -> range:
-    """The layers of this stage and virtual chunk, counted from 0 over all stages."""
+    """The layers of this stage, or of a chunk of it, counted from 0 over all stages."""
     stage = groups.pp.rank()
-    first = get_transformer_layer_offset(config, vp_stage, stage)
-    return range(first, first + get_num_layers_to_build(config, vp_stage, stage))
+    first = get_transformer_layer_offset(config, chunk, stage)
+    return range(first, first + get_num_layers_to_build(config, chunk, stage))
 
 
 def stack_spec(
@@ -122,7 +122,7 @@ def build_stack(
     assert not (causal and window_layers), "windows of segments have no order to be causal in"
     layers = [
         layer_spec(config, ctx.lora, causal, windowed=number in window_layers)
-        for number in layers_here(config, ctx.groups, ctx.vp_stage)
+        for number in layers_here(config, ctx.groups, ctx.chunk)
     ]
     block = TransformerBlock(
         config,
@@ -131,7 +131,7 @@ def build_stack(
         pre_process=ctx.is_first_stage,
         post_process=ctx.is_last_stage,
         pg_collection=ctx.groups,
-        vp_stage=ctx.vp_stage,
+        vp_stage=ctx.chunk,
     )
     if ctx.lora is not None:
         let_backward_into_layers(block)

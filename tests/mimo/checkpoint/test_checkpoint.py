@@ -26,8 +26,8 @@ def test_checkpoint_just_written_stays_whatever_steps_stand_beside_it(
 
 
 def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:
+    from mimo.hf.recipes import load_recipe
     from mimo.layout.grids import build_layout
-    from mimo.recipe.schema import load_recipe
     from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
     from mimo.step.plan import StepPlanner
 

@@ -30,10 +30,10 @@ def save_in_layout(rank: int, recipe_path: Path, overrides: list[str]) -> int:
     from mimo.checkpoint.contents import save_checkpoint
     from mimo.checkpoint.folder import Progress
     from mimo.hf.initial import initial_weights
+    from mimo.hf.recipes import load_recipe
     from mimo.layout.grids import build_layout
     from mimo.layout.groups import build_topology
     from mimo.model.build import build_model
-    from mimo.recipe.schema import load_recipe
     from mimo.step.dataset import open_tokenizer
 
     recipe = load_recipe(recipe_path, overrides)
@@ -64,8 +64,8 @@ LAYOUTS = {
 def test_what_any_layout_read_and_saved_is_exported_bit_for_bit(
     run_ranks: RunRanks, folder: Path, tmp_path: Path, layout: str
 ) -> None:
+    from mimo.hf.recipes import load_recipe
     from mimo.layout.grids import build_layout
-    from mimo.recipe.schema import load_recipe
 
     recipe = folders.write_recipe(folder, tmp_path / "recipe.yaml")
     world = build_layout(load_recipe(recipe, LAYOUTS[layout])).world_size

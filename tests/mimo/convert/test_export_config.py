@@ -16,7 +16,7 @@ from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors
 from mimo.hf.processor import load_processor
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from tests.mimo.hf import folders
 
 GB = 10**9

@@ -13,7 +13,7 @@ from data.digits.shards import prepare_digits
 from mimo.convert import to_hf
 from mimo.generate.evaluate import Answered, answer_split
 from mimo.hf.processor import load_processor
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from tests.conftest import RunRanks
 from tests.mimo import runs
 from tests.mimo.hf import folders

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mimo.families.registry import encoder_family
-from mimo.recipe.schema import RecipeError, load_recipe
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import RecipeError
 from tests.mimo.recipe.test_recipe import RECIPE
 
 

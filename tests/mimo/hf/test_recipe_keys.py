@@ -11,8 +11,9 @@ import pytest
 from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.initial import initial_weights
-from mimo.recipe.schema import Recipe, load_recipe
-from mimo.train.main import check_recipe
+from mimo.hf.recipes import load_recipe
+from mimo.model.recipe_checks import check_recipe
+from mimo.recipe.schema import Recipe
 from tests.mimo.hf import folders
 
 

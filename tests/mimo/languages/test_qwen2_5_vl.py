@@ -168,7 +168,7 @@ def pack(reference: Reference) -> tuple[Any, np.ndarray]:
 def run_ours(rank: int, path: Path, reference: Reference) -> dict[str, Any]:
     """Logits (T, tokens) and every gradient by module, all samples packed into one sequence."""
     from mimo.generate.one_rank import LocalModel
-    from mimo.recipe.schema import load_recipe
+    from mimo.hf.recipes import load_recipe
 
     recipe = load_recipe(path)
     data = recipe.model_dump()

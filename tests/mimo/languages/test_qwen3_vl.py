@@ -111,7 +111,7 @@ def run_ours(rank: int, path: Path, reference: Reference) -> dict[str, Any]:
     from data.batch import pack_lane
     from data.text.chat import EncodedSample
     from mimo.generate.one_rank import LocalModel
-    from mimo.recipe.schema import load_recipe
+    from mimo.hf.recipes import load_recipe
 
     recipe = load_recipe(path)
     data = recipe.model_dump()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import (
     GridSpec,
     Layout,
@@ -12,7 +13,7 @@ from mimo.layout.grids import (
     run_ahead,
 )
 from mimo.layout.levels import minimum_run_ahead
-from mimo.recipe.schema import Recipe, RecipeError, load_recipe
+from mimo.recipe.schema import Recipe, RecipeError
 from tests.mimo.recipe.test_recipe import RECIPE
 
 SIZE = st.integers(1, 4)

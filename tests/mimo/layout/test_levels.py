@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import build_layout, run_ahead
 from mimo.layout.levels import Link, level_places, links_of, minimum_run_ahead
-from mimo.recipe.schema import RecipeError, load_recipe
+from mimo.recipe.schema import RecipeError
 from mimo.verify.scale import scale_recipe
 from tests.mimo import tiny
 

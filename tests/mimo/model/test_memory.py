@@ -7,6 +7,7 @@ import pytest
 from mimo import device
 from mimo.device import Memory
 from mimo.errors import RecipeError
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import build_layout
 from mimo.model.memory import (
     RANK_BYTES,
@@ -15,7 +16,7 @@ from mimo.model.memory import (
     module_memory,
     parameters,
 )
-from mimo.recipe.schema import load_recipe
+from mimo.model.recipe_checks import check_data
 from mimo.train import main as job
 from mimo.verify import main as verify
 from tests.conftest import RunRanks
@@ -140,7 +141,7 @@ def test_a_microbatch_has_at_most_as_many_samples_as_the_data(tmp_path: Path) ->
         tiny.write_recipe(tmp_path), ["train.micro_batch_size=24", "train.global_batch_size=24"]
     )
     with pytest.raises(RecipeError, match=r"train.micro_batch_size: got 24, .* 12 samples"):
-        job.check_data(recipe)
+        check_data(recipe)
 
 
 @pytest.mark.parametrize("run_dir", ["a_file", "a_file/below", "x" * 300, "/proc/none"])

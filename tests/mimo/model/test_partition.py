@@ -138,10 +138,10 @@ def test_a_sequence_that_sp_cannot_cut_names_the_key_and_the_multiple(run_ranks:
 
 
 def has_partition(rank: int, path: Path, overrides: list[str]) -> bool:
+    from mimo.hf.recipes import load_recipe
     from mimo.layout.grids import build_layout
     from mimo.layout.groups import build_topology
     from mimo.model.build import build_model
-    from mimo.recipe.schema import load_recipe
 
     recipe = load_recipe(path, overrides)
     return build_model(recipe, build_topology(build_layout(recipe)), 64).partition is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.verify.cells import recipe_cells
 from mimo.verify.verifier import Verifier
 from tests.conftest import RunRanks
@@ -67,7 +67,7 @@ LAYOUTS = {
     ),
 }
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 # The quickstart's model with this family's layers.
 VERIFIED = [
     FAMILY,

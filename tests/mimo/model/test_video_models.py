@@ -44,7 +44,7 @@ def run_both(
     from mimo.families.registry import encoder_settings
     from mimo.generate.one_rank import LocalModel
     from mimo.hf.initial import initial_weights
-    from mimo.recipe.schema import load_recipe
+    from mimo.hf.recipes import load_recipe
     from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 
     recipe = load_recipe(path, overrides)

@@ -17,15 +17,15 @@ import mimo.languages.qwen3
 from mimo.bounds import MAX_RANKS
 from mimo.commands.prepare import GENERATORS
 from mimo.errors import InputError, RecipeError
+from mimo.hf.recipes import load_phases, load_recipe
 from mimo.layout.grids import build_layout
 from mimo.model.memory import module_memory
-from mimo.recipe.phases import load_stages
-from mimo.recipe.schema import Encoder, Recipe, load_recipe
-from mimo.train.main import check_recipe
+from mimo.model.recipe_checks import check_recipe
+from mimo.recipe.schema import Encoder, Recipe
 
 # How long something may take before it counts as hanging.
 pytestmark = pytest.mark.timeout(20)
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 BOMB = "\n".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}' if level else 'x'] * 9)}]"
     for level in range(9)
@@ -34,10 +34,10 @@ BOMB = "\n".join(
 
 def check(*overrides: str) -> None:
     """All that `mimo check` does but printing."""
-    staged = load_stages(QUICKSTART, overrides)
-    layouts = staged.each(lambda recipe: check_recipe(recipe, None))
-    for stage, layout in zip(staged.stages, layouts, strict=True):
-        module_memory(stage.recipe, layout)
+    phased = load_phases(QUICKSTART, overrides)
+    layouts = phased.each(lambda recipe: check_recipe(recipe, None))
+    for phase, layout in zip(phased.phases, layouts, strict=True):
+        module_memory(phase.recipe, layout)
 
 
 # ------------------------------------------------------------------ files
@@ -150,7 +150,7 @@ def test_a_folder_and_a_device_are_no_recipes(tmp_path: Path) -> None:
         ('train.run_dir="a\\0b"', "no control characters"),
         ("data.sources=[{path: x, weight: 1e-300}]", "greater than or equal to 0.000000001"),
         ("data.sequence_length=16777216", "tokens of a microbatch, but at most"),
-        ("stages=[" + "{name: a}," * 5000 + "]", "has 5000 stages"),
+        ("phases=[" + "{name: a}," * 5000 + "]", "has 5000 phases"),
     ],
 )
 def test_an_override_beyond_all_bounds_is_refused(override: str, message: str) -> None:
@@ -172,9 +172,9 @@ def test_the_name_of_an_encoder_is_part_of_a_file_name(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "x" * 65, "a.b", "a\\nb"])
-def test_the_name_of_a_stage_is_part_of_a_file_name(name: str) -> None:
-    with pytest.raises(RecipeError, match=r"stages\.0\.name: needs up to 64 letters"):
-        load_stages(QUICKSTART, [f'stages=[{{name: "{name}"}}]'])
+def test_the_name_of_a_phase_is_part_of_a_file_name(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"phases\.0\.name: needs up to 64 letters"):
+        load_phases(QUICKSTART, [f'phases=[{{name: "{name}"}}]'])
 
 
 def test_a_layout_of_16384_ranks_is_no_bad_input() -> None:
@@ -261,7 +261,7 @@ KEYS = [
     *keys_of(Encoder, "encoders.vision."),
     *keys_of(encoders.qwen_vl.Settings, "encoders.vision.model."),
     *keys_of(mimo.languages.qwen3.Settings, "language.model."),
-    *("", "stages", "encoders.vision", "encoders.²", "data.sources.0", "data.sources.0.weight"),
+    *("", "phases", "encoders.vision", "encoders.²", "data.sources.0", "data.sources.0.weight"),
 ]
 SCALARS = st.one_of(
     st.integers(),
@@ -320,4 +320,4 @@ def test_whatever_text_a_recipe_is_it_is_read_or_refused(
     path = tmp_path_factory.mktemp("fuzz") / "recipe.yaml"
     path.write_text(text)
     with suppress(RecipeError):
-        load_stages(path)
+        load_phases(path)

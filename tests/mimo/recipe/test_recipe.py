@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.recipe.schema import Recipe, RecipeError, load_recipe, nearest
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import Recipe, RecipeError, nearest
 
 RECIPE = """\
 name: tiny

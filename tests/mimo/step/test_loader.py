@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import Layout, build_layout
-from mimo.recipe.schema import load_recipe
 from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.step.loader import LoadedStep, StepLoader, pack_language
 from mimo.step.plan import StepPlan, StepPlanner

@@ -8,7 +8,7 @@ import pytest
 
 from data import ImageProcessor, MediaText, VideoProcessor
 from mimo.errors import RecipeError
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.step.dataset import check_media, item_processors, open_tokenizer
 from tests.mimo import tiny
 

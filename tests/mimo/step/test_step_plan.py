@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import build_layout
-from mimo.recipe.schema import load_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.step.plan import StepPlanner
 from tests.mimo import tiny

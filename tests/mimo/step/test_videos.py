@@ -13,7 +13,7 @@ from PIL import Image
 
 from data.digits.text import write_tokenizer
 from mimo.errors import InputError
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 from tests.conftest import RunRanks
 from tests.mimo import tiny

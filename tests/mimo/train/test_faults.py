@@ -1,7 +1,8 @@
 """Faults in a running job: it ends soon, says what was missing, and leaves no process behind.
 
-Two encoder lanes (ranks 0 and 1) feed one language rank (2). The fault strikes rank 0 when it is
-to send microbatch 1 of the second step.
+Two encoder lanes (ranks 0 and 1) feed one language rank (2), or share two ranks with the two stages
+of the language model. The fault strikes rank 0 when it is to send microbatch 1 of the second step,
+or in its tower's work on it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from mimo.checkpoint.start import FromScratch
+from mimo.hf.recipes import load_recipe
 from mimo.launch.ranks import launch, rank_environment
-from mimo.recipe.schema import Recipe, load_recipe
-from mimo.train.main import check_recipe, make_run_dir
+from mimo.model.recipe_checks import check_recipe
+from mimo.recipe.schema import Recipe
+from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.ranks import running
@@ -29,6 +34,9 @@ STRUCK = "struck"  # a file in the run folder
 TIMEOUT_SECONDS = 5.0
 MICROBATCHES = 3
 SAMPLES = [f"sample{number:04d}" for number in range(12)]
+# Two lanes on the two stages of the language model, each encoding a whole step in one go.
+COLOCATED = ("encoders.vision.placement=colocated", "language.grid.pp=2")
+Call = tuple[Tensor, Tensor]  # a tower's patches and grids
 ROWS = r"rank 0 to send [1-9]\d* rows"
 
 
@@ -53,13 +61,13 @@ class Ended:
 def run_with(
     run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Ended]:
-    """`run_with(fault) -> Ended`: the job of this file with a fault, through the launcher."""
+    """`run_with(fault, *settings) -> Ended`: this file's job with a fault, through the launcher."""
     tiny.write_samples(tmp_path, (2, 1, 1, 3) * MICROBATCHES)
     path = tiny.write_recipe(tmp_path)
     settings = [f"bridge.timeout_seconds={TIMEOUT_SECONDS}", "encoders.vision.grid.dp=2"]
 
-    def run(fault: str) -> Ended:
-        recipe = load_recipe(path, settings)
+    def run(fault: str, *more: str) -> Ended:
+        recipe = load_recipe(path, [*settings, *more])
         layout = check_recipe(recipe, None)
         run_dir = make_run_dir(recipe, resumes=False)
         code = launch(
@@ -138,7 +146,60 @@ def _stop_before_the_norm(struck: Path) -> None:
     train.sum_over_world = stop_or_sum
 
 
+def _when_encoding(strike: Callable[[Tensor, Tensor], Call | None], struck: Path) -> None:
+    """From the second step on, ``strike`` gets what this rank's tower is called with.
+
+    It returns what the tower is to be called with instead; None leaves the call alone.
+    """
+    from encoders._tower import Tower
+    from mimo.model.modules import MimoModel
+
+    run, forward, step = MimoModel.run, Tower.forward, -1
+
+    def count_steps(self, *args, **settings):
+        nonlocal step
+        step += 1
+        return run(self, *args, **settings)
+
+    def forward_or_strike(self, patches, grids):
+        other = strike(patches, grids) if step == 1 and not struck.exists() else None
+        if other is None:
+            return forward(self, patches, grids)
+        struck.touch()
+        return forward(self, *other)
+
+    MimoModel.run, Tower.forward = count_steps, forward_or_strike  # type: ignore[method-assign]
+
+
+def _swap_items(patches: Tensor, grids: Tensor) -> Call | None:
+    """Two items of unequal size that follow each other change places, patches and all."""
+    sizes = grids.prod(1).tolist()
+    for n in range(len(sizes) - 1):
+        if sizes[n] != sizes[n + 1]:
+            order = list(range(len(sizes)))
+            order[n], order[n + 1] = n + 1, n
+            parts = patches.split(sizes)
+            return torch.cat([parts[item] for item in order]), grids[order]
+    return None
+
+
+def _drop_row(struck: Path) -> None:
+    """The tower's merger loses its last row."""
+    from encoders.qwen_vl import QwenVLTower
+
+    project = QwenVLTower.project
+
+    def one_less(self, hidden, packed):
+        rows = project(self, hidden, packed)
+        return rows[:-1] if struck.exists() else rows
+
+    QwenVLTower.project = one_less  # type: ignore[method-assign]
+    _when_encoding(lambda patches, grids: (patches, grids) if len(grids) else None, struck)
+
+
 FAULTS: dict[str, Callable[[Path], None]] = {
+    "dropped row": _drop_row,
+    "swapped items": lambda struck: _when_encoding(_swap_items, struck),
     "killed": lambda struck: _when_sending(_kill, struck),
     "stalled": lambda struck: _when_sending(lambda: time.sleep(600), struck),
     "stopped": _stop_before_the_norm,
@@ -184,8 +245,8 @@ def test_a_rank_that_is_stopped_outside_of_a_transfer_is_named_with_its_last_pla
     ended = run_with("stopped")
     assert ended.exit_code == 1
     assert re.fullmatch(
-        r"rank [12] failed: mimo\.presence\.RankLost: rank 0 \(vision, lane 0\) does not answer, "
-        r"last seen at step 1, in 'norm and loss'; stopped or killed, or its host is down",
+        r"rank [12] failed: mimo\.train\.presence\.RankLost: rank 0 \(vision, lane 0\) does not "
+        r"answer, last seen at step 1, in 'norm and loss'; stopped or killed, or its host is down",
         ended.last_line,
     )
     assert ended.seconds < 1.5 * TIMEOUT_SECONDS + 10
@@ -204,3 +265,27 @@ def test_mismatched_plans_name_the_ranks_the_microbatch_and_its_samples(
     )
     assert where.startswith("in step 0, samples of microbatch 0: ")
     assert len(ended.named_samples()) == len(SAMPLES) // MICROBATCHES
+
+
+@pytest.mark.parametrize("settings", [(), COLOCATED], ids=["disjoint", "colocated"])
+@pytest.mark.parametrize("fault", ["dropped row", "swapped items"])
+def test_rows_of_other_items_than_planned_end_the_run_with_item_sample_and_both_numbers(
+    run_with: Callable[..., Ended], fault: str, settings: tuple[str, ...]
+) -> None:
+    ended = run_with(fault, *settings)
+    assert ended.exit_code == 1
+    error, where = ended.text.splitlines()[-2:]
+    found = re.fullmatch(
+        r"rank 0 failed: bridge\S+: encoder vision, lane 0, microbatch (\d): the tower produced "
+        r"(\d+) rows for item (\d) of (\d), counted from 0, planned are (\d+)",
+        error,
+    )
+    assert found, error
+    microbatch, produced, item, items, planned = map(int, found.groups())
+    assert re.fullmatch(rf"in step 1, sample sample\d{{4}} of microbatch {microbatch}", where)
+    if fault == "dropped row":  # it is missing at the end
+        assert (produced, item) == (planned - 1, items - 1)
+        assert microbatch == (MICROBATCHES - 1 if settings else 0)
+    else:
+        assert produced != planned
+    assert ended.seconds < TIMEOUT_SECONDS, "nobody needs to wait for the timeout"

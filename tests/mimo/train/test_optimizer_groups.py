@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mimo.checkpoint.start import FromScratch, Resume, Start
-from mimo.recipe.schema import load_recipe
-from mimo.train.main import check_recipe
+from mimo.hf.recipes import load_recipe
+from mimo.model.recipe_checks import check_recipe
 from mimo.verify.results import RankSteps, Shard
 from tests.conftest import RunRanks
 from tests.mimo import tiny

@@ -1,4 +1,4 @@
-"""Whole jobs with stages, on real ranks: what each stage trains, begins with and leaves."""
+"""Whole jobs with phases, on real ranks: what each phase trains, begins with and leaves."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromScratch, FromWeights, Start
 from mimo.families.lora import is_adapter
+from mimo.hf.recipes import load_phases
 from mimo.launch.ranks import run_on_cpu
 from mimo.model.build import DTYPES
-from mimo.recipe.phases import load_stages
 from mimo.recipe.schema import Recipe
 from mimo.train import main as job
 from tests.conftest import RunRanks
@@ -26,8 +26,8 @@ from tests.mimo import tiny
 from tests.mimo.runs import run_from
 
 # Three ranks that train the projector, then four with other grids and data.
-STAGES = """\
-stages:
+PHASES = """\
+phases:
   - name: projector
     language: {{freeze: true, grid: {{tp: 2, sp: true}}}}
     encoders: {{vision: {{freeze: tower}}}}
@@ -45,14 +45,14 @@ SETTINGS = [
     "train.save_every=1",
     "train.keep_checkpoints=9",
 ]
-FIRST, SECOND = "stage_1_projector", "stage_2_everything"
+FIRST, SECOND = "phase_1_projector", "phase_2_everything"
 
 
 def write_recipe(directory: Path) -> Path:
     tiny.write_samples(directory)
     tiny.write_samples(directory, tiny.IMAGES_PER_SAMPLE[::-1], name="other")
     path = tiny.write_recipe(directory)
-    path.write_text(STAGES.format(directory=directory) + path.read_text())
+    path.write_text(PHASES.format(directory=directory) + path.read_text())
     return path
 
 
@@ -80,13 +80,13 @@ def weights(checkpoint: Path) -> dict[str, Tensor]:
     return {n: t for n, t in read(checkpoint).items() if n.startswith(("language.", "vision."))}
 
 
-def checkpoint_of(path: Path, name: str, stage: str, step: int) -> Path:
-    return path.parent / "runs" / name / stage / "checkpoints" / f"step_{step}"
+def checkpoint_of(path: Path, name: str, phase: str, step: int) -> Path:
+    return path.parent / "runs" / name / phase / "checkpoints" / f"step_{step}"
 
 
-def metrics(path: Path, name: str, stage: str) -> list[dict[str, float]]:
+def metrics(path: Path, name: str, phase: str) -> list[dict[str, float]]:
     """What each step has measured, without times."""
-    lines = (path.parent / "runs" / name / stage / "metrics.jsonl").read_text().splitlines()
+    lines = (path.parent / "runs" / name / phase / "metrics.jsonl").read_text().splitlines()
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     return [{key: json.loads(line)[key] for key in keys} for line in lines]
 
@@ -108,22 +108,22 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_stage_of_the_projector_leaves_all_other_weights_as_they_were(
+def test_a_phase_of_the_projector_leaves_all_other_weights_as_they_were(
     run_ranks: RunRanks, whole: Path
 ) -> None:
-    recipe = load_stages(whole, [*SETTINGS, "name=before"]).stages[0].recipe
+    recipe = load_phases(whole, [*SETTINGS, "name=before"]).phases[0].recipe
     run_ranks(save_at_the_start, 3, recipe, FromScratch())
     before = weights(checkpoint_of(whole, "before", FIRST, 0))
     after = weights(checkpoint_of(whole, "whole", FIRST, 2))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     projector = {name for name in before if name.startswith("vision.merger.")}
     assert moved == projector
-    # Every weight that may learn does so in the next stage.
+    # Every weight that may learn does so in the next phase.
     last = weights(checkpoint_of(whole, "whole", SECOND, 3))
     assert {name for name in after if not torch.equal(after[name], last[name])} == set(after)
 
 
-# Precision of the first stage and of the second, and whether the optimizers are distributed.
+# Precision of the first phase and of the second, and whether the optimizers are distributed.
 PRECISIONS = {
     "fp32": ("fp32", "fp32", "false"),
     "bf16": ("bf16", "bf16", "false"),
@@ -139,11 +139,11 @@ def test_another_layout_begins_with_exactly_the_weights_and_a_fresh_optimizer(
     before, after, distributed = case
     settings = [
         *SETTINGS,
-        f"stages.0.train.precision={before}",
-        f"stages.1.train.precision={after}",
+        f"phases.0.train.precision={before}",
+        f"phases.1.train.precision={after}",
         f"train.distributed_optimizer={distributed}",
     ]
-    first, second = (one.recipe for one in load_stages(write_recipe(tmp_path), settings).stages)
+    first, second = (one.recipe for one in load_phases(write_recipe(tmp_path), settings).phases)
     run_from(run_ranks, first, FromScratch())
     written = find_checkpoint(first.run_dir)
     run_ranks(save_at_the_start, 4, second, FromWeights(written))
@@ -159,11 +159,11 @@ def test_another_layout_begins_with_exactly_the_weights_and_a_fresh_optimizer(
             assert torch.equal(master, expected.float()), name
 
 
-def test_adapters_that_are_new_in_a_stage_add_nothing_to_the_weights_before_it(
+def test_adapters_that_are_new_in_a_phase_add_nothing_to_the_weights_before_it(
     run_ranks: RunRanks, whole: Path
 ) -> None:
-    lora = ["stages.1.language.lora={rank: 2}", "stages.1.encoders.vision.lora={rank: 2}"]
-    recipe = load_stages(whole, [*SETTINGS, *lora, "name=adapted"]).stages[1].recipe
+    lora = ["phases.1.language.lora={rank: 2}", "phases.1.encoders.vision.lora={rank: 2}"]
+    recipe = load_phases(whole, [*SETTINGS, *lora, "name=adapted"]).phases[1].recipe
     written = checkpoint_of(whole, "whole", FIRST, 2)
     run_ranks(save_at_the_start, 4, recipe, FromWeights(written))
     at_start = weights(checkpoint_of(whole, "adapted", SECOND, 0))
@@ -174,13 +174,13 @@ def test_adapters_that_are_new_in_a_stage_add_nothing_to_the_weights_before_it(
 
 
 def test_a_job_equals_runs_that_are_chained_by_hand(run_ranks: RunRanks, whole: Path) -> None:
-    first, second = load_stages(whole, [*SETTINGS, "name=chained"]).stages
+    first, second = load_phases(whole, [*SETTINGS, "name=chained"]).phases
     run_from(run_ranks, first.recipe, FromScratch())
     run_from(run_ranks, second.recipe, FromWeights(find_checkpoint(first.recipe.run_dir)))
-    for stage, steps in ((FIRST, 2), (SECOND, 3)):
-        assert metrics(whole, "whole", stage) == metrics(whole, "chained", stage)
-        assert [m["step"] for m in metrics(whole, "whole", stage)] == list(range(steps))
-        got, expected = (read(checkpoint_of(whole, n, stage, steps)) for n in ("whole", "chained"))
+    for phase, steps in ((FIRST, 2), (SECOND, 3)):
+        assert metrics(whole, "whole", phase) == metrics(whole, "chained", phase)
+        assert [m["step"] for m in metrics(whole, "whole", phase)] == list(range(steps))
+        got, expected = (read(checkpoint_of(whole, n, phase, steps)) for n in ("whole", "chained"))
         assert equal(got, expected)
     run = whole.parent / "runs" / "whole"
     assert find_checkpoint(run) == run / SECOND / "checkpoints" / "step_3"
@@ -188,7 +188,7 @@ def test_a_job_equals_runs_that_are_chained_by_hand(run_ranks: RunRanks, whole: 
 
 INTERRUPTED = {
     "inside the first": (FIRST, 1),
-    "between the stages": (FIRST, 2),
+    "between the phases": (FIRST, 2),
     "inside the second": (SECOND, 2),
 }
 
@@ -197,13 +197,13 @@ INTERRUPTED = {
 def test_an_interrupted_job_continues_exactly(
     whole: Path, last: tuple[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage, step = last
-    name = f"{stage}_{step}"
-    run = interrupted(whole, name, stage, step)
+    phase, step = last
+    name = f"{phase}_{step}"
+    run = interrupted(whole, name, phase, step)
     before = (run / FIRST / "metrics.jsonl").stat().st_mtime_ns
     assert job.main(whole, [*SETTINGS, f"name={name}"], resume=True) == 0
     printed = capsys.readouterr().out
-    assert ("stage 1 of 2" in printed) == (last == (FIRST, 1))
+    assert ("phase 1 of 2" in printed) == (last == (FIRST, 1))
     assert ((run / FIRST / "metrics.jsonl").stat().st_mtime_ns == before) == (last != (FIRST, 1))
     for one in (FIRST, SECOND):
         assert metrics(whole, name, one) == metrics(whole, "whole", one)
@@ -211,13 +211,13 @@ def test_an_interrupted_job_continues_exactly(
     assert equal(got, expected)
 
 
-def interrupted(whole: Path, name: str, stage: str, step: int) -> Path:
+def interrupted(whole: Path, name: str, phase: str, step: int) -> Path:
     """The run folder of a job that was ended after a checkpoint."""
     run = whole.parent / "runs" / name
     shutil.copytree(whole.parent / "runs" / "whole", run)
-    if stage == FIRST:
+    if phase == FIRST:
         shutil.rmtree(run / SECOND)
-    checkpoints = run / stage / "checkpoints"
+    checkpoints = run / phase / "checkpoints"
     for later in checkpoints.glob("step_*"):
         if int(later.name.removeprefix("step_")) > step:
             shutil.rmtree(later)
@@ -225,17 +225,17 @@ def interrupted(whole: Path, name: str, stage: str, step: int) -> Path:
     return run
 
 
-def test_ranks_of_torchrun_or_srun_run_all_stages_in_their_one_world(
+def test_ranks_of_torchrun_or_srun_run_all_phases_in_their_one_world(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     path = write_recipe(tmp_path)
-    settings = [*SETTINGS, "stages.1.encoders.vision.grid.dp=1"]
+    settings = [*SETTINGS, "phases.1.encoders.vision.grid.dp=1"]
     run_on_cpu(train_as_rank, (path, [*settings, "name=in_place"]), 3, timeout_seconds=120)
     assert job.main(path, [*settings, "name=launched"]) == 0
-    for stage, steps in ((FIRST, 2), (SECOND, 3)):
-        assert metrics(path, "in_place", stage) == metrics(path, "launched", stage)
+    for phase, steps in ((FIRST, 2), (SECOND, 3)):
+        assert metrics(path, "in_place", phase) == metrics(path, "launched", phase)
         got, expected = (
-            read(checkpoint_of(path, name, stage, steps)) for name in ("in_place", "launched")
+            read(checkpoint_of(path, name, phase, steps)) for name in ("in_place", "launched")
         )
         assert equal(got, expected)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from mimo.checkpoint.folder import Progress, read_progress
+from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
-from mimo.recipe.schema import load_recipe
-from mimo.train.main import check_recipe
+from mimo.model.recipe_checks import check_recipe
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import ADAM, LAYOUT, command, corrupt, metrics, mimo, run

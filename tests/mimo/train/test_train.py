@@ -58,7 +58,7 @@ def test_the_seed_of_the_recipe_changes_every_matrix_of_every_module(
 
 def _weights_follow_the_seed(rank: int, path: Path) -> None:
     from mimo.generate.one_rank import LocalModel
-    from mimo.recipe.schema import load_recipe
+    from mimo.hf.recipes import load_recipe
 
     def weights(seed: int) -> dict[str, Any]:
         modules = LocalModel(

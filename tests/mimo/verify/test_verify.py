@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import LANGUAGE, GridSpec, num_microbatches
-from mimo.recipe.schema import load_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.step.plan import StepPlan, StepPlanner
 from mimo.verify.cells import Cell, recipe_cells, sweep_cells
@@ -20,7 +20,7 @@ from mimo.verify.sweep import SWEEP, SweepCell, sweep_recipe
 from mimo.verify.verifier import Verifier
 from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
 REPRESENTATIVE = [
     SweepCell("dp2", "dp3", ("clipped",)),

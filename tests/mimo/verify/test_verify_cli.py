@@ -16,7 +16,7 @@ from mimo.verify.verifier import CellResult, Verifier
 from tests.conftest import RunRanks
 from tests.mimo.verify.test_verify_faults import average_encoder_gradients
 
-RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml")
+RECIPE = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")
 UNEVEN = ["language.grid={dp: 1}", "encoders.vision.grid.dp=2"]
 
 

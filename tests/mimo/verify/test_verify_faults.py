@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from mimo.families.lora import is_adapter
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.verify.cells import Cell
 from mimo.verify.results import Fault
 from mimo.verify.sweep import SweepCell, sweep_recipe
 from mimo.verify.verifier import CellResult, Verifier
 from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
 
 # --------------------------------------------------------- faults, applied inside ranks

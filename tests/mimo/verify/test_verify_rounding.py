@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.verify.cells import Cell
 from mimo.verify.report import print_table, write_json
 from mimo.verify.results import Fault
@@ -18,7 +18,7 @@ from mimo.verify.sweep import SweepCell, sweep_recipe
 from mimo.verify.verifier import CellResult, Verifier
 from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 SMALL = 2e-5  # twice the tolerance
 
 

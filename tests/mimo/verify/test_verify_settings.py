@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mimo.recipe.schema import load_recipe
+from mimo.hf.recipes import load_recipe
 from mimo.train.learning_rate import learning_rate
 from mimo.verify.cells import recipe_cells
 from mimo.verify.reference import scheduled_rate

@@ -10,13 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mimo.errors import InputError
+from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
-from mimo.recipe.schema import Recipe, load_recipe
+from mimo.recipe.schema import Recipe
 from mimo.verify.cells import recipe_cells
 from mimo.verify.scale import scale_recipe
 from mimo.verify.shrink import cover, keep_axes, lane_ratio, parallel_axes, place, shrink
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 AXES = ("tp", "cp", "pp", "dp")
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mimo.families.lora import is_adapter, merged_weight
-from mimo.recipe.schema import LoRA, RecipeError, load_recipe
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import LoRA, RecipeError
 from mimo.verify.results import Reference
 from tests import language_steps
 from tests.conftest import RunRanks

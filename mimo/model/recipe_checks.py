@@ -1,0 +1,115 @@
+"""What can be said of a recipe before any rank starts: its model on its layout, data, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mimo.device import has_gpu, machine_memory
+from mimo.errors import RecipeError
+from mimo.families.registry import (
+    encoder_family,
+    encoder_settings,
+    language_family,
+    language_settings,
+)
+from mimo.launch.ranks import RankEnv
+from mimo.layout.grids import Layout, build_layout
+from mimo.model.memory import check_memory
+from mimo.recipe.phases import PhasedRecipe
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import check_media, item_processors, open_dataset, open_tokenizer
+
+
+def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
+    """Everything about a recipe that needs no data: layout, families, sizes against grids.
+
+    Raises RecipeError with all problems found.
+    """
+    layout = build_layout(recipe, num_ranks)
+    problems: list[str] = []
+    if not recipe.language.trains and not any(e.trains for e in recipe.encoders.values()):
+        problems.append(
+            recipe.problem(("language", "freeze"), "every module is frozen; train at least one")
+        )
+    try:
+        settings = language_settings(recipe)
+        grid = layout.language
+        problems += [
+            recipe.problem(("language", "grid"), message)
+            for message in language_family(recipe).check_grid(
+                settings,
+                grid.tp,
+                grid.pp * grid.vpp,
+                settings.padded_vocab_size(1),
+            )
+        ]
+        rules = language_family(recipe).ITEM_RULES
+        if rules.bidirectional and recipe.encoders and not recipe.data.packing:
+            message = (
+                f"got false, but in language.family {recipe.language.family} the tokens of an item "
+                "see each other in both directions, which needs packed sequences; set it to true"
+            )
+            problems.append(recipe.problem(("data", "packing"), message))
+    except RecipeError as error:
+        problems += error.problems
+    try:
+        check_media(recipe)
+    except RecipeError as error:
+        problems += error.problems
+    for name, spec in layout.encoders.items():
+        try:
+            settings = encoder_settings(recipe, name)
+            problems += [
+                recipe.problem(("encoders", name, "grid"), message)
+                for message in encoder_family(recipe, name).check_grid(settings, spec.tp, spec.pp)
+            ]
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError(*problems)
+    return layout
+
+
+def check_data(recipe: Recipe) -> None:
+    """Open all splits, building indexes where there are none. Raises RecipeError."""
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    problems: list[str] = []
+    for split in ("sources", "validation", "test"):
+        try:
+            dataset = open_dataset(recipe, split, chat, processors)
+            if split == "sources" and dataset is not None:
+                problems += _too_few_samples(recipe, sum(map(len, dataset.indexes)))
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError(*problems)
+
+
+def _too_few_samples(recipe: Recipe, num_samples: int) -> Iterator[str]:
+    size = recipe.train.micro_batch_size
+    if size > num_samples:
+        yield recipe.problem(
+            ("train", "micro_batch_size"),
+            f"got {size}, but data.sources have {num_samples} samples together; a microbatch "
+            f"holds each once at most, so set it to {num_samples} or less",
+        )
+
+
+def check_room(
+    phased: PhasedRecipe, layouts: Sequence[Layout], environment: RankEnv | None
+) -> None:
+    """Raise RecipeError where the ranks of this machine cannot hold a phase's model.
+
+    On GPUs each rank looks at its own, once it has one: see `mimo.train.rank`.
+    """
+    memory = None if has_gpu() else machine_memory()
+    if memory is None:
+        return
+    of_recipe = {id(phase.recipe): own for phase, own in zip(phased.phases, layouts, strict=True)}
+
+    def check(recipe: Recipe) -> None:
+        layout = of_recipe[id(recipe)]
+        ranks = range(layout.world_size) if environment is None else environment.ranks_here
+        check_memory(recipe, layout, ranks, memory)
+
+    phased.each(check)

@@ -1,0 +1,68 @@
+"""The folder of a run: whether it can be made, and making it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mimo.checkpoint.folder import latest_checkpoint
+from mimo.checkpoint.runs import Run
+from mimo.checkpoint.start import FromScratch
+from mimo.errors import RecipeError
+from mimo.recipe.phases import PhasedRecipe
+from mimo.recipe.schema import Recipe
+
+
+def check_run_dir(phased: PhasedRecipe) -> None:
+    """Raise RecipeError unless the run's folder can be made. Makes the one that it goes into."""
+    parent = phased.run_dir.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=parent, prefix=".mimo-"):
+            pass
+    except OSError as error:
+        message = f"no folder can be made in {parent} ({error.strerror}); name another"
+        recipe = phased.phases[0].recipe
+        raise RecipeError(recipe.problem(("train", "run_dir"), message)) from error
+
+
+def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
+    """The run folder with the resolved recipe in it; an older run of that name steps aside."""
+    run_dir = recipe.run_dir
+    if not resumes:
+        _step_aside(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "recipe.yaml").write_text(recipe.to_yaml())
+    return run_dir
+
+
+def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> None:
+    """The folders of all runs that a job has to do.
+
+    resumes: whether the job was begun before. Then only what it does anew steps aside; what was
+    ended before its first checkpoint begins again in its folder.
+    """
+    if phased.has_phases:
+        if not resumes:
+            _step_aside(phased.run_dir)
+        phased.run_dir.mkdir(parents=True, exist_ok=True)
+        (phased.run_dir / "recipe.yaml").write_text(phased.to_yaml())
+    for run in runs:
+        has_nothing = resumes and latest_checkpoint(run.recipe.run_dir) is None
+        make_run_dir(run.recipe, resumes=run.resumes or has_nothing)
+    if resumes and isinstance(runs[0].start, FromScratch):
+        print(f"no checkpoint in {phased.run_dir} yet: starting anew")
+    elif resumes and not phased.has_phases:
+        print(f"the run {runs[0].begins}")
+    print(f"run folder: {phased.run_dir}", flush=True)
+
+
+def _step_aside(run_dir: Path) -> None:
+    if not run_dir.exists():
+        return
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        number += 1
+    run_dir.rename(aside)
+    print(f"the previous run moved to {aside}")

@@ -1,0 +1,155 @@
+"""What the towers share assumes no images: a tower of sounds is the same function on any grid.
+
+Its stem is a convolution over time that halves the frames and looks at neighbours, so that it needs
+whole items, also where a rank has a part of their tokens. Pairs of tokens make a row.
+
+fp32 on a CPU, weights drawn alike in every layout. Rows and gradients of the layouts differ by at
+most 1e-5 of their largest element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from encoders._tower import SequencePart, Tower, TowerSettings, build_tower
+from mimo.engines import megatron as engine
+from tests import lone_module
+from tests.conftest import RunRanks
+from tests.lone_module import TowerOptions, noise
+from tests.tower_reference import TOLERANCE
+
+NUM_MELS = 6
+OUTPUT_SIZE = 20
+FRAMES_PER_ROW = 4
+SETTINGS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 2,
+    "init_std": 0.3,
+}
+# An odd number of rows; with two ranks the first one's part ends inside of the third item.
+ROWS = (3, 1, 5, 2)
+GRIDS = torch.tensor([[rows * FRAMES_PER_ROW, 1, 1] for rows in ROWS])
+
+
+class Settings(TowerSettings):
+    pass
+
+
+class SoundTower(Tower[list[int]]):
+    """Frames (P, C) of sounds; packed: the frames of each, blank ones included."""
+
+    def __init__(self, settings: Settings, config: Any, ctx: engine.ModuleContext) -> None:
+        super().__init__(config, ctx, tokens_per_row=2)
+        size = settings.hidden_size
+        self.stem, self.projector = None, None
+        if ctx.is_first_stage:
+            self.stem = nn.Conv1d(NUM_MELS, size, 3, stride=2, padding=1, dtype=ctx.dtype)
+            self.part.sum_gradients(self.stem)
+        self.blocks = engine.build_stack(config, ctx, causal=False)
+        if ctx.is_last_stage:
+            self.projector = nn.Linear(size, OUTPUT_SIZE, dtype=ctx.dtype)
+            self.part.sum_gradients(self.projector)
+
+    def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
+        return (num_rows * FRAMES_PER_ROW, 1, 1)
+
+    def num_tokens(self, grids: Tensor) -> list[int]:
+        return (grids[:, 0] // 2).tolist()
+
+    def pack(self, grids: Tensor) -> list[int]:
+        return grids[:, 0].tolist()
+
+    def embed(self, patches: Tensor, packed: list[int]) -> Tensor:
+        assert self.stem is not None
+        padded = nn.functional.pad(patches, (0, 0, 0, sum(packed) - len(patches)))
+        tokens = torch.cat([self.stem(item.T).T for item in padded.split(packed)])
+        return self.part.own(nn.functional.gelu(tokens), len(tokens))
+
+    def stack_inputs(self, packed: list[int]) -> dict[str, Any]:
+        lengths = [frames // 2 for frames in packed]
+        device = next(self.parameters()).device
+        return {"packed_seq_params": engine.PackedSegments.from_lengths(lengths, device)}
+
+    def project(self, hidden: list[Tensor], packed: list[int]) -> Tensor:
+        assert self.projector is not None
+        return self.projector(hidden[0].reshape(-1, 2, hidden[0].shape[-1]).mean(1))
+
+
+def build(settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int) -> SoundTower:
+    shape, std = settings.gelu_stack(), settings.init_std
+    return build_tower(lambda config: SoundTower(settings, config, ctx), shape, ctx, seed, std)
+
+
+def run(run_ranks: RunRanks, grids: Tensor, rows: Tensor, **options: Any) -> list[dict[str, Any]]:
+    return run_ranks(
+        lone_module.run_tower,
+        options.get("tp", 1) * options.get("pp", 1),
+        SETTINGS,
+        OUTPUT_SIZE,
+        None,
+        [(noise(1, int(grids.prod(1).sum()), NUM_MELS), grids)],
+        rows,
+        TowerOptions(family=__name__, **options),
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {"tp": 2, "sp": True, "pp": 2}],
+    ids=["tp2", "sp", "pp2", "sp pp2"],
+)
+def test_a_tower_whose_stem_needs_whole_items_is_the_same_on_one_rank_and_on_others(
+    run_ranks: RunRanks, options: dict[str, Any]
+) -> None:
+    row_gradients = noise(2, sum(ROWS), OUTPUT_SIZE)
+    (one,) = run(run_ranks, GRIDS, row_gradients)
+    assert one["rows_per_item"] == [ROWS]
+    assert len(one["rows"][0]) == sum(ROWS)
+    results = run(run_ranks, GRIDS, row_gradients, **options)
+    last_stage = results[-options["tp"] :] if "tp" in options else results[-1:]
+    assert all(result["rows_per_item"] == [ROWS] for result in last_stage)
+    found = [result["rows"][0] for result in last_stage]
+    if options.get("sp"):
+        found = [torch.cat(found)[: sum(ROWS)]]
+    for rows in found:
+        torch.testing.assert_close(rows, one["rows"][0], rtol=0, atol=TOLERANCE)
+    expected = lone_module.join_gradients([one]) | {"frames": one["patch_gradients"]}
+    got = lone_module.join_gradients(results) | {"frames": results[0]["patch_gradients"]}
+    error, name = lone_module.worst_error(got, expected)
+    assert error <= TOLERANCE, f"gradient of {name}: error {error:.2e}"
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2, "sp": True}], ids=["one rank", "sp"])
+def test_no_items_give_no_rows_and_a_zero_gradient_to_every_parameter(
+    run_ranks: RunRanks, options: dict[str, Any]
+) -> None:
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    for got in run(run_ranks, none, torch.zeros(0, OUTPUT_SIZE), **options):
+        assert got["rows_per_item"] == [()]
+        assert got["rows"][0].shape == (0, OUTPUT_SIZE)
+        assert all((gradient == 0).all() for gradient in got["gradients"].values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "held", "rows_per_item"),
+    [
+        (1, 11, (3, 1, 5, 2)),
+        (1, 10, (3, 1, 5, 1)),  # what is missing is missing at the end
+        (1, 8, (3, 1, 4, 0)),
+        (1, 12, (3, 1, 5, 3)),
+        (2, 6, (3, 1, 5, 2)),  # with a blank row
+        (2, 5, (3, 1, 5, 1)),
+        (2, 7, (3, 1, 5, 4)),
+        (4, 3, (3, 1, 5, 2)),
+    ],
+)
+def test_items_have_the_rows_that_were_produced_in_turn(
+    ranks: int, held: int, rows_per_item: tuple[int, ...]
+) -> None:
+    assert SequencePart(ranks, 0).rows_per_item(list(ROWS), held) == rows_per_item
