@@ -24,7 +24,7 @@ def assign_items(
 
     loads: (lanes,) work that the lanes already have in the same go. earlier: (lanes,) work that
     they had before; it decides between lanes that are equally loaded, so that a single item does
-    not always meet the same lane. Further ties go to the earlier item and the lower lane.
+    not always go to the same lane. Further ties go to the earlier item and the lower lane.
     """
     costs = np.asarray(costs, dtype=np.int64)
     assigned = np.zeros(costs.size, np.int64)

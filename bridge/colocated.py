@@ -25,9 +25,9 @@ from bridge.waiting import BridgeError
 
 
 def _merged(exchanges: Sequence[Exchange], index: Sequence[Ints]) -> Exchange:
-    """The messages of several microbatches as one per peer, a microbatch's rows behind another's.
+    """Merge the messages of several microbatches into one per peer, microbatch after microbatch.
 
-    index: in place of those of ``exchanges``, so that it is unique over all microbatches.
+    index: replaces the indices of ``exchanges``; unique over all microbatches.
     """
     peer = np.concatenate([np.repeat(ints(one.peers), ints(one.counts)) for one in exchanges])
     order = np.argsort(peer, kind="stable")

@@ -5,8 +5,8 @@ rows' gradients. On the language model's stage of its link, `BridgeReceiver.rece
 rows whose backward sends their gradients. So each module runs an unmodified pipeline schedule.
 
 Both ends know all counts from the plan: no shapes are exchanged, a peer without rows gets no
-message, and there is one contiguous message per peer and direction. A message that does not come
-ends the run with the peers that are waited for and the rows that each was to send or take.
+message, and there is one contiguous message per peer and direction. When a
+message does not come, an error names the missing peers and the rows that each had to send or take.
 
 Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 """
@@ -42,7 +42,7 @@ _POSTED_AHEAD = 2
 def _check_gradient_path(
     end: BridgeEnd, microbatch: int, tensor: Tensor, expects_gradients: bool
 ) -> None:
-    """Schedules skip a backward without a word when its output requires no gradient."""
+    """Schedules silently skip a backward when its output requires no gradient."""
     if tensor.requires_grad == expects_gradients:
         return
     plan, graph = (
@@ -126,7 +126,7 @@ class BridgeSender:
         plan, end = self._plans[microbatch], self.end
         transfer = self._gradients.pop(microbatch)
         self._wait(transfer)
-        # Who sends back the gradient of rows has taken them, so their buffer is free.
+        # A rank that sends back the gradient of rows has received them, so their buffer is free.
         self._wait(self._sent.popleft())
         gradient = transfer.into
         assert gradient is not None
@@ -150,7 +150,7 @@ class BridgeReceiver:
         self._expects_gradients = False
         self._rows: dict[int, Transfer] = {}
         self._gradients: deque[Transfer] = deque()
-        # Gives the rows a place in the graph although nothing before them is on this rank.
+        # Puts the rows into the graph although nothing that precedes them is on this rank.
         self._anchor = torch.zeros((), device=end.device, requires_grad=True)
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:

@@ -57,13 +57,13 @@ class _Held:
 
 
 class LevelReceiver:
-    """Hands the rows of a receiver out to the chunks of its rank that need them.
+    """Gives the rows of a receiver to the chunks of its rank that need them.
 
     chunks: ascending, the chunk that needs each of a message's levels.
 
     Chunks run forward and backward at different times, but one message brings the rows of all of
     them and one takes their gradients. So rows are kept until the last chunk has taken its own,
-    the graph is cut in front of each chunk, and the message with the gradients leaves when those
+    the graph is cut before each chunk, and the message with the gradients leaves when those
     of the last chunk to run backward are there.
     """
 
@@ -71,7 +71,7 @@ class LevelReceiver:
         self.receiver = receiver
         self.chunks = tuple(chunks)
         self._held: dict[int, _Held] = {}
-        # Gives each chunk's rows a place in its graph, apart from that of the others.
+        # Puts each chunk's rows into its graph, apart from those of the others.
         self._anchor = torch.zeros((), device=receiver.end.device, requires_grad=True)
 
     @property

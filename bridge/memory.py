@@ -37,7 +37,7 @@ class RowMemory:
         if self.device.type != "cpu" or num_bytes < _LEAST_BYTES:
             return torch.empty(num_rows, hidden_size, dtype=dtype, device=self.device)
         block = self._take(num_bytes)
-        lease = block[:num_bytes]  # an object of its own, which the tensor's storage keeps alive
+        lease = block[:num_bytes]  # a separate object, which the tensor's storage keeps alive
         weakref.finalize(lease, self._give_back, block).atexit = False
         return torch.from_numpy(lease).view(dtype).view(num_rows, hidden_size)
 

@@ -1,7 +1,7 @@
 """The items of a microbatch as runs of rows, in pure integers.
 
 A lane's coordinates are its row numbers (source) or its token positions (destination). All lanes
-of one side stand one after the other on a line, so that one sorted array describes them all.
+of one side lie one after the other on a line, so that one sorted array describes them all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ItemRuns:
     sample: ascending, which of the microbatch's ``num_samples`` samples the item belongs to.
     source_lane: the encoder lane that owns the item.
     destination_lane: the language lane that its sample belongs to.
-    position: of its first placeholder in that lane's packed sequence; the rest follow on.
+    position: of its first placeholder in that lane's packed sequence; the others follow.
     rows: how many rows it encodes to.
 
     Inside a source lane, items stand in the order given here.

@@ -28,7 +28,7 @@ class ShardMap:
     start: (K,) ascending, where each stretch begins; it ends where the next one begins.
     rank: (K,) global rank that holds the stretch.
     local: (K,) the index of the stretch's first coordinate on that rank.
-    copies: how often each lane stands on the line, every copy held by other ranks.
+    copies: how many times each lane is on the line, each copy held by different ranks.
     """
 
     lane_start: Ints
@@ -65,7 +65,7 @@ class LaneSegments:
 
     lane: (G,) ascending, the lane of each segment. length: (G,) its padded tokens.
     packed: whether a lane's segments are one sequence, which sequence parallelism cuts as a whole.
-        Else each is a sequence of its own and is cut on its own; on a rank they follow each other.
+        Else each is a separate sequence and is cut separately; on a rank they follow each other.
     """
 
     lane: Ints

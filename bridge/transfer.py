@@ -1,7 +1,7 @@
 """Messages between the two ends of a bridge: what they carry, how they start and end.
 
-Rows leave from where they stand and arrive where they belong, without a copy, wherever a message
-is a run of consecutive rows; mostly it is.
+A message that is a run of consecutive rows, as most are, is sent and received in place, without a
+copy.
 
 Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 """
@@ -32,8 +32,8 @@ class BridgeEnd:
     wire_dtype: dtype of both messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group if the rows of a lane are shared out over it and
         each rank needs all of them (forward on the receiver, backward on the sender).
-    timeout_seconds: how long a transfer may take once it is waited for; None: as the backend says.
-    watch: looks after that where waiting does not block the host; None where it does.
+    timeout_seconds: how long a transfer may take once it is waited for; None asks the backend.
+    watch: enforces the timeout where waiting does not block the host; None where it does.
     """
 
     name: str
@@ -180,13 +180,13 @@ def share_gradient(
 ) -> None:
     """Complete the gradient (N, H) of an encoder rank's rows; each rank of ``group`` calls it.
 
-    group: the ranks that hold the same rows; None where no other does, and what stands behind
-    the rows is padding. collected: the rows (n,) whose gradient has come to a rank.
+    group: the ranks that hold the same rows; None where no other rank does, and the rest is
+    padding. collected: the rows (n,) whose gradient a rank has received.
     """
     if group is None:
         gradient[collected(end.rank).size :].zero_()
         return
-    # In order of rows a replica's share stands together, whoever its messages came from.
+    # Sorted by row, a replica's share is contiguous, whichever peers it came from.
     shares = [np.sort(collected(rank)) for rank in dist.get_process_group_ranks(group)]
     _share_out(end, group, microbatch, "gradients", gradient, shares)
 
@@ -202,11 +202,11 @@ def _share_out(
     """Complete ``buffer`` (N, H) on every rank of ``group``; each of them calls it.
 
     shares: per rank of the group the places (n,) of the rows that it has already, the same on all
-        ranks; no two ranks have the same row. Not differentiable: whoever calls it knows whose
+        ranks; no two ranks have the same row. Not differentiable: the caller knows which
         gradient counts.
 
-    Each share goes straight to where it belongs, which costs half of what an all-gather of padded
-    shares and putting them together again does.
+    Each share goes straight to its place. An all-gather of padded shares that are put together
+    afterwards costs twice as much.
     """
     held = dict(zip(dist.get_process_group_ranks(group), shares, strict=True))
     mine = held.pop(end.rank)
@@ -230,21 +230,21 @@ def _pairs(exchange: Exchange, parts: Sequence[Tensor]) -> list[tuple[int, Tenso
 
 
 def _leaving(end: BridgeEnd, exchange: Exchange, values: Tensor) -> list[Tensor]:
-    """What each peer gets of ``values`` (N, H): a view where its rows stand together, else a copy.
+    """What each peer gets of ``values`` (N, H): a view where its rows are contiguous, else a copy.
 
-    Fresh memory for a copy costs far more than the copy itself, and rows mostly stand in order.
+    Fresh memory for a copy costs far more than the copy itself, and rows are mostly in order.
     """
     parts = [_rows_at(values, index) for index in _by_peer(exchange)]
     return [part.to(end.wire_dtype).contiguous() for part in parts]
 
 
 def _together(index: Ints) -> bool:
-    """Whether (n,) places, n > 0, follow on each other."""
+    """Whether (n,) places, n > 0, are consecutive."""
     return bool(index[-1] - index[0] == index.size - 1 and (np.diff(index) == 1).all())
 
 
 def _rows_at(values: Tensor, index: Ints) -> Tensor:
-    """Rows of ``values`` (N, H): a view of (n, H) where they stand together, else a copy."""
+    """Rows of ``values`` (N, H): a view of (n, H) where they are contiguous, else a copy."""
     if _together(index):
         return values[int(index[0]) : int(index[0]) + index.size]
     return values[torch.from_numpy(index).to(values.device)]

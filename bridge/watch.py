@@ -3,8 +3,8 @@
 On a GPU `work.wait()` only queues a wait on the device, so the host goes on and gets stuck later,
 in a call that knows nothing of the bridge, until the backend's own watchdog aborts with a message
 that names neither edge nor rows. Nothing can be raised in a thread that is stuck there. So a
-thread of its own looks at what is under way and, when time is up, raises the same BridgeError as
-a rank on the CPU does: whoever runs the ranks ends a rank one of whose threads has failed.
+separate thread looks at what is under way and, when time is up, raises the same BridgeError as a
+rank on the CPU does. Whoever runs the ranks has to end a rank when one of its threads fails.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _Watched:
 
 
 class TransferWatch:
-    """Looks after the transfers of one process, from a daemon thread that starts with the first.
+    """Watches the transfers of one process, from a daemon thread that starts with the first.
 
-    tell_where: adds to an error what the training loop knows of its place; None adds nothing.
+    tell_where: adds to an error where the training loop was; None adds nothing.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class TransferWatch:
         microbatch: int | None,
         timeout_seconds: float,
     ) -> None:
-        """Watch ``messages`` from now on, whose wait has been asked for.
+        """Watch ``messages`` from now on; waiting for them has been requested already.
 
         The time includes what the device still has to do before it, so it must be longer than a
         step.

@@ -30,11 +30,17 @@ class TowerSettings(BaseModel):
     model_config = STRICT
 
     num_layers: Layers
+    """Transformer layers."""
     hidden_size: Width
+    """Width between layers."""
     ffn_hidden_size: Width
+    """Inner width of the MLP."""
     num_attention_heads: Heads
+    """Attention heads."""
     norm_eps: Epsilon = 1e-6
+    """Added to the variance in norms."""
     init_std: InitStd = 0.02
+    """Standard deviation of freshly drawn weights."""
 
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer: all are alike, but where a family says otherwise."""

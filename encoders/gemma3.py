@@ -53,17 +53,21 @@ class Settings(TowerSettings):
     image_size: Side = 896
     """Side of the square that every image becomes."""
     patch_size: Side = 14
+    """Side of a patch in pixels."""
     mm_tokens_per_image: Rows = 256
     """Rows of every image, a square number."""
     image_mean: Means = (0.5, 0.5, 0.5)
+    """Mean of each channel, subtracted from pixels in 0..1."""
     image_std: Stds = (0.5, 0.5, 0.5)
+    """Standard deviation of each channel, by which pixels are divided."""
     pan_and_scan: bool = False
     """Whether a long image is shown whole and again in crops, each with rows of its own."""
     pan_and_scan_min_crop_size: Side = 256
     """Pixels of the shorter side of a crop."""
     pan_and_scan_max_num_crops: Crops = 4
+    """Largest number of crops along the longer side."""
     pan_and_scan_min_ratio_to_activate: SideRatio = 1.2
-    """Of the longer side of an image to the shorter one."""
+    """Ratio of an image's longer side to its shorter one, below which it is not cropped."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:

@@ -69,16 +69,25 @@ class Settings(TowerSettings):
     num_grid_per_side: Side = 48
     """Learned positions per side; the whole grid is stretched over every image."""
     patch_size: Side = 16
+    """Side of a patch in pixels."""
     merge_size: Patches = 2
+    """Patches along each side that become one row."""
     temporal_patch_size: Patches = 2
+    """Frames that become one patch."""
     min_pixels: Pixels = 256 * 256
+    """Smaller images are enlarged to so many pixels."""
     max_pixels: Pixels = 4096 * 4096
+    """Larger images are shrunk to so many pixels."""
     video_min_pixels: Pixels | None = None
-    """Of all resized frames of a video together; without one, as of an image."""
+    """Smaller videos, all frames together, are enlarged to so many pixels; null as for images."""
     video_max_pixels: Pixels | None = None
+    """Larger videos, all frames together, are shrunk to so many pixels; null as for images."""
     image_mean: Means = (0.5, 0.5, 0.5)
+    """Mean of each channel, subtracted from pixels in 0..1."""
     image_std: Stds = (0.5, 0.5, 0.5)
+    """Standard deviation of each channel, by which pixels are divided."""
     rotary_base: RotaryBase = 10_000.0
+    """Base of rotary positions."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:

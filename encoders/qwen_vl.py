@@ -65,22 +65,31 @@ class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
     patch_size: Side = 14
+    """Side of a patch in pixels."""
     merge_size: Patches = 2
+    """Patches along each side that become one row."""
     temporal_patch_size: Patches = 2
+    """Frames that become one patch."""
     window_size: Side | None = None
     """Pixels along the edge of a window; without one every layer attends to whole frames."""
     full_attention_layers: Annotated[tuple[LayerIndex, ...], Field(strict=False)] = ()
     """Layers, counted from 0, that attend to whole frames all the same."""
     min_pixels: Pixels = 56 * 56
+    """Smaller images are enlarged to so many pixels."""
     max_pixels: Pixels = 28 * 28 * 1280
+    """Larger images are shrunk to so many pixels."""
     image_mean: Means = OPENAI_CLIP_MEAN
+    """Mean of each channel, subtracted from pixels in 0..1."""
     image_std: Stds = OPENAI_CLIP_STD
+    """Standard deviation of each channel, by which pixels are divided."""
     video_min_pixels: Pixels | None = None
-    """Of each resized frame of a video; without one, as of an image."""
+    """Smaller frames of a video are enlarged to so many pixels; null takes that of images."""
     video_max_pixels: Pixels | None = None
+    """Larger frames of a video are shrunk to so many pixels; null takes that of images."""
     tokens_per_second: Rate = 2.0
-    """Positions per second of a video."""
+    """Steps of position per second of a video."""
     rotary_base: RotaryBase = 10_000.0
+    """Base of rotary positions."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:

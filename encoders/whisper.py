@@ -43,11 +43,11 @@ class Settings(TowerSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements."""
 
     num_mel_bins: MelBins = 80
-    """Bands of the spectrogram."""
+    """Mel bands of the spectrogram."""
     tokens_per_row: Patches = 1
     """Tokens of 20 ms that are stacked into one row."""
     max_seconds: ItemSeconds = 30.0
-    """Of the longest clip that is taken."""
+    """Length of the longest clip that is taken, in seconds."""
     norm_eps: Epsilon = 1e-5
 
     @model_validator(mode="after")

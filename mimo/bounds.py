@@ -10,7 +10,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+STRICT = ConfigDict(
+    strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
 """Of every model of recipe keys: nothing unknown, nothing coerced, no NaN, nothing changed."""
 
 MAX_RANKS = 2**20

@@ -323,7 +323,7 @@ def outcome(results: Sequence[dict[str, Any]], gradients: bool = True) -> Outcom
 
 
 def assert_same(got: Outcome, expected: Outcome, tolerance: float) -> None:
-    """Losses, norms, gradients where there are any, and weights: DESIGN 5.4's measure."""
+    """Losses, norms, gradients where there are any, and weights, as docs/parallelism.md says."""
     np.testing.assert_allclose(got.losses, expected.losses, rtol=tolerance)
     np.testing.assert_allclose(got.norms, expected.norms, rtol=tolerance)
     reference = expected.parameters

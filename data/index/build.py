@@ -206,7 +206,7 @@ def _read_part(
 
 
 def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) -> dict[str, float]:
-    """Columns of the number-th item of a part, but for its placeholder."""
+    """Columns of the number-th item of a part, except its placeholder."""
     return {
         "item_media": media,
         "item_number": number,

@@ -1,4 +1,4 @@
-"""Reading single samples and items of an index by byte offset; only what is asked is decoded."""
+"""Reads single samples and items of an index by byte offset; nothing else is decoded."""
 
 from __future__ import annotations
 

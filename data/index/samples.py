@@ -1,6 +1,6 @@
 """The global index of a set of shards: everything the batches are planned from, without decoding.
 
-Built once per set of shards (index_build.py; index_store.py keeps it beside them).
+Built once per set of shards (build.py; store.py keeps it beside them).
 
 A content part takes files and becomes items: see processor.py. The index knows both.
 

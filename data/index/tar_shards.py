@@ -3,7 +3,7 @@
 A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
 items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention, whatever their media. Members
 are stored uncompressed, so that any of them can be read later by one seek. Nothing is ever
-unpacked; all the same a name that leaves its folder (`../x.json`) makes a sample unusable.
+unpacked; even so, a name that leaves its folder (`../x.json`) makes a sample unusable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MemberFile:
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of any file, but inside the member."""
+        """Move inside the member, as in any file."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._member.size}[whence]
         self._position = max(base + offset, 0)
         return self._position

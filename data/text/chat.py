@@ -40,7 +40,7 @@ class EncodedSample:
 
     input_ids: np.ndarray  # (L,) int64
     labels: np.ndarray  # (L,) int64: labels[i] = input_ids[i + 1], the last one is padding
-    loss_mask: np.ndarray  # (L,) float32: 1 where labels[i] is one that the model is to write
+    loss_mask: np.ndarray  # (L,) float32: 1 where the model learns to write labels[i]
     item_offsets: np.ndarray  # (I,) int64: first placeholder of each item
 
 
@@ -129,13 +129,13 @@ class ChatTokenizer:
     ) -> EncodedSample:
         """Tokenize a finished conversation; the loss is on every assistant answer.
 
-        An answer reaches from behind the template's generation prompt to its end of turn, included.
+        An answer begins after the template's generation prompt and includes its end of turn.
         What stands for an item in it does not count, nor a special token that the template writes
         to open or close it: the model cannot write items.
         rows_per_item: rows of each item, in order of mention over all media; that many
         placeholders of its media stand for it.
         key: names the sample in errors.
-        part_texts: for each content part that is no text, what stands for it, with `{item}` once
+        part_texts: for each content part that is not text, what stands for it, with `{item}` once
         per item that it becomes; None where each is one item.
 
         Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
@@ -212,7 +212,7 @@ class ChatTokenizer:
         key: str,
         part_texts: Sequence[str] | None,
     ) -> list[tuple[str, str]]:
-        """(media, text with `{item}` in it) of each content part that is no text."""
+        """(media, text with `{item}` in it) of each content part that is not text."""
         media = [one.media for one in self.mentions(messages, key)]
         texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
         items = sum(text.count(ITEM_SLOT) for text in texts)
@@ -240,7 +240,7 @@ class ChatTokenizer:
     ) -> tuple[Encoding, list[tuple[int, int]]]:
         """Rendered messages in tokens, and the characters [start, end) of each part.
 
-        parts: as of `_parts`; `messages` may be a beginning of those that they belong to.
+        parts: as of `_parts`; `messages` may be only the first of those that they belong to.
         """
         from jinja2 import TemplateError
 

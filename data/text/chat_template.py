@@ -1,8 +1,8 @@
 """Finds the chat template in a folder in Hugging Face format, wherever its version keeps it.
 
 Checkpoints of vision-language models keep it with the processor: in `chat_template.jinja`, or in
-`processor_config.json` or `chat_template.json` before that existed. As in transformers 5, the older
-places go first where a folder has several. A template in `tokenizer_config.json` beside them is
+`processor_config.json` or `chat_template.json` before that existed. As in transformers 5, an older
+place takes precedence if a folder has several. A template in `tokenizer_config.json` beside them is
 often one for text alone. Several named templates may be given; `default` is the one for chatting.
 Source: transformers `ProcessorMixin.get_processor_dict` and `_resolve_chat_template`.
 """

@@ -9,10 +9,10 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-# At which Qwen's processors sample videos. Of frames whose rate it is not told, transformers takes
-# 24 for Qwen3-VL; a data set with frames of such a rate needs to say so in `fps`.
+# The rate at which Qwen's processors sample videos. For Qwen3-VL, transformers assumes 24 where no
+# rate is given; a data set with such frames has to say so in `fps`.
 DEFAULT_FPS = 2.0
-ANSWER_ROLES = ("assistant", "model")  # Gemma's own name for the assistant is model
+ANSWER_ROLES = ("assistant", "model")  # Gemma calls the assistant model
 
 
 class MessagesError(ValueError):
@@ -57,7 +57,7 @@ def item_parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
 class Mention:
     """A content part that stands for items.
 
-    frames: files that it takes, one after the other. fps: frames per second.
+    frames: consecutive files that it takes. fps: frames per second.
     """
 
     media: str
@@ -68,7 +68,7 @@ class Mention:
 def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
     """The content parts that stand for items, in order of mention.
 
-    Raises MessagesError for `frames` or `fps` that cannot be.
+    Raises MessagesError for invalid `frames` or `fps`.
     """
     found = []
     for part in item_parts(messages):

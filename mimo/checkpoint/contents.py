@@ -53,7 +53,7 @@ def save_checkpoint(
     """Write ``checkpoints/step_<n>`` and point ``latest`` at it; every rank of the world calls it.
 
     It is written under another name and renamed when all ranks are done, so a run that is ended
-    meanwhile leaves the previous checkpoint as the latest. Older ones beyond ``keep`` go.
+    meanwhile leaves the previous checkpoint as the latest. Older ones beyond ``keep`` are removed.
     """
     rank = dist.get_rank()
     final = checkpoints / f"step_{progress.step}"
@@ -66,7 +66,7 @@ def save_checkpoint(
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     dist.barrier()
     if rank == 0:
-        # Those of the one before stay, should a folder have been moved away meanwhile.
+        # First those of the last checkpoint, in case a folder has been moved away meanwhile.
         before = latest_checkpoint(checkpoints)
         if before is not None:
             copy_assets(before / ASSETS, partial / ASSETS)
@@ -92,7 +92,7 @@ def begin(modules: Modules, start: Start) -> Progress:
 
 
 def _load_weights(modules: Modules, checkpoint: Path) -> None:
-    """Load all weights. Adapters that the checkpoint has not are new and stay as they were drawn.
+    """Load all weights. Adapters that the checkpoint lacks are new and stay as they were drawn.
 
     They add nothing before their first step, so the model is the one that was saved.
     """
@@ -108,7 +108,7 @@ def _load_weights(modules: Modules, checkpoint: Path) -> None:
 def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path) -> None:
     """Raise ValueError for adapters in a checkpoint where this rank's model has none.
 
-    Megatron would leave them out without a word.
+    Megatron would silently leave them out.
     """
     stored = [name for name in stored_names(checkpoint) if is_adapter(name)]
     for name, module in modules.items():

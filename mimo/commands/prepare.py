@@ -24,9 +24,13 @@ class DigitsSettings(BaseModel):
     model_config = STRICT
 
     num_train: Samples | None = None
+    """Samples to train on."""
     num_validation: Samples | None = None
+    """Samples for validation."""
     num_test: Samples | None = None
+    """Samples to evaluate on."""
     seed: Seed | None = None
+    """Seed of what is drawn."""
 
 
 GENERATORS: dict[str, tuple[Callable[..., object], type[BaseModel]]] = {

@@ -76,7 +76,7 @@ class _AskingPlanner(DefaultSavePlanner):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """torch remarks that there are no other processes, which is meant."""
+    """Silence torch's remark that there are no other processes, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -59,7 +59,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def minimal_recipe(source: Path) -> Recipe:
-    """A recipe with the families and sizes of a folder; data and steps are for others to say.
+    """A recipe with the families and sizes of a folder; data and steps are left to others.
 
     Raises InputError for a folder that is no checkpoint of a model that we know.
     """

@@ -1,7 +1,7 @@
 """`mimo convert to-hf`: a checkpoint of ours, from whatever layout, in Hugging Face format.
 
-One file of the result is in memory at a time. Adapters are merged into what they adapt; apart from
-it they are written by `mimo.convert.adapter`.
+One file of the result is in memory at a time. Adapters are merged into what they adapt;
+`mimo.convert.adapter` writes them separately.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class TrainedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Of what it becomes: without padding, its adapter merged."""
+        """Of the result: without padding, with its adapter merged."""
         columns = self.shape.numel() // self.shape[0]
         return self.weight.num_rows * columns * self.dtype.itemsize
 
@@ -61,7 +61,7 @@ class TrainedWeight:
     def merged(self, tensors: dict[str, Tensor]) -> Tensor:
         """The parameter with its adapter, (R, ...), from what `stored` names in ``tensors``.
 
-        That is taken out of them.
+        Those are removed from ``tensors``.
         """
         weight, *adapter = [tensors.pop(key) for key in self.stored()]
         if self.adapter is None:
@@ -103,7 +103,7 @@ class TrainedModel:
         return self.checkpoint / ASSETS
 
     def shards(self, num_bytes: int) -> Iterator[list[TrainedWeight]]:
-        """Consecutive parameters of so many bytes at most, or a larger one alone."""
+        """Groups of consecutive parameters of at most so many bytes; a larger one is alone."""
         shard: list[TrainedWeight] = []
         size = 0
         for one in self.weights:
@@ -181,7 +181,7 @@ def _adapter_problems(
     weights: list[TrainedWeight],
     described: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> Iterator[str]:
-    """Adapters that are incomplete, of another size than the recipe's, or of nothing we know.
+    """Adapters that are incomplete, of another size than the recipe's, or unknown.
 
     modules: whose weights these are.
     """

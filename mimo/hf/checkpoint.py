@@ -69,7 +69,7 @@ class HFCheckpoint:
         return math.prod(source.shape) * self.folder.dtypes[self._disk[source.key]].itemsize
 
     def order(self, weight: Weight) -> tuple[str, str]:
-        """Sorts weights so that files are gone through one after the other."""
+        """A sort key of weights by which files are read one after the other."""
         return self.folder.order(self._disk[weight.sources[0].key])
 
     def _problem_of(self, key: str, source: Source) -> str | None:

@@ -74,7 +74,7 @@ class WeightsFolder:
         return self._file_of[key].name if key in self._file_of else None
 
     def order(self, key: str) -> tuple[str, str]:
-        """Sorts keys by file, so that files are gone through one after the other."""
+        """A sort key of keys by which files are read one after the other."""
         return self._file_of[key].name, key
 
     def read(self, key: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:

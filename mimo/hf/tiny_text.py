@@ -58,7 +58,7 @@ class _Form:
     """What a family's tokenizer has beside the digits' words.
 
     specials: in the order of their ids. named: by the attribute of the tokenizer under which the
-    family's processor finds a token. end_of_turn: the token behind an answer.
+    family's processor finds a token. end_of_turn: the token after an answer.
     """
 
     specials: tuple[str, ...]

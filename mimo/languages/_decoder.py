@@ -30,18 +30,27 @@ class DecoderSettings(BaseModel):
     model_config = STRICT
 
     num_layers: Layers
+    """Transformer layers."""
     hidden_size: Width
+    """Width between layers."""
     ffn_hidden_size: Width
+    """Inner width of the MLP."""
     num_attention_heads: Heads
+    """Query heads."""
     num_query_groups: Heads
+    """Key and value heads; query heads share them in equal groups."""
     head_size: Width
+    """Width of a head."""
     vocab_size: Vocabulary | None = None
     """Tokens that the model knows; as many as the tokenizer has when left out."""
     vocab_multiple: Width = 64
     """The vocabulary is padded to a multiple of this, in every layout alike."""
     tie_word_embeddings: bool = False
+    """Use the embedding's weights for the output layer too."""
     norm_eps: Epsilon = 1e-6
+    """Added to the variance in norms."""
     init_std: InitStd = 0.02
+    """Standard deviation of freshly drawn weights."""
 
     @model_validator(mode="after")
     def _heads_form_groups(self):

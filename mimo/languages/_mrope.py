@@ -27,6 +27,7 @@ class MRopeDecoderSettings(DecoderSettings):
 
     rotary_base: RotaryBase = 1_000_000.0
     # A list in YAML: only the container is converted, not its entries.
+    """Base of rotary positions."""
     mrope_section: Annotated[tuple[Channels, Channels, Channels], Field(strict=False)]
     """Rotary channels that follow time, height and width; they sum to half the head size."""
 

@@ -52,8 +52,9 @@ class Settings(DecoderSettings):
     sliding_window_pattern: Layers = 6
     """Layers whose number is a multiple of this, counted from 1, are global."""
     local_rotary_base: RotaryBase = 10_000.0
+    """Base of rotary positions in local layers."""
     rotary_base: RotaryBase = 1_000_000.0
-    """Of global layers."""
+    """Base of rotary positions in global layers."""
     rotary_factor: RotaryFactor = 1.0
     """Global positions are divided by it (linear scaling): 8 for models of 4B and larger."""
     tie_word_embeddings: bool = True

@@ -27,9 +27,9 @@ from mimo.errors import InputError
 from mimo.launch.ranks import RankEnv
 
 _NUM_DOORS = 8  # ports to try, from the one that is asked for
-_ANSWER_SECONDS = 2.0  # what a door has to answer; other programs may never do
+_ANSWER_SECONDS = 2.0  # that a door has to answer in; other programs may never answer
 _POLL_SECONDS = 0.2
-_LEAVE_SECONDS = 3.0  # what rank 0, whose store it is, waits at most for the others to leave
+_LEAVE_SECONDS = 3.0  # how long rank 0, which hosts the store, waits for the others
 
 
 class Refused(Exception):
@@ -103,7 +103,7 @@ class Meeting:
             return do(), False
         except InputError as error:
             print(error, file=sys.stderr, flush=True)
-        except Exception:  # not expected, but the others need not wait for it to be told
+        except Exception:  # unexpected, but the others must not wait in vain
             traceback.print_exc()
         return None, True
 
@@ -128,7 +128,7 @@ class Meeting:
             return True
 
     def _leave(self) -> None:
-        """Nothing is asked of the store any more; rank 0 lets the others ask first."""
+        """This rank needs the store no more; rank 0 waits until the others are done with it."""
         try:
             here = self._words.add("left", 1)
             deadline = time.monotonic() + _LEAVE_SECONDS
@@ -171,7 +171,7 @@ def _address(environment: RankEnv) -> tuple[str, int] | None:
     """Host and first port of the door; None where the ranks have a store without one."""
     if environment.rendezvous == "env://":
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return None  # torchrun's own, which it has opened itself
+            return None  # torchrun's, already open
         port = os.environ.get("MASTER_PORT", "")
         if not port.isdecimal():
             raise InputError(f"MASTER_PORT: needs the number of a port of rank 0; got {port!r}")
@@ -201,7 +201,7 @@ def _open_door(host: str, port: int) -> socket.socket:
 
 
 def _answer(door: socket.socket, answer: bytes) -> None:
-    """Tell everybody who comes where the store is, as long as this process runs."""
+    """Tell every visitor where the store is, as long as this process runs."""
     while True:
         visitor, _ = door.accept()
         with visitor:

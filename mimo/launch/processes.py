@@ -27,19 +27,19 @@ from typing import Any, Self
 
 from mimo.errors import InputError
 
-END_SECONDS = 3.0  # what a rank has between SIGTERM and SIGKILL
+END_SECONDS = 3.0  # that a rank gets between SIGTERM and SIGKILL
 STACKS_SIGNAL = signal.SIGUSR2  # prints the Python stacks of a rank's threads
 
 # Once a rank is gone, its peers fail in their next collective; those errors hide the cause.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset)|broken pipe|timed out|timeout|gloo|nccl", re.IGNORECASE
 )
-# How long a cause may come in after its consequence, or, after a rank that died without a word,
-# what its peers were waiting for.
+# How long to wait for a cause after its consequence or, when a rank died silently, for what its
+# peers were waiting for.
 _ALL_TOLD_SECONDS = 1.0
 _EARLIER_CAUSE_SECONDS = 0.1  # how long an earlier cause may still be under way
 
-_LAST_WORDS = threading.Lock()  # who holds it reports for this rank and ends it
+_LAST_WORDS = threading.Lock()  # whoever holds it reports for this rank and ends it
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RankError:
     """Why one rank failed. `time_seconds` is on the machine's monotonic clock.
 
     `waits_for`: ranks that it gave up waiting for, if its error says so. `traceback` is empty
-    when the rank died without a word.
+    when the rank died silently.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class RankError:
 class RanksFailed(RuntimeError):
     """At least one rank failed, and the others were ended. `errors` has the cause first.
 
-    Of consequences, those come first that name a rank which said nothing itself: it hangs.
+    Among consequences, those that name a silent rank come first: it hangs.
     """
 
     def __init__(self, errors: Sequence[RankError]) -> None:
@@ -206,7 +206,7 @@ class RankProcesses:
             self._processes, self._pipes = [], []
 
     def _outcome(self, rank: int) -> tuple[Any] | RankError:
-        """What a rank that reported or ended has sent, or how it died without a word."""
+        """What a rank that reported or ended has sent, or how it died silently."""
         now = time.monotonic()
         try:
             if self._pipes[rank].poll():
@@ -301,7 +301,7 @@ def end_with_failed_thread(end: Callable[[BaseException], None]) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process that ``error`` ends says to who started it."""
+    """What a process that ends with ``error`` reports to its starter."""
     return error.exit_code if isinstance(error, InputError) else 1
 
 
@@ -326,7 +326,7 @@ def _describe(rank: int, error: BaseException) -> RankError:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether ``error`` comes of another rank that is gone or does not answer."""
+    """Whether ``error`` is caused by another rank that is gone or does not answer."""
     if not isinstance(error, RuntimeError | OSError):
         return False
     return bool(_waits_for(error)) or _CONSEQUENCE.search(str(error)) is not None

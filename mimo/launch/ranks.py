@@ -173,7 +173,7 @@ def _report(failure: RanksFailed, log_dir: Path | None) -> int:
         ranks = ", ".join(str(error.rank) for error in others)
         where = f"; see {log_dir}/error_rank_*.txt" if log_dir is not None else ""
         print(f"failed as well, later or because of it: rank {ranks}{where}", file=sys.stderr)
-    if not cause.traceback:  # it died without a word: what a peer was waiting for says more
+    if not cause.traceback:  # it died silently: what a peer was waiting for says more
         for error in [error for error in others if cause.rank in error.waits_for][:1]:
             print(error, file=sys.stderr)
     # An error about the input is a message to a person; a traceback would bury it.

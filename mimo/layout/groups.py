@@ -1,6 +1,6 @@
 """Process groups of every module and of every bridge, made here and nowhere else.
 
-Each module is a Megatron job of its own on its own grid of ranks, so each gets its own
+Each module is a separate Megatron job on its own grid of ranks, so each gets a
 `ProcessGroupCollection`; no global `parallel_state` is initialised.
 """
 
@@ -133,7 +133,7 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
     }
     if spec.module == LANGUAGE:
         # Tied embeddings need a real [first stage, last stage] group: without one Megatron skips
-        # their synchronisation without a word. Middle stages hold no embedding and have none.
+        # their synchronisation silently. Middle stages hold no embedding and have none.
         stages = grid.get_rank_enum(["pp"])
         ends = [[s[0], s[-1]] if len(s) > 1 else [s[0]] for s in stages]
         made["embd"] = factory.mine(ends, f"{spec.module}.embd")

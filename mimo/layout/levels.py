@@ -1,6 +1,6 @@
 """Which stage of the language model needs which feature level of an encoder, in pure integers.
 
-Level 0 is the embeddings, for the first layer's input. Level k is added behind the k-th layer
+Level 0 is the embeddings, for the first layer's input. Level k is added after the k-th layer
 (DeepStack), so it goes to the pipeline stage, and there to the chunk, that owns that
 layer. All levels for one stage travel in the same messages: a `Link`.
 """
@@ -35,7 +35,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """How messages to users call it."""
+        """Its name in messages to users."""
         if self.levels == (0,) and self.stage == 0:
             return self.encoder
         return f"{self.encoder} (levels {', '.join(map(str, self.levels))})"
@@ -71,7 +71,8 @@ def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
     language model for the rows of a later one. Found by walking the order in which Megatron's
     schedule (1F1B, or interleaved with `vpp` chunks) runs the first stage: its first chunk takes a
     microbatch's embeddings when it runs forward, and answers when it has run backward. It takes
-    rows before, and answers after, every stage and chunk that needs levels, so no other decides.
+    rows before every other stage and chunk that needs levels, and answers after them, so only the
+    first chunk decides.
     """
     # The order repeats with every pp microbatches; by then all that can happen has happened.
     microbatches = min(microbatches, _REPEATS * pp)

@@ -28,12 +28,21 @@ class Grid(Section):
     """Sizes of a module's axes, as numbers of ranks. The module has `tp · cp · pp · dp` ranks."""
 
     tp: bounds.Ranks = 1
+    """Tensor parallelism: ranks that share every layer."""
     sp: bool = False
+    """Sequence parallelism: the tp ranks also share out the sequence between layers."""
     cp: bounds.Ranks = 1
+    """Context parallelism: ranks that share every sequence."""
     pp: bounds.Layers = 1
+    """Pipeline parallelism: stages that share out the layers."""
     vpp: bounds.Layers = 1
+    """Chunks of layers per pipeline stage; more than 1 interleaves the pipeline."""
     dp: bounds.Ranks | None = None
+    """Data parallelism: lanes that work on different samples; may be left out of one module, where
+    it follows from the number of ranks."""
     rank_offset: bounds.RankOffset | None = None
+    """First rank of the module; without it, disjoint encoders come first, then the language model.
+    """
 
     @model_validator(mode="after")
     def _sequence_needs_tensor_parallel_ranks(self) -> "Grid":
@@ -55,18 +64,17 @@ def _targets(targets: tuple[Target, ...]) -> tuple[Target, ...]:
 
 
 class LoRA(Section):
-    """Low-rank adapters on linears of every transformer layer; what they adapt is frozen.
-
-    `targets`: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP. Their output is
-    multiplied by `alpha` / `rank`.
-    """
+    """Low-rank adapters on linears of every transformer layer; what they adapt is frozen."""
 
     rank: bounds.AdapterRank = 16
+    """Inner size of the adapters."""
     alpha: bounds.AdapterScale = 32.0
     # A list in YAML: only the container is converted, not its entries.
+    """The adapters' output is multiplied by `alpha` / `rank`."""
     targets: Annotated[tuple[Target, ...], Field(strict=False), AfterValidator(_targets)] = (
         get_args(Target)
     )
+    """Linears that are adapted: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP."""
 
     @property
     def scale(self) -> float:
@@ -83,18 +91,24 @@ def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None
 
 
 class Language(Section):
-    """The language model; `model` holds the family's own settings, which the family checks.
-
-    `lora`: only its adapters learn; embeddings, norms, head and the layers' own weights do not.
-    """
+    """The language model."""
 
     family: bounds.Word = "qwen3"
+    """Name of a file in `mimo/languages/`."""
     grid: Grid = Grid()
+    """The ranks and their axes."""
     freeze: bool = False
+    """Keep all weights as they are."""
     lora: LoRA | None = None
+    """Train only adapters; embeddings, norms, head and the layers' other weights stay as they are.
+    """
     learning_rate: bounds.LearningRate | None = None
+    """Peak learning rate of this module; null takes `train.learning_rate`."""
     recompute: Recompute = "none"
+    """Activations computed again in the backward pass: none, core attention, or all of each layer.
+    """
     model: dict[str, Any] = {}
+    """Sizes and other settings of the family; see its section below."""
 
     @model_validator(mode="after")
     def _adapters_can_learn(self) -> "Language":
@@ -144,49 +158,58 @@ def _item_text(value: str) -> str:
 
 
 class MediaTokens(Section):
-    """How items of a media stand in the text.
-
-    `placeholder`: the token that stands for each row of such an item.
-    `template_token`: what the chat template writes for each such part; null for the placeholder.
-    `item_text`: what stands for an item in the text, `{placeholder}` where the rows go.
-    """
+    """How items of a media stand in the text."""
 
     placeholder: bounds.Word
+    """Token that stands for each row of an item."""
     template_token: bounds.Word | None = None
+    """What the chat template writes for each item; null for the placeholder."""
     item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
+    """What stands for an item in the text, with `{placeholder}` where its rows go."""
 
 
 class Encoder(Section):
-    """An encoder with its projector.
-
-    `freeze`: `true` keeps all of its weights, `tower` all but the projector's.
-    `lora`: only the adapters in the tower and the projector learn, as also with `freeze: tower`.
-    `media`: the type of content part that it encodes, such as `image` or `video`, whose
-    `placeholder`, `template_token` and `item_text` are as of `MediaTokens`.
-    `other_media`: the types that it encodes with the same weights, and how each stands in the text.
-    `run_ahead`: microbatches encoded before the first gradient, where ranks are disjoint.
-    `encode_group`: microbatches encoded in one go, where ranks are colocated.
-    """
+    """An encoder with its projector."""
 
     family: bounds.Word
+    """Name of a file in `encoders/`."""
     media: bounds.Word = "image"
+    """Type of the content parts that it encodes, such as `image` or `video`."""
     placeholder: bounds.Word = "<|image_pad|>"
+    """Token that stands for each row of an item."""
     template_token: bounds.Word | None = None
+    """What the chat template writes for each item; null for the placeholder."""
     item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
+    """What stands for an item in the text, with `{placeholder}` where its rows go."""
     placement: Literal["disjoint", "colocated"] = "disjoint"
+    """`disjoint` runs on ranks of its own, `colocated` on those of the language model."""
     grid: Grid = Grid()
-    freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze)] = False
+    """The ranks and their axes."""
+    freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze, bool | Literal["tower"])] = (
+        False
+    )
+    """`true` keeps all weights as they are, `tower` all but the projector's."""
     lora: LoRA | None = None
+    """Train only adapters in the tower, and the projector."""
     learning_rate: bounds.LearningRate | None = None
+    """Peak learning rate of this module; null takes `train.learning_rate`."""
     recompute: Recompute = "none"
+    """Activations computed again in the backward pass: none, core attention, or all of each layer.
+    """
     other_media: Annotated[dict[bounds.Word, MediaTokens], Field(max_length=MAX_ENTRIES)] = {}
+    """Further types of content parts that it encodes with the same weights, and how each stands in
+    the text."""
     run_ahead: Annotated[
         int | Literal["auto"], PlainValidator(_run_ahead, bounds.Microbatches | Literal["auto"])
     ] = "auto"
+    """Microbatches that a disjoint encoder encodes before the first gradient comes back; `auto` is
+    the least that cannot deadlock."""
     encode_group: Annotated[
         int | Literal["all"], PlainValidator(_encode_group, bounds.Batch | Literal["all"])
     ] = "all"
+    """Microbatches that a colocated encoder encodes in one go."""
     model: dict[str, Any] = {}
+    """Sizes and other settings of the family; see its section below."""
 
     @model_validator(mode="after")
     def _adapters_can_learn(self) -> "Encoder":

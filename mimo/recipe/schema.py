@@ -45,23 +45,27 @@ def key_of(module: str) -> Location:
 
 
 class Bridge(Section):
-    """How rows travel from the encoders to the language model.
-
-    `timeout_seconds`: how long a transfer may take once it is waited for. On a GPU that includes
-    the work queued before it, so give more than a step.
-    """
+    """How rows travel from the encoders to the language model."""
 
     delivery: Literal["sharded", "replicated"] = "sharded"
+    """`sharded` sends each row only to the rank that holds its position; `replicated` sends all
+    rows to every rank of the lane."""
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
+    """Dtype of rows and their gradients on the way; `auto` is that of the weights."""
     check: Literal["first_steps", "always", "never"] = "first_steps"
+    """When ranks compare their plans of who sends what."""
     timeout_seconds: bounds.Seconds = 600.0
+    """How long a rank waits for a transfer before the run ends; on a GPU this includes queued work,
+    so give more than a step."""
 
 
 class Source(Section):
-    """Shards of samples: a path or a glob, and how often its samples are drawn."""
+    """Shards of samples."""
 
     path: bounds.PathText
+    """A shard, or a glob of shards such as `data/train-*.tar`."""
     weight: bounds.SourceWeight = 1.0
+    """How often samples are drawn from this source, relative to the others."""
 
 
 # YAML has lists, a frozen model wants tuples: only the container is converted, not its entries.
@@ -76,57 +80,84 @@ def _at_least_one(sources: tuple[Source, ...]) -> tuple[Source, ...]:
 
 
 class Data(Section):
-    """Samples, tokenizer and packing. Paths are relative to the current folder.
-
-    `prepare` names a generator of example data, with its `prepare_settings`; `directory` is where
-    it writes. `sequence_length` is the longest sample, in tokens. `packing`: the samples of a
-    microbatch share one sequence; without it each is one, padded to the longest.
-    """
+    """Samples, tokenizer and packing. Paths are relative to the current folder."""
 
     prepare: bounds.Word | None = None
+    """The generator of example data that `mimo prepare` runs, such as `digits`."""
     prepare_settings: dict[str, Any] = {}
+    """Settings of the generator; see its section below."""
     directory: bounds.PathText | None = None
+    """Folder that the generator writes to."""
     sources: Annotated[Sources, AfterValidator(_at_least_one)]
+    """What is trained on; samples of several sources are mixed by weight."""
     validation: Sources = ()
+    """Held-out samples for the loss during training."""
     test: Sources = ()
+    """Held-out samples for `mimo evaluate`."""
     tokenizer: bounds.PathText
+    """Folder with the tokenizer and its chat template."""
     sequence_length: bounds.SequenceLength
+    """Length of the longest sample in tokens; longer ones are an error, never cut."""
     shuffle_block: bounds.Samples = 1
+    """Samples that stay together, in order, when samples are shuffled."""
     packing: bool = True
+    """`true` joins the samples of a microbatch into one sequence, each a segment of its own;
+    `false` pads each to the longest."""
     max_skipped_samples: bounds.SkippedSamples = 100
+    """Unreadable samples that are skipped before the run stops."""
     prefetch_steps: bounds.PrefetchSteps = 2
+    """Steps whose data are prepared ahead of use."""
 
 
 class Train(Section):
-    """The optimisation, and what is written when. `*_every` are numbers of steps; null is never.
-
-    `precision`: fp64 is for checking results on a CPU.
-    `distributed_optimizer`: each data-parallel rank keeps its share of Adam's state only.
-    """
+    """The optimisation, and what is written when."""
 
     steps: bounds.Steps
+    """Length of the run."""
     global_batch_size: bounds.Batch
+    """Samples of a step, over all ranks."""
     micro_batch_size: bounds.Batch = 1
+    """Samples that one lane of the language model processes at a time."""
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
+    """Dtype of weights and computation; `fp64` is for checking results on a CPU."""
     seed: bounds.Seed = 1
+    """Seed of freshly drawn weights and of the order of samples."""
     learning_rate: bounds.LearningRate = 1e-3
+    """Peak learning rate of every module that does not set its own."""
     warmup_steps: bounds.WarmupSteps = 0
+    """Steps over which the learning rate rises from zero."""
     min_learning_rate_ratio: bounds.Share = 0.1
+    """Last learning rate of the cosine schedule, as a share of the peak."""
     optimizer: Literal["adam", "sgd"] = "adam"
+    """The optimizer of every module."""
     weight_decay: bounds.WeightDecay = 0.0
+    """Decoupled weight decay of matrices; vectors such as norms and biases do not decay."""
     adam_beta1: bounds.Decay = 0.9
+    """Decay of Adam's mean of gradients."""
     adam_beta2: bounds.Decay = 0.95
+    """Decay of Adam's mean of squared gradients."""
     adam_eps: bounds.Epsilon = 1e-8
+    """Added to the denominator of Adam's update."""
     clip_grad_norm: bounds.Norm | None = 1.0
+    """Largest gradient norm, taken over all modules together; null clips nothing."""
     overlap_grad_reduce: bool = False
+    """Sum gradients over lanes while the backward pass is still running."""
     distributed_optimizer: bool = False
+    """Keep on each data-parallel rank only its share of Adam's state."""
     log_every: bounds.Steps = 10
+    """Steps between two lines of metrics."""
     validate_every: bounds.Steps | None = None
+    """Steps between two validations; null for none."""
     validation_batches: bounds.Steps = 4
+    """Global batches of a validation."""
     save_every: bounds.Steps | None = None
+    """Steps between two checkpoints; null saves only the last."""
     keep_checkpoints: bounds.Checkpoints = 2
+    """Checkpoints that are kept; older ones are removed."""
     run_dir: bounds.PathText = "runs"
+    """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None
+    """CPU threads of each rank; null shares out the cores."""
 
     @model_validator(mode="after")
     def _state_can_be_distributed(self) -> "Train":
@@ -144,22 +175,24 @@ class Train(Section):
 
 
 class Recipe(Section):
-    """One training run.
-
-    `init_from`: a folder in Hugging Face format to start from. It gives weights, and what the
-    recipe leaves out: families, sizes, tokenizer, placeholders, an encoder on a rank of its own.
-    The folder's tower is the first of `encoders` that gives no family or the folder's. Each further
-    encoder gives its own `family`, `model`, `media` and `placeholder`, a token of the tokenizer;
-    its weights are drawn freshly.
-    """
+    """One training run."""
 
     name: bounds.RunName
+    """Name of the run and of its folder."""
     init_from: bounds.PathText | None = None
+    """Folder of a Hugging Face checkpoint to start from; it also gives families, sizes, tokenizer
+    and placeholders that the recipe leaves out."""
     language: Language = Language()
+    """The language model."""
     encoders: Annotated[dict[bounds.ModuleName, Encoder], Field(max_length=MAX_ENTRIES)] = {}
+    """The encoders by a name of your choice, such as `vision`. With `init_from`, the first that gives
+    no family, or the folder's, is the folder's tower; the others begin with fresh weights."""
     bridge: Bridge = Bridge()
+    """How rows travel from the encoders to the language model."""
     data: Data
+    """Samples, tokenizer and packing."""
     train: Train
+    """The optimisation, and what is written when."""
 
     _source: YamlSource | None = PrivateAttr(default=None)
 

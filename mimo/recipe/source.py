@@ -57,7 +57,7 @@ class YamlSource:
         return str(self.path) if known is None else self.origins[known]
 
     def nearest(self, location: Location) -> Location | None:
-        """`location`, or its closest parent, of which it is known where it was written."""
+        """`location`, or its closest parent whose origin is known."""
         prefixes = (location[:length] for length in range(len(location), 0, -1))
         return next((prefix for prefix in prefixes if prefix in self.origins), None)
 
@@ -70,7 +70,7 @@ class YamlSource:
             self.problems.append(f"{origin}: needs the form dotted.key=value")
             return
         if len(parts) > _MAX_PARTS:
-            self.problems.append(f"{origin}: has {len(parts)} parts; no key has so many")
+            self.problems.append(f"{origin}: has {len(parts)} parts; no key has that many")
             return
         try:
             check_size(value_text)
@@ -165,7 +165,7 @@ def _step(container: Any, part: str) -> str | int | _Refusal:
     if isinstance(container, dict):
         return part
     if isinstance(container, list):
-        # Not `isdigit`: that also knows digits such as ², which are no numbers.
+        # Not `isdigit`: that also knows digits such as ², which are not numbers.
         if part.isascii() and part.isdecimal() and len(part) < 10 and int(part) < len(container):
             return int(part)
         return _Refusal(
@@ -210,7 +210,7 @@ def _plain(value: Any, location: Location = ()) -> Any:
 def _note_lines(value: Any, location: Location, path: Path, origins: dict[Location, str]) -> None:
     """Fill `origins` with the line of every key and list entry below `value`."""
     if isinstance(value, CommentedMap):
-        # A key that came in by a merge (`<<`) has no line of its own: its parent's serves.
+        # A key that came in by a merge (`<<`) has no line: its parent's is used.
         lines = {key: mark[0] for key, mark in (value.lc.data or {}).items()}
         children = list(value.items())
     elif isinstance(value, CommentedSeq):

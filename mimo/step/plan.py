@@ -36,8 +36,8 @@ class PlannedItems:
     """The items of one encoder in a global microbatch, and how their rows are delivered.
 
     item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
-    bridges: by link, which all carry the same rows; those that the planner is to plan, once it is
-        known which samples are unusable.
+    bridges: by link, all with the same rows; filled in for the planner's links once it is known
+        which samples are unusable.
     """
 
     item: np.ndarray
@@ -96,10 +96,10 @@ class StepPlanner:
     delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
         language lane).
     encode_group: microbatches that colocated encoders encode in one go; None for all.
-    done: (steps, samples) before this run: with another batch size than before, the samples go on
-        where they stopped.
+    done: (steps, samples) before this run: samples continue where they stopped, whatever the
+        batch size was.
     packed: whether a lane's samples share one sequence.
-    links: the bridges to plan; None for all. A rank needs those only that it is at one end of.
+    links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
 
 
 def _segments(samples: GlobalMicrobatch) -> LaneSegments:
-    """The padded segments of all lanes; what fills a packed sequence up is one of its own."""
+    """The padded segments of all lanes; what fills up a packed sequence is a segment too."""
     lanes = len(samples.lane_tokens)
     if not samples.packed:
         return LaneSegments(samples.lane, samples.segment_length, lanes, packed=False)

@@ -1,4 +1,4 @@
-"""Compares what the ranks of a layout hold with the one-rank run (DESIGN §5.4, equality)."""
+"""Compares what the ranks of a layout hold with the one-rank run; see docs/parallelism.md."""
 
 from __future__ import annotations
 

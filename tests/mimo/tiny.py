@@ -222,7 +222,7 @@ def assemble(results: Sequence[dict[str, Any]], what: str) -> dict[str, np.ndarr
 
 
 def errors(got: dict[str, Any], reference: dict[str, Any], what: str) -> dict[str, float]:
-    """Error of every tensor, DESIGN §5.4. reference: by name, `gradient` and `weight`, or one."""
+    """Error of every tensor; see docs/parallelism.md. reference: one, or `gradient`, `weight`."""
     assert got.keys() == reference.keys(), got.keys() ^ reference.keys()
     floor = gradient_floor(p["gradient"] for p in reference.values() if p["gradient"] is not None)
     found = {}

@@ -1,8 +1,8 @@
 """Data parallelism and the optimizer of one module, on explicit process groups.
 
-Gradients are summed over data parallelism, never averaged (DESIGN §5.4): every module's config
-has `calculate_per_token_loss`, and the one division by the global token count happens in
-`finish_gradients`.
+Gradients are summed over data parallelism, never averaged: every module's config has
+`calculate_per_token_loss`, and the one division by the global token count happens in
+`finish_gradients`. See docs/parallelism.md.
 """
 
 from __future__ import annotations

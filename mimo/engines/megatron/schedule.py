@@ -1,6 +1,6 @@
 """Megatron's pipeline schedules, each module on its own pipeline group.
 
-The bridge hides in autograd (DESIGN §5.2), so the schedules run unmodified.
+The bridge hides in autograd, so the schedules run unmodified: see docs/parallelism.md.
 """
 
 from __future__ import annotations

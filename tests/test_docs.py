@@ -1,0 +1,76 @@
+"""The documentation names what is there: files, links, commands and recipe keys."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mimo.cli import app
+from mimo.commands.recipe_keys import recipe_keys
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+_FILE = re.compile(
+    r"(?<![\w/.-])(?:mimo|bridge|data|encoders|recipes|docs|tests)/[\w/.-]*(?![\w/.*<{-])"
+)
+_COMMAND = re.compile(r"(?:^|`)mimo ([a-z][a-z-]*)", re.MULTILINE)
+
+
+def test_the_page_of_recipe_keys_is_that_of_the_schema() -> None:
+    page = ROOT / "docs" / "recipe_keys.md"
+    assert page.read_text(encoding="utf-8") == recipe_keys(), (
+        f"run: python -m mimo.commands.recipe_keys {page.relative_to(ROOT)}"
+    )
+
+
+def test_the_readme_can_be_read_in_one_go() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_only_what_is_there(page: Path) -> None:
+    assert not list(_wrong(page))
+
+
+@pytest.mark.parametrize(
+    "text", ["[x](nowhere.md)", "see `mimo/nowhere.py`", "tests/nowhere", "mimo fly away"]
+)
+def test_the_search_finds_what_is_not_there(text: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert len(list(_wrong(page))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["`data/train-*.tar`", "/data/train.tar", "runs/mimo/x.py", "https://a.b/mimo/x.py"]
+)
+def test_the_search_leaves_what_is_no_file_of_ours(text: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert not list(_wrong(page))
+
+
+def _wrong(page: Path) -> Iterator[str]:
+    """Links, files and commands on a page that do not exist."""
+    text = page.read_text(encoding="utf-8")
+    for target in _LINK.findall(text):
+        if not (page.parent / target).exists():
+            yield f"link to {target}"
+    for name in _FILE.findall(_LINK.sub("", text)):
+        if not (ROOT / name.rstrip(".")).exists():
+            yield f"file {name}"
+    for name in _COMMAND.findall(text):
+        if name not in _commands():
+            yield f"command mimo {name}"
+
+
+def _commands() -> set[str]:
+    functions = {
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback is not None
+    }
+    return functions | {group.name for group in app.registered_groups if group.name}
