@@ -96,15 +96,15 @@ class Settings(TowerSettings):
         """Patches per side that become one row."""
         return self.patches_per_side // math.isqrt(self.mm_tokens_per_image)
 
-    def scaled_down(self, stages: int, tp: int) -> Settings:
-        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+    def scaled_down(self, chunks: int, tp: int) -> Settings:
+        """A tiny copy for ``chunks`` pipeline stages and ``tp`` ranks that keeps the character.
 
         Images have four rows, of one patch each where they have one here, else of four.
         """
         patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
         return self.model_copy(
             update={
-                "num_layers": stages,
+                "num_layers": chunks,
                 "hidden_size": 8 * heads,
                 "ffn_hidden_size": math.lcm(24, tp),
                 "num_attention_heads": heads,

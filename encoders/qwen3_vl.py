@@ -103,8 +103,8 @@ class Settings(TowerSettings):
             self.processor(media)  # raises ValueError for pixel limits that nothing can meet
         return self
 
-    def scaled_down(self, stages: int, tp: int) -> Settings:
-        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+    def scaled_down(self, chunks: int, tp: int) -> Settings:
+        """A tiny copy for ``chunks`` pipeline stages and ``tp`` ranks that keeps the character.
 
         Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Up to
         three levels stay, behind the last blocks: a tiny language model has no more layers, and
@@ -113,7 +113,7 @@ class Settings(TowerSettings):
         patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
         row = (patch_size * self.merge_size) ** 2  # pixels
         levels = min(len(self.deepstack_visual_indexes), 3)
-        layers = stages * max(1, -(-levels // stages))
+        layers = chunks * max(1, -(-levels // chunks))
         return self.model_copy(
             update={
                 "num_layers": layers,

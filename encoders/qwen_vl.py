@@ -133,8 +133,8 @@ class Settings(TowerSettings):
         windows = self.window_layers
         return tuple("window" if i in windows else "full" for i in range(self.num_layers))
 
-    def scaled_down(self, stages: int, tp: int) -> Settings:
-        """A tiny copy for ``stages`` pipeline stages and ``tp`` ranks that keeps the character.
+    def scaled_down(self, chunks: int, tp: int) -> Settings:
+        """A tiny copy for ``chunks`` pipeline stages and ``tp`` ranks that keeps the character.
 
         Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Where
         there are windows, they are 2 × 2 rows, and images so large that many need sorting; each
@@ -144,10 +144,10 @@ class Settings(TowerSettings):
         row = (patch_size * self.merge_size) ** 2  # pixels
         windows = self.window_size is not None
         kinds = len(set(self.layer_kinds()))
-        full = range(kinds - 1, kinds * stages, kinds) if self.full_attention_layers else ()
+        full = range(kinds - 1, kinds * chunks, kinds) if self.full_attention_layers else ()
         return self.model_copy(
             update={
-                "num_layers": kinds * stages,
+                "num_layers": kinds * chunks,
                 "hidden_size": 8 * heads,
                 "ffn_hidden_size": math.lcm(24, tp),
                 "num_attention_heads": heads,

@@ -18,8 +18,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mimo.commands.prepare import GENERATORS
 from mimo.recipe.schema import Recipe
+from mimo.step.prepare import GENERATORS
 
 _INTRO = """\
 # Recipe keys

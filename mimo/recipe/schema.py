@@ -185,8 +185,8 @@ class Recipe(Section):
     language: Language = Language()
     """The language model."""
     encoders: Annotated[dict[bounds.ModuleName, Encoder], Field(max_length=MAX_ENTRIES)] = {}
-    """The encoders by a name of your choice, such as `vision`. With `init_from`, the first that gives
-    no family, or the folder's, is the folder's tower; the others begin with fresh weights."""
+    """The encoders by a name of your choice, such as `vision`. With `init_from`, the first that
+    gives no family, or the folder's, is the folder's tower; the others begin with fresh weights."""
     bridge: Bridge = Bridge()
     """How rows travel from the encoders to the language model."""
     data: Data

@@ -89,9 +89,10 @@ def assert_offers(owner: Any, protocol: type, says: str) -> None:
 def test_the_registry_finds_every_family_that_an_architecture_names() -> None:
     for one in ARCHITECTURES.values():
         assert one.language in LANGUAGES
-        assert one.encoder in ENCODERS
         assert_offers(one.language_family(), contracts.PublishedLanguageFamily, one.language)
-        assert_offers(one.encoder_family(), contracts.PublishedEncoderFamily, one.encoder)
+        if one.encoder is not None:
+            assert one.encoder in ENCODERS
+            assert_offers(one.encoder_family(), contracts.PublishedEncoderFamily, one.encoder)
 
 
 @every_family
@@ -114,7 +115,7 @@ def test_settings_offer_every_method_of_their_contract(name: str) -> None:
     for method in own:
         assert callable(getattr(family.Settings, method, None)), f"{name}: {method} is missing"
     settings = settings_of(family)
-    assert [*inspect.signature(settings.scaled_down).parameters] == ["stages", "tp"]
+    assert [*inspect.signature(settings.scaled_down).parameters] == ["chunks", "tp"]
 
 
 @every_family

@@ -15,13 +15,13 @@ from pydantic import BaseModel
 import encoders.qwen_vl
 import mimo.languages.qwen3
 from mimo.bounds import MAX_RANKS
-from mimo.commands.prepare import GENERATORS
 from mimo.errors import InputError, RecipeError
 from mimo.hf.recipes import load_phases, load_recipe
 from mimo.layout.build import build_layout
 from mimo.model.memory import module_memory
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Encoder, Recipe
+from mimo.step.prepare import GENERATORS
 
 # How long something may take before it counts as hanging.
 pytestmark = pytest.mark.timeout(20)

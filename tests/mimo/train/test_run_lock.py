@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.commands import quickstart
 from mimo.errors import InputError
+from mimo.generate import quickstart
 from mimo.train import main as job
 from mimo.train.run_lock import run_lock
 from tests.mimo import tiny

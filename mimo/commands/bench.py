@@ -1,0 +1,34 @@
+"""`mimo bench`: measure what the parts promise."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mimo.commands._shared import (
+    readable_errors,
+)
+
+
+@readable_errors
+def bench_bridge(
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, max=2**24, help="Rows of the larger size.")
+    ] = 8192,
+    hidden: Annotated[
+        int, typer.Option("--hidden", min=1, max=2**20, help="Values of a row.")
+    ] = 1024,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, max=10_000, help="Alternating pairs of runs.")
+    ] = 15,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure to this file.")
+    ] = None,
+    picture: Annotated[Path, typer.Option("--picture", help="Where the PNG goes.")] = Path(
+        "runs/bench_bridge.png"
+    ),
+) -> int | None:
+    """Compare the bridge with Megatron's; exit code 1 and a line for each bound that is missed."""
+    from mimo.bench.bridge import main as run
+
+    return run(rows, hidden, repeats, json, picture)

@@ -1,0 +1,58 @@
+"""`mimo generate`: an answer of a trained model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mimo.commands._shared import (
+    number,
+    readable_errors,
+)
+
+
+@readable_errors
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="The question.")],
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", help="An image; may be given several times.")
+    ] = None,
+    frame: Annotated[
+        list[Path] | None,
+        typer.Option("--frame", help="A frame of a video, in order; all of one size."),
+    ] = None,
+    fps: Annotated[
+        float,
+        typer.Option(
+            "--fps",
+            min=0.001,
+            max=1e6,
+            callback=number,
+            help="Frames of the video per second.",
+        ),
+    ] = 2.0,
+    item: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--item", metavar="MEDIA=FILE", help="A file of any media; may be given several times."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, max=2**20, help="Length of the answer.")
+    ] = 64,
+) -> int | None:
+    """Answer a question about images, a video or other items with a trained checkpoint.
+
+    It runs in one process. Items stand before the question: images, the video, others.
+    Made for checks: each new token costs a forward over the whole sequence, as nothing is cached.
+    To serve a model, export it with `mimo convert to-hf`.
+    """
+    from mimo.generate.answer import GivenItem
+    from mimo.generate.answer import main as answer
+
+    items = [GivenItem("--image", "image", [path]) for path in image or []]
+    if frame:
+        items.append(GivenItem("--frame", "video", frame, {"frames": len(frame), "fps": fps}))
+    items += [GivenItem.parse("--item", text) for text in item or []]
+    return answer(run, items, prompt, max_new_tokens)
