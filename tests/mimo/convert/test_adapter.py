@@ -148,9 +148,9 @@ def our_logits(rank: int, checkpoint: Path) -> np.ndarray:
     generator = Generator(checkpoint)
     forward, kept = generator.model.forward, []
 
-    def keep(*args: Any, **given: Any) -> Tensor:
-        kept.append(forward(*args, **given))
-        return kept[-1]
+    def keep(*args: Any, at: np.ndarray, **given: Any) -> Tensor:
+        kept.append(forward(*args, **given))  # of all positions
+        return kept[-1][:, at]
 
     generator.model.forward = keep  # type: ignore[method-assign]
     generator.answer([Request(*prompt) for prompt in prompts()], max_new_tokens=1)
