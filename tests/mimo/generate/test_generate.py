@@ -92,7 +92,7 @@ def _check_that_samples_are_read_as_they_are_answered(folder: Path, expected: li
     from mimo.generate import evaluate
     from mimo.generate.answer import Generator
 
-    budget, events = 400, []
+    budget, events = 100, []
     read, answer = SampleReader.decoded, Generator.answer
 
     def reads(self: SampleReader, *arguments: int) -> Any:
