@@ -21,15 +21,15 @@ def both(ours: str, theirs: str, rows: int, *columns: int) -> Iterator[Weight]:
 
 
 def block_norms(ours: str, theirs: str, names: Mapping[str, str], size: int) -> Iterator[Weight]:
-    """The norms of a block. names: ours by theirs."""
+    """The norms of a block. names: from theirs to ours."""
     for norm, own in names.items():
         yield from both(f"{ours}.{own}", f"{theirs}.{norm}", size)
 
 
 def check_processor(processor: Config, resample: int, kind: str, name: str) -> None:
-    """Raise ValueError for a processor that leaves out a step of ours, or is another one.
+    """Raise ValueError unless a processor is of the right class and takes all our steps.
 
-    resample: pillow's number of the interpolation. kind: "image" or "video". name: its class.
+    resample: pillow's number for the interpolation. kind: "image" or "video". name: its class.
     """
     steps = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
     values = {f"{kind}_processor_type": name, "resample": resample, "rescale_factor": 1 / 255}
@@ -44,10 +44,10 @@ def check_processor(processor: Config, resample: int, kind: str, name: str) -> N
 def qwen_tower_sizes(
     config: Config, processors: Processors, videos: Config, video_processor: str
 ) -> dict[str, Any]:
-    """The settings that the towers of all Qwen-VL models have. Raises ValueError.
+    """The settings that the towers of all Qwen-VL models share. Raises ValueError.
 
-    videos: what the family's video processor, of the class ``video_processor``, has for settings
-    that its file leaves out.
+    videos: defaults of the family's video processor, for settings that its file leaves out.
+    video_processor: its class.
     """
     vision = config["vision_config"]
     expect(vision, "vision_config", in_channels=3)
@@ -82,7 +82,7 @@ def _axial_base(vision: Config) -> float:
 def _video_limits(
     processors: Processors, defaults: Config, kind: str, sizes: Config
 ) -> dict[str, int]:
-    """Limits of the pixels of videos; none where they are those of images, or no file says any."""
+    """Pixel limits of videos; none if they equal those of images or no file gives any."""
     if not processors.video:
         return {}
     where = "the video processor's configuration"
@@ -94,5 +94,5 @@ def _video_limits(
         # Frames are cut and normalised as images are.
         expect(normalisation(videos), where, **normalisation(processors.image))
     if processors.share_a_file and pixel_limits(videos) == pixel_limits(processors.image):
-        return {}  # so that a recipe that changes one changes both, as in that file
+        return {}  # a recipe that changes one then changes both, as in that file
     return pixel_limits(videos, prefix="video_")

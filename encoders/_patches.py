@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_heads(hidden_size: int, num_attention_heads: int) -> None:
-    """Raise ValueError unless rows and columns can each turn half of every head's channels."""
+    """Raise ValueError unless rows and columns can each rotate half of every head's channels."""
     if hidden_size % (4 * num_attention_heads):
         raise ValueError(
             f"hidden_size {hidden_size} must be a multiple of 4 · num_attention_heads, "
@@ -50,12 +50,12 @@ def patch_places(grids: Tensor, merge: int) -> Tensor:
 
 @dataclass(frozen=True)
 class WindowOrder:
-    """Rows sorted by window: the squares that a frame is cut into, smaller at its far edges.
+    """Rows sorted by window. Windows are squares cut from a frame, smaller at its far edges.
 
-    Frames stay in order and together, so windows are stretches of frames. Source: transformers
+    Frames stay together and in order, so a window is a stretch of its frame. Source: transformers
     `get_vision_window_index`.
 
-    rows: (N,) int64 on the CPU, the number in item order of each row in window order.
+    rows: (N,) int64 on the CPU: for each row in window order, its number in item order.
     lengths: patches of each window.
     """
 
@@ -78,7 +78,7 @@ class WindowOrder:
     def sort(self, values: Tensor) -> Tensor:
         """values (P, ...) of patches in item order -> in window order.
 
-        Values of blank patches may be missing at the end: those stay behind all others.
+        Values of the blank patches at the end may be missing: blank patches stay last.
         """
         of_rows = values.unflatten(0, (-1, self.merge**2))
         return of_rows[self.rows[: len(of_rows)].to(values.device)].flatten(0, 1)
@@ -89,7 +89,7 @@ class PackedPatches:
     """The images of one forward, blank ones at the end.
 
     grids: (I, 3) int64 as (t, h, w) in patches.
-    order: of the rows in the blocks, where it is not that of the images.
+    order: of the rows inside the blocks; None if they stay in the order of the images.
     """
 
     grids: Tensor
@@ -130,18 +130,18 @@ class PatchTower(Tower[PackedPatches]):
         return (1, self.merge_size, self.merge_size * num_rows)
 
     def pack(self, grids: Tensor) -> PackedPatches:
-        """Where the patches of all images are in them."""
+        """The place of every patch in its image."""
         return PackedPatches(grids, self.merge_size)
 
     def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
-        """Each frame a segment of its own: nothing is padded to the largest."""
+        """Each frame is a segment: nothing is padded to the largest."""
         device = next(self.parameters()).device
         segments = engine.PackedSegments.from_lengths(packed.frames, device)
         return {"packed_seq_params": segments}
 
 
 class PatchRope(nn.Module):
-    """Two-dimensional rotary frequencies: half of a head's channels turns with a patch's row,
+    """Two-dimensional rotary frequencies: half of a head's channels rotate with a patch's row,
     half with its column.
     """
 

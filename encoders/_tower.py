@@ -1,4 +1,4 @@
-"""What all towers have in common: sizes of their stack, checks, construction, and the forward.
+"""What all towers have in common: sizes of the stack, checks, construction, and the forward.
 
 Letters: I items, P inputs of all items with C numbers each, T tokens of the stack, D tower hidden,
 N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, N' rows.
@@ -43,7 +43,7 @@ class TowerSettings(BaseModel):
     """Standard deviation of freshly drawn weights."""
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: all are alike, but where a family says otherwise."""
+        """The kind of each layer; all are alike unless a family says otherwise."""
         return ("attention",) * self.num_layers
 
     def gated_stack(self) -> engine.StackShape:
@@ -87,10 +87,10 @@ def check_grid(settings: TowerSettings, tp: int, pp: int) -> list[str]:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Which tokens a rank of a tower has: all, or under sequence parallelism its part.
+    """Which tokens a rank of a tower has: all, or its part under sequence parallelism.
 
-    Rank ``number`` of ``count`` then has that one of as many equal parts of all rows and of the
-    tokens that they are made of; blank rows at the end make the parts equal.
+    The rows, and the tokens that they are made of, are then cut into ``count`` equal parts. This
+    rank has part ``number``. Blank rows at the end make the parts equal.
     """
 
     count: int
@@ -98,22 +98,22 @@ class SequencePart:
 
     @classmethod
     def of(cls, config: TransformerConfig, groups: engine.ProcessGroupCollection) -> SequencePart:
-        """This rank's in a tower with this configuration."""
+        """This rank's part in a tower with this configuration."""
         if not config.sequence_parallel:
             return cls(1, 0)
         return cls(groups.tp.size(), groups.tp.rank())
 
     def num_blank(self, num_rows: int) -> int:
-        """Blank rows that go behind ``num_rows``.
+        """Blank rows to add after ``num_rows``.
 
-        The engine cannot run on no tokens at all: without any item each part is one blank row.
+        The engine cannot run without tokens, so if there are no items each part is one blank row.
         """
         return -num_rows % self.count if num_rows else self.count
 
     def own(self, values: Tensor, length: int) -> Tensor:
         """values (n, ...), n at most ``length`` -> this rank's (length / count, ...).
 
-        length: with blank ones, whose values are zeros where ``values`` has none.
+        length: blank ones included; those missing from ``values`` are zeros.
         """
         size = length // self.count
         own = values[self.number * size : (self.number + 1) * size]
@@ -122,11 +122,11 @@ class SequencePart:
         return torch.cat((own, own.new_zeros(size - own.shape[0], *own.shape[1:])))
 
     def rows_per_item(self, sizes: list[int], num_held: int) -> tuple[int, ...]:
-        """The rows of each item among the ``num_held`` on this rank and as many on each other.
+        """Rows of each item when this rank, like every other, holds ``num_held``.
 
-        Rows carry no names: items take theirs in turn, as many as ``sizes`` says that their tokens
-        make. Rows too few are missing at the end; those beyond the blank ones count as the last
-        item's.
+        Rows carry no names, so items take theirs in turn. sizes: rows that each item's tokens
+        should make. If there are too few rows, the last items lack some; surplus rows, beyond
+        the blank ones, count as the last item's.
         """
         ends = list(itertools.accumulate(sizes))
         produced = num_held * self.count
@@ -136,7 +136,7 @@ class SequencePart:
         return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
 
     def sum_gradients(self, module: nn.Module) -> None:
-        """Mark a module that sees this rank's part only: gradients are summed over the ranks."""
+        """Mark a module that sees only this rank's part: its gradients are summed over ranks."""
         for param in module.parameters():
             param.sequence_parallel = self.count > 1  # type: ignore[attr-defined]
 
@@ -144,23 +144,23 @@ class SequencePart:
 class Tower[P](nn.Module):
     """Items, packed into one sequence of tokens -> rows of the language model's size.
 
-    What is parallel about a tower is written here, once: the blank rows that fill the ranks' equal
-    parts up, or stand in for no items at all; which part of the tokens a rank has; what its
-    pipeline stage gets and hands on; and how many rows each item became. A family builds `blocks`,
-    the stack of its stage, in its constructor, and writes
+    Everything parallel about a tower is written here, once: the blank rows that make the ranks'
+    parts equal, or stand in when there are no items; which part of the tokens a rank has; what its
+    pipeline stage receives and passes on; and how many rows each item became. A family builds
+    `blocks`, the layers of this stage, in its constructor, and writes
 
     - `embed`: inputs -> tokens, on the first stage.
     - `project`: hidden states -> rows, on the last stage.
-    - `pack`: whatever these need to know of a forward's items (P), worked out once per forward.
-    - `stack_inputs`: what the blocks take beside hidden states: segments and positions.
+    - `pack`: what the other methods need to know of the items (P), worked out once per forward.
+    - `stack_inputs`: what the blocks take besides hidden states: segments and positions.
     - `blank_grid` and, where a token is not one input, `num_tokens`.
 
-    It knows nothing of images: an item is a grid (t, h, w) of inputs, the rows of ``patches``, be
-    they patches or, as (t, 1, 1), frames of a sound.
+    It knows nothing of images: an item is a grid (t, h, w) of inputs, each a row of ``patches``.
+    These may be patches of an image or, as (t, 1, 1), frames of a sound.
 
-    config: Megatron's, of the stack. tokens_per_row: consecutive tokens of an item that `project`
-    makes one row of. level_blocks: blocks, counted from 0 over all stages, whose outputs `project`
-    needs beside that of the last. part: of the tokens and rows that this rank has.
+    config: Megatron's, for the stack. tokens_per_row: consecutive tokens of an item that `project`
+    turns into one row. level_blocks: blocks, counted from 0 over all stages, whose outputs
+    `project` needs besides the last one's. part: which tokens and rows this rank has.
     """
 
     blocks: Any
@@ -181,13 +181,13 @@ class Tower[P](nn.Module):
         self._received: Tensor | None = None
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
-        """(t, h, w) of an item that becomes so many rows; its inputs will be zeros."""
+        """(t, h, w) of an item that becomes ``num_rows`` rows; its inputs will be zeros."""
         raise NotImplementedError
 
     def num_tokens(self, grids: Tensor) -> list[int]:
         """grids (I, 3) int64 -> tokens that each item has in the blocks: one per input.
 
-        A multiple of ``tokens_per_row`` each.
+        Each is a multiple of ``tokens_per_row``.
         """
         return grids.prod(1).tolist()
 
@@ -201,21 +201,21 @@ class Tower[P](nn.Module):
     def embed(self, patches: Tensor, packed: P) -> Tensor:
         """patches (P, C) of all items, without blank ones -> this rank's tokens (T', D).
 
-        Every rank gets all inputs, so that it may embed whole items (with zeros for the blank ones)
-        and then take its part of their tokens with ``self.part.own``, or take its part of the
-        inputs first. Either way the module that embeds sees a part of the gradient: mark it by
-        ``self.part.sum_gradients``. It runs also for no items, on blanks alone.
+        Every rank gets all inputs. It may embed whole items (with zeros for the blank ones) and
+        then take its part of their tokens with ``self.part.own``, or take its part of the inputs
+        first. Either way the module that embeds sees only part of the gradient: mark it with
+        ``self.part.sum_gradients``. With no items it still runs, on blanks alone.
         """
         raise NotImplementedError
 
     def stack_inputs(self, packed: P) -> dict[str, Any]:
-        """Arguments of the blocks beside hidden states: of all tokens, not of a rank's part."""
+        """Arguments of the blocks besides hidden states: for all tokens, not a rank's part."""
         raise NotImplementedError
 
     def project(self, hidden: list[Tensor], packed: P) -> Tensor:
         """Hidden states (T', 1, D) -> this rank's rows (N', (1 + L)·H), in the items' order.
 
-        hidden: behind the last block, then behind each of ``level_blocks``.
+        hidden: after the last block, then after each of ``level_blocks``.
         """
         raise NotImplementedError
 
@@ -224,10 +224,10 @@ class Tower[P](nn.Module):
         self._received = input_tensor[0]
 
     def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor | ItemRows:
-        """Items to their rows on the last stage, this rank's part under sequence parallelism.
+        """The items' rows on the last stage; under sequence parallelism this rank's part of them.
 
-        On others hidden states (T', 1, (1 + l)·D), those of the l ``level_blocks`` so far beside
-        the last block's.
+        Other stages return hidden states (T', 1, (1 + l)·D): the last block's, then those of the l
+        ``level_blocks`` so far.
 
         patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
         Under sequence parallelism every rank gets all of both.
@@ -263,14 +263,14 @@ class Tower[P](nn.Module):
         return ItemRows(rows, self.part.rows_per_item(sizes, len(rows)), self.part.count)
 
     def _run_blocks(self, hidden: list[Tensor], packed: P) -> list[Tensor]:
-        """hidden: (T', 1, D) before this stage's blocks, then of earlier ``level_blocks``."""
+        """hidden: (T', 1, D) each: the blocks' input, then outputs of earlier ``level_blocks``."""
         output = self.blocks(
             hidden_states=hidden[0],
             attention_mask=None,
             extract_layer_indices=set(self.level_blocks),
             **self.stack_inputs(packed),
         )
-        # The engine answers with a pair where anything was asked for.
+        # The engine returns a pair if any layer's output was asked for.
         last, behind = output if self.level_blocks else (output, [])
         return [last, *hidden[1:], *behind]
 
@@ -282,7 +282,7 @@ def build_tower[T: Tower[Any]](
     seed: int,
     init_std: float,
 ) -> T:
-    """A tower with freshly drawn weights, the same in every layout. make: from its config."""
+    """A tower with freshly drawn weights, the same in every layout. make: config -> tower."""
     config = engine.transformer_config(shape, ctx)
     tower = make(config)
     engine.initialize_parameters(tower, config, ctx.groups, seed, init_std)

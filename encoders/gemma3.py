@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 PROJECTOR = ("projector.",)
-"""How the names of the projector's weights begin; the rest is the tower."""
+"""Prefixes of the projector's weight names; all other weights are the tower's."""
 
 
 class Settings(TowerSettings):
@@ -97,9 +97,9 @@ class Settings(TowerSettings):
         return self.patches_per_side // math.isqrt(self.mm_tokens_per_image)
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy for ``chunks`` pipeline stages and ``tp`` ranks that keeps the character.
+        """A tiny copy with the same character, for ``chunks`` pipeline chunks and ``tp`` ranks.
 
-        Images have four rows, of one patch each where they have one here, else of four.
+        Images have four rows, of one patch each if rows have one patch here, else of four.
         """
         patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
         return self.model_copy(
@@ -117,7 +117,7 @@ class Settings(TowerSettings):
         )
 
     def processor(self, media: str = "image") -> SquareImageProcessor:
-        """How an image becomes patches; items of every media are images."""
+        """How an image becomes patches; every media is taken as images."""
         return SquareImageProcessor(
             image_size=self.image_size,
             patch_size=self.patch_size,
@@ -137,7 +137,7 @@ class Settings(TowerSettings):
 
 
 def num_levels(settings: Settings) -> int:
-    """None: the tower emits embeddings alone."""
+    """0: the tower emits embeddings alone."""
     return 0
 
 
@@ -185,11 +185,11 @@ class Gemma3Tower(PatchTower):
             self.projector = Projector(settings, config, output_size, self.part)
 
     def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
-        """patches (P, C) -> (P', D), their learned positions added."""
+        """patches (P, C) -> (P', D), with their learned positions added."""
         assert self.patch_embed is not None
         assert self.pos_embed is not None
         side, places = self.settings.patches_per_side, packed.places
-        # Blank patches lie outside of the image; any position does for them.
+        # Blank patches lie outside the image; any position will do for them.
         index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
         own, index = (self.part.own(x, packed.num_patches) for x in (patches, index))
         return self.patch_embed(own) + self.pos_embed(index.to(self.pos_embed.weight.device))
@@ -216,7 +216,7 @@ def build(
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Gemma-3's configuration.
 
-    Raises ValueError for what we do not compute.
+    Raises ValueError for anything that we do not compute.
     """
     vision = config["vision_config"]
     expect(
@@ -238,7 +238,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         image_seq_length=rows,
     )
     if images:
-        # What the processor writes for an image where its own file is silent.
+        # What the processor writes for an image if its file does not say.
         agree({"image_seq_length": 256, **processors.whole}, WHOLE, image_seq_length=rows)
     return {
         "num_layers": vision["num_hidden_layers"],
@@ -256,7 +256,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
 
 
 def _pan_and_scan(processor: Config) -> dict[str, Any]:
-    """When the checkpoint's processor cuts crops, and which."""
+    """Recipe keys for the crops that the checkpoint's processor cuts; empty if it cuts none."""
     if not processor.get("do_pan_and_scan"):
         return {}
     names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
@@ -265,7 +265,7 @@ def _pan_and_scan(processor: Config) -> dict[str, Any]:
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
-    """Every parameter of the whole tower, as what it consists of in Gemma-3's checkpoints."""
+    """Every parameter of the whole tower, and what it is made of in Gemma-3's checkpoints."""
     size, ffn, patch = settings.hidden_size, settings.ffn_hidden_size, settings.patch_size
     heads, root = settings.num_attention_heads, "model.vision_tower"
     embeddings, projector = f"{root}.embeddings", "model.multi_modal_projector"

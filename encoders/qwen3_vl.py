@@ -1,14 +1,14 @@
 """Vision tower of the Qwen3-VL kind with its patch mergers: the first encoder with levels.
 
 Pre-norm blocks with LayerNorm and a plain GELU MLP, a learned grid of positions resampled to each
-image, 2-D rotary positions, full attention inside a frame. Beside the embeddings it emits one
+image, 2-D rotary positions, full attention inside a frame. Besides the embeddings it emits one
 level of rows per entry of `deepstack_visual_indexes` (DeepStack, arXiv:2406.04334): the hidden
-states behind that block, merged by a merger of their own. All images of a microbatch run as one
-packed sequence.
+states after that block, merged by a separate merger. All images of a microbatch run as one packed
+sequence.
 
-In a pipeline the hidden states behind those blocks travel with the others to the last stage, which
-holds all mergers: rows leave the encoder in one place, and a hidden state is about as wide as
-merge² patches' share of a row.
+In a pipeline the hidden states after those blocks travel with the others to the last stage, which
+holds all mergers. So rows leave the encoder in one place, for about the traffic that rows would
+take: the merge² hidden states that make a row are together about as wide as the row.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, L levels, H language hidden.
@@ -55,9 +55,9 @@ __all__ = [
 ]
 
 PROJECTOR = ("blocks.final_layernorm.", "merger.", "level_mergers.")
-"""How the names of the projectors' weights begin; the rest is the tower.
+"""Prefixes of the projectors' weight names; all other weights are the tower's.
 
-The final norm of our stack is the merger's own.
+The final norm of our stack is the merger's norm.
 """
 
 
@@ -104,10 +104,10 @@ class Settings(TowerSettings):
         return self
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy for ``chunks`` pipeline stages and ``tp`` ranks that keeps the character.
+        """A tiny copy with the same character, for ``chunks`` pipeline chunks and ``tp`` ranks.
 
         Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Up to
-        three levels stay, behind the last blocks: a tiny language model has no more layers, and
+        three levels stay, after the last blocks: a tiny language model has no more layers, and
         with fewer levels its second stage would need none.
         """
         patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
@@ -153,7 +153,7 @@ class Settings(TowerSettings):
 
 
 def num_levels(settings: Settings) -> int:
-    """Feature levels beside the embeddings."""
+    """Feature levels besides the embeddings."""
     return len(settings.deepstack_visual_indexes)
 
 
@@ -188,7 +188,7 @@ class GridPositions(nn.Module):
 
 
 class LevelMerger(nn.Module):
-    """Hidden states behind a block -> rows: M patches side by side, a norm over all, an MLP."""
+    """Hidden states after a block -> rows: M patches side by side, a norm over all, an MLP."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class Qwen3VLTower(PatchTower):
         self.rope = PatchRope(head_size, settings.rotary_base)
 
     def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
-        """patches (P, C) -> (P', D), their learned positions added."""
+        """patches (P, C) -> (P', D), with their learned positions added."""
         assert self.patch_embed is not None
         assert self.pos_embed is not None
         grids = packed.grids
@@ -283,7 +283,7 @@ def build(
     )
 
 
-# Of transformers' `Qwen3VLVideoProcessor`, for what the file of a folder leaves out.
+# Defaults of transformers' `Qwen3VLVideoProcessor`, for what a folder's file leaves out.
 _VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
 _VIDEOS: Config = {
     "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
@@ -298,7 +298,7 @@ _VIDEOS: Config = {
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Qwen3-VL's configuration.
 
-    Raises ValueError for what we do not compute.
+    Raises ValueError for anything that we do not compute.
     """
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
@@ -310,7 +310,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
-    """Every parameter of the whole tower, as what it consists of in Qwen3-VL's checkpoints."""
+    """Every parameter of the whole tower, and what it is made of in Qwen3-VL's checkpoints."""
     size, ffn, merged = (
         settings.hidden_size,
         settings.ffn_hidden_size,

@@ -1,14 +1,14 @@
 """Vision tower of the Qwen-VL kind with its patch merger.
 
 The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions). Every layer attends
-inside whole frames, or with `window_size` most of them inside windows of a frame. All images of a
-microbatch run as one packed sequence, each frame a segment of its own size: nothing is padded to
-the largest. With windows the rows of a frame are sorted by window from the first layer on.
+within whole frames; with `window_size`, most layers attend within windows of a frame instead. All
+images of a microbatch run as one packed sequence, in which each frame is a segment: nothing is
+padded to the largest. With windows, a frame's rows are sorted by window from the first layer on.
 
 Under sequence parallelism rank t of the tensor-parallel group holds the t-th of tp equal parts of
-all patches and emits that part of the rows. Blank patches at the end, a segment of their own, fill
-the parts up. The parts of sorted rows are not those of rows in order: the ranks gather the rows
-behind the merger, and each takes its own.
+all patches and emits that part of the rows. Blank patches at the end, as a separate segment, make
+the parts equal. A rank's part of the sorted rows is not its part of the rows in order, so the ranks
+gather all rows after the merger and each takes its part.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, H language hidden.
@@ -55,9 +55,9 @@ __all__ = [
 ]
 
 PROJECTOR = ("blocks.final_layernorm.", "merger.")
-"""How the names of the projector's weights begin; the rest is the tower.
+"""Prefixes of the projector's weight names; all other weights are the tower's.
 
-The final norm of our stack is the merger's own.
+The final norm of our stack is the merger's norm.
 """
 
 
@@ -134,11 +134,11 @@ class Settings(TowerSettings):
         return tuple("window" if i in windows else "full" for i in range(self.num_layers))
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy for ``chunks`` pipeline stages and ``tp`` ranks that keeps the character.
+        """A tiny copy with the same character, for ``chunks`` pipeline chunks and ``tp`` ranks.
 
-        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Where
-        there are windows, they are 2 × 2 rows, and images so large that many need sorting; each
-        stage has a layer of every kind that there was.
+        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. If
+        there are windows, they are 2 × 2 rows, and images are large enough that many need sorting.
+        Each chunk has a layer of every kind in the original.
         """
         patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
         row = (patch_size * self.merge_size) ** 2  # pixels
@@ -164,8 +164,8 @@ class Settings(TowerSettings):
 
     def processor(self, media: str = "image") -> ImageProcessor:
         """How an image or a video becomes patches, and how many rows it encodes to."""
-        # Only layers with full attention have a cost that grows with the square of a frame: the
-        # fewer they are, the more weighs what grows with its size, as in a wider tower.
+        # The cost grows with the square of a frame's size only in layers with full attention. The
+        # fewer there are, the more the linear cost weighs, as in a wider tower.
         full = max(1, self.num_layers - len(self.window_layers))
         images = ImageProcessor(
             patch_size=self.patch_size,
@@ -188,7 +188,7 @@ class Settings(TowerSettings):
 
 
 def num_levels(settings: Settings) -> int:
-    """Feature levels beside the embeddings: none."""
+    """Feature levels besides the embeddings: none."""
     return 0
 
 
@@ -231,7 +231,7 @@ class QwenVLTower(PatchTower):
         self.rope = PatchRope(head_size, settings.rotary_base)
 
     def pack(self, grids: Tensor) -> PackedPatches:
-        """With windows the rows of a frame stand in their order from the first layer on."""
+        """With windows, the rows of a frame are sorted by window from the first layer on."""
         packed = super().pack(grids)
         if self.side is None:
             return packed
@@ -262,10 +262,10 @@ class QwenVLTower(PatchTower):
         return rows if packed.order is None else self._in_item_order(rows, packed.order)
 
     def _in_item_order(self, rows: Tensor, order: WindowOrder) -> Tensor:
-        """This rank's part of the rows in window order -> its part of those in item order.
+        """This rank's part of the rows in window order -> its part of the rows in item order.
 
-        Every rank calls it: under sequence parallelism a row may belong to another one. The
-        backward brings each row's gradient back to the rank that computed it.
+        Every rank calls it: under sequence parallelism a row may belong to another rank. The
+        backward returns each row's gradient to the rank that computed it.
         """
         if self.part.count > 1:
             rows = engine.gather_sequence(rows, self.tp_group)
@@ -286,7 +286,7 @@ def build(
     )
 
 
-# Of transformers' `Qwen2VLVideoProcessor`, for what the file of a folder leaves out.
+# Defaults of transformers' `Qwen2VLVideoProcessor`, for what a folder's file leaves out.
 _VIDEO_PROCESSOR = "Qwen2VLVideoProcessor"
 _VIDEOS: Config = {
     "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
@@ -301,7 +301,7 @@ _VIDEOS: Config = {
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     """Recipe keys under ``encoders.<name>.model`` for Qwen2.5-VL's configuration.
 
-    Raises ValueError for what we do not compute.
+    Raises ValueError for anything that we do not compute.
     """
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="silu")
@@ -314,7 +314,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
-    """Every parameter of the whole tower, as what it consists of in Qwen2.5-VL's checkpoints."""
+    """Every parameter of the whole tower, and what it is made of in Qwen2.5-VL's checkpoints."""
     size, ffn, merged = (
         settings.hidden_size,
         settings.ffn_hidden_size,

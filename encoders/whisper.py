@@ -1,10 +1,10 @@
 """Audio encoder of Whisper's kind with a projector.
 
-Two convolutions turn log-mel frames into half as many tokens, to which sinusoidal positions are
-added; pre-norm blocks with LayerNorm and a GELU MLP follow, with full attention inside a clip, and
+Two convolutions turn log-mel frames into half as many tokens, and sinusoidal positions are added.
+Pre-norm blocks with LayerNorm and a GELU MLP follow, with full attention inside a clip; then
 `tokens_per_row` neighbours are stacked into a row. All clips of a microbatch run as one packed
-sequence, each a segment of its own length, where Whisper fills every clip up to 30 s. Keys have a
-bias here, which Whisper leaves out: it adds one number to all scores of a query, to no effect.
+sequence, each a segment of its own length, whereas Whisper pads every clip to 30 s. Unlike
+Whisper's, our keys have a bias: it adds the same number to all of a query's scores, to no effect.
 Source: transformers `WhisperEncoder`; rows are stacked as in Ultravox and SLAM-LLM.
 
 Letters: I clips, P frames of all clips, C mel bands, T = P/2 tokens, D tower hidden, N rows,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PROJECTOR", "Settings", "build", "check_grid", "num_levels", "weights_in_hf"]
 
 PROJECTOR = ("projector.",)
-"""How the names of the projector's weights begin; the rest is the tower."""
+"""Prefixes of the projector's weight names; all other weights are the tower's."""
 
 _LONGEST_WAVE = 10_000.0  # tokens, over 2π, of the slowest position
 
@@ -63,7 +63,7 @@ class Settings(TowerSettings):
         return self
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy for ``chunks`` pipeline stages and ``tp`` ranks that keeps the character."""
+        """A tiny copy with the same character, for ``chunks`` pipeline chunks and ``tp`` ranks."""
         heads = math.lcm(2, tp)
         return self.model_copy(
             update={
@@ -78,7 +78,7 @@ class Settings(TowerSettings):
         )
 
     def processor(self, media: str = "audio") -> AudioClips:
-        """How a clip becomes frames, and how many rows it encodes to; every media is clips."""
+        """How a clip becomes frames, and its number of rows; every media is taken as clips."""
         return AudioClips(
             num_mel_bins=self.num_mel_bins,
             tokens_per_row=self.tokens_per_row,
@@ -88,7 +88,7 @@ class Settings(TowerSettings):
 
 
 def num_levels(settings: Settings) -> int:
-    """None: the tower emits embeddings alone."""
+    """0: the tower emits embeddings alone."""
     return 0
 
 
@@ -97,7 +97,7 @@ class Clips:
     """The clips of a forward as integers on the CPU.
 
     lengths: tokens of each. places: (T,) number of each token in its clip. frames, tokens: (P, 3)
-    and (T, 3), what the outputs of the first and second convolution see, as of `neighbours`.
+    and (T, 3), the `neighbours` that outputs of the first and second convolution see.
     """
 
     lengths: list[int]
@@ -107,7 +107,7 @@ class Clips:
 
     @classmethod
     def of(cls, num_frames: Tensor) -> Clips:
-        """num_frames: (I,) int64 of each clip, even."""
+        """num_frames: (I,) int64, the even number of frames of each clip."""
         lengths = num_frames // FRAMES_PER_TOKEN
         return cls(
             lengths=lengths.tolist(),
@@ -118,9 +118,10 @@ class Clips:
 
 
 def neighbours(lengths: Tensor, stride: int) -> Tensor:
-    """What each output of a convolution over items of these ``lengths`` (I,) sees: (outputs, 3).
+    """Inputs that each output of a convolution over items of these ``lengths`` (I,) sees.
 
-    Its kernel is 3 and its padding 1: input numbers over all items, -1 beyond the item's ends.
+    (outputs, 3), for a kernel of 3 and a padding of 1: numbers of inputs, counted over all items,
+    and -1 beyond an item's ends.
     """
     outputs = lengths // stride
     item = torch.arange(len(lengths)).repeat_interleave(outputs)
@@ -132,14 +133,14 @@ def neighbours(lengths: Tensor, stride: int) -> Tensor:
 
 def convolve(convolution: nn.Conv1d, values: Tensor, seen: Tensor) -> Tensor:
     """GELU of a convolution: values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
-    padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 is the last one
+    padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 picks this last one
     inputs = padded[seen.to(values.device)].flatten(1)
     weight = convolution.weight.transpose(1, 2).flatten(1)
     return nn.functional.gelu(nn.functional.linear(inputs, weight, convolution.bias))
 
 
 def sinusoids(places: Tensor, size: int) -> Tensor:
-    """places (n,) -> fp32 (n, size): sines, then cosines, of waves longer and longer."""
+    """places (n,) -> fp32 (n, size): sines, then cosines, of longer and longer waves."""
     half = size // 2
     step = math.log(_LONGEST_WAVE) / (half - 1)
     angles = places[:, None] * torch.exp(-step * torch.arange(half))
@@ -185,7 +186,7 @@ class WhisperTower(Tower[Clips]):
         return Clips.of(grids.prod(1))
 
     def embed(self, patches: Tensor, packed: Clips) -> Tensor:
-        """Frames (P, C) -> this rank's tokens (T', D), from the frames that they depend on."""
+        """Frames (P, C) -> this rank's tokens (T', D), from just the frames they depend on."""
         assert self.conv1 is not None, "the first stage embeds"
         assert self.conv2 is not None, "the first stage embeds"
         length = len(packed.tokens)
@@ -225,7 +226,7 @@ def build(
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
-    """Every parameter of the whole tower, called as here: no published checkpoint has them all."""
+    """Every parameter of the whole tower, under our names: no published checkpoint has all."""
     size, ffn = settings.hidden_size, settings.ffn_hidden_size
     stacked = size * settings.tokens_per_row
     shapes: dict[str, tuple[int, ...]] = {

@@ -1,8 +1,8 @@
-"""Audio clips: WAV files to log-mel spectrograms as Whisper's.
+"""Audio clips: from WAV files to log-mel spectrograms like Whisper's.
 
-A clip is one file and one item. It is mixed to mono at 16 kHz, filled up with silence to whole
+A clip is one file and one item. It is mixed to mono at 16 kHz, padded with silence to whole
 rows, and cut into frames of 25 ms every 10 ms; a frame is a patch of one number per mel band.
-Source: transformers `WhisperFeatureExtractor`, which fills every clip up to 30 s.
+Source: transformers `WhisperFeatureExtractor`, which pads every clip to 30 s.
 
 Letters: `n` samples of the waveform at 16 kHz, `P` frames, `C` mel bands, `F` frequencies.
 """
@@ -45,8 +45,8 @@ class Sound:
 class AudioClips:
     """A `Media` of WAV files. Sizes are (samples per channel, samples per second).
 
-    num_mel_bins: C. tokens_per_row: of the encoder, each of two frames, that become one row.
-    max_seconds: of the longest clip that is taken.
+    num_mel_bins: C. tokens_per_row: the encoder's tokens, of two frames each, that become one row.
+    max_seconds: length of the longest clip that is accepted.
     tower_width: hidden size of the tower that encodes the frames; only `cost` depends on it.
 
     Raises ValueError when built with settings that cannot work.
@@ -69,11 +69,11 @@ class AudioClips:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of WAV files."""
+        """The suffix of WAV files."""
         return ("wav",)
 
     def probe(self, file: BinaryIO) -> Size:
-        """Size from the header. Raises ValueError for what is no WAV file of PCM samples."""
+        """Size from the header. Raises ValueError unless it is a WAV file of PCM samples."""
         with _opened(file) as header:
             return header.getnframes(), header.getframerate()
 
@@ -92,7 +92,7 @@ class AudioClips:
         return Sound(resample(mono, rate).astype(np.float32), (frames, rate))
 
     def size_of(self, decoded: Sound) -> Size:
-        """That of its file."""
+        """The size of its file."""
         return decoded.size
 
     def size_text(self, size: Size) -> str:
@@ -142,11 +142,11 @@ class AudioClips:
         )
 
     def item_files(self, part: Part, item: int) -> range:
-        """The only one."""
+        """The only file."""
         return range(1)
 
     def item_patches(self, files: Sequence[Sound], part: Part, item: int) -> np.ndarray:
-        """float32 (P, C): log-mel frames, filled up with silence to whole rows."""
+        """float32 (P, C): log-mel frames, padded with silence to whole rows."""
         return log_mel(self._whole_rows(files[0]), self.num_mel_bins)
 
     def _whole_rows(self, sound: Sound) -> np.ndarray:
@@ -158,7 +158,7 @@ class AudioClips:
 
 
 def _opened(file: BinaryIO) -> wave.Wave_read:
-    """A WAV file whose header is read, and says nothing that cannot be."""
+    """An opened WAV file whose header has been read and holds nothing impossible."""
     start = file.tell()
     num_bytes = file.seek(0, os.SEEK_END) - start
     file.seek(start)
@@ -189,7 +189,7 @@ def _opened(file: BinaryIO) -> wave.Wave_read:
 
 
 def _pcm(raw: bytes, width: int) -> np.ndarray:
-    """float64 in -1..1 of little-endian samples of ``width`` bytes; single bytes are unsigned."""
+    """float64 in -1..1 from little-endian samples of ``width`` bytes; single bytes are unsigned."""
     if width == 1:
         return (np.frombuffer(raw, np.uint8).astype(np.float64) - 128) / 128
     if width == 3:  # in the upper three bytes of four
@@ -200,18 +200,18 @@ def _pcm(raw: bytes, width: int) -> np.ndarray:
 
 
 def resampled_length(samples: int, rate: int) -> int:
-    """n of a clip of so many samples per channel at ``rate`` Hz."""
+    """n of a clip of ``samples`` samples per channel at ``rate`` Hz."""
     return -(-samples * SAMPLE_RATE // rate)
 
 
 def resample(waveform: np.ndarray, rate: int) -> np.ndarray:
-    """A waveform of ``rate`` Hz at 16 kHz: its Fourier series, cut off or continued by zeros.
+    """A waveform of ``rate`` Hz at 16 kHz: its Fourier series, cut off or extended by zeros.
 
-    In a series the ends of the clip are neighbours; silence keeps them apart.
+    The series is periodic, so the two ends of the clip are neighbours; silence keeps them apart.
     """
     if rate == SAMPLE_RATE:
         return waveform
-    # As many samples as are a whole number at the other rate too.
+    # A number of samples that is whole at the other rate too.
     unit = rate // math.gcd(rate, SAMPLE_RATE)
     length = -(-(len(waveform) + math.ceil(_PADDING_SECONDS * rate)) // unit) * unit
     new_length = length * SAMPLE_RATE // rate
@@ -233,7 +233,7 @@ def log_mel(waveform: np.ndarray, num_mel_bins: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def mel_filters(num_mel_bins: int) -> np.ndarray:
-    """float64 (F, C): triangles between 0 and 8 kHz of equal area, evenly spaced on Slaney's scale.
+    """float64 (F, C): triangles of equal area between 0 and 8 kHz, evenly spaced on Slaney's scale.
 
     The scale is linear up to 1 kHz, logarithmic above. Source: Slaney, Auditory Toolbox (1998).
     """

@@ -1,4 +1,4 @@
-"""Image files: decoding untrusted bytes safely, and what every media of image files does alike."""
+"""Image files: decoding untrusted bytes safely, and what all media of image files share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # columns and lines of rows, 
 
 _PNG_SIGNATURE = 8  # bytes
 _PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
-_PNG_KEYWORD = 80  # bytes, the zero at its end included
-# Of texts that Pillow's `getexif` looks into: EXIF in hexadecimal, and XMP.
+_PNG_KEYWORD = 80  # bytes, including the zero at its end
+# Of the texts that Pillow's `getexif` reads: EXIF in hexadecimal, and XMP.
 _KEYWORDS_WITH_ORIENTATION = (b"exif", b"Raw profile type exif", b"XML:com.adobe.xmp", b"xmp")
 _EXIF_ORIENTATION = 274
 _ORIENTATION_METHOD = {
@@ -38,7 +38,7 @@ _ORIENTATION_METHOD = {
 def image_size(
     file: BinaryIO | bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED
 ) -> tuple[int, int]:
-    """(width, height) in pixels from the header alone, the EXIF orientation applied.
+    """(width, height) in pixels from the header alone, with the EXIF orientation applied.
 
     Raises ValueError when the header cannot be read, or promises more than `max_pixels_decoded`.
     """
@@ -50,7 +50,7 @@ def image_size(
 
 
 def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Image.Image:
-    """Decode an image completely, with its EXIF orientation applied; the first frame of several.
+    """Decode an image completely, with its EXIF orientation applied; of several frames, the first.
 
     Its size equals `image_size(data)`. The size is checked before any pixel is decoded, so a
     decompression bomb costs nothing.
@@ -93,14 +93,14 @@ def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image
 
 
 def _has_late_metadata(image: Image.Image) -> bool:
-    """Whether a lazily opened PNG may tell its orientation behind its pixels, as some writers do.
+    """Whether a lazily opened PNG may give its orientation after its pixels, as some writers do.
 
-    Pillow sees that only after decoding all of them, so other texts there do not count.
+    Pillow sees that only after decoding all pixels, so other texts there do not count.
     """
     file = getattr(image, "fp", None)
     if image.format != "PNG" or file is None:
         return False
-    position = file.tell()  # decoding goes on from here
+    position = file.tell()  # decoding continues from here
     file.seek(_PNG_SIGNATURE)
     pixels_seen = False
     found = False
@@ -119,7 +119,7 @@ def _has_late_metadata(image: Image.Image) -> bool:
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation 1..8, from EXIF or XMP as Pillow reads them; 1 where absent or nonsense."""
     try:
-        # Not image.getexif(): that of a PNG decodes all of it to look for a late chunk.
+        # Not image.getexif(): for a PNG it decodes the whole image to look for a late chunk.
         value = Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1)
     except Exception:  # a broken EXIF block is no reason to lose the image
         return 1
@@ -140,7 +140,7 @@ class ImageFiles(ABC):
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of the formats that are decoded."""
+        """Those of the formats that are decoded."""
         return IMAGE_SUFFIXES
 
     @property
@@ -153,7 +153,7 @@ class ImageFiles(ABC):
         return image_size(file)
 
     def decode(self, data: bytes) -> Image.Image:
-        """In RGB. Raises ValueError as `open_image`, and for a colour mode without a way to RGB."""
+        """In RGB. Raises ValueError as `open_image`, and for a mode that cannot become RGB."""
         image = open_image(data)
         try:
             return to_rgb(image)
@@ -161,7 +161,7 @@ class ImageFiles(ABC):
             raise ValueError(f"the image cannot become RGB ({error})") from error
 
     def size_of(self, decoded: Image.Image) -> Size:
-        """Its pixels."""
+        """Its width and height."""
         return decoded.size
 
     def size_text(self, size: Size) -> str:

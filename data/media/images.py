@@ -1,4 +1,4 @@
-"""Images, each an item of its own, and the Qwen2-VL preprocessing into patches.
+"""Images, one item each, and the Qwen2-VL preprocessing into patches.
 
 Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch size in frames,
 `t, h, w` the grid of one image in patches (`t` is 1 for a still image).
@@ -30,7 +30,7 @@ class StillImages(ImageFiles):
 
     @abstractmethod
     def grid(self, width: int, height: int) -> Grid:
-        """(1, h, w) in patches of an image of so many pixels."""
+        """(1, h, w) in patches of an image of this many pixels."""
 
     @abstractmethod
     def row_grid(self, width: int, height: int) -> Grid:
@@ -51,7 +51,7 @@ class StillImages(ImageFiles):
         return PartPlan(self.grid(*part.size), self.row_grid(*part.size), self.cost(*part.size))
 
     def item_files(self, part: Part, item: int) -> range:
-        """The only one."""
+        """The only file."""
         return range(1)
 
     def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:

@@ -37,7 +37,7 @@ class PanAndScan:
             )
 
     def crops(self, width: int, height: int) -> list[Box]:
-        """The crops of an image of so many pixels, from its beginning on; none for a short one.
+        """The crops of an image of this many pixels, from its start on; none if it is not long.
 
         Raises ValueError for an image too small for the crops that the settings ask for.
         """
@@ -63,7 +63,7 @@ class PanAndScan:
 
 
 def crops_text(num_crops: int) -> str:
-    """What stands for an image and its crops in the chat."""
+    """The text that stands for an image and its crops in the chat."""
     if not num_crops:
         return ITEM_SLOT
     crops = " ".join([ITEM_SLOT] * num_crops)

@@ -1,8 +1,8 @@
-"""`Media`: all that the index, the readers and the training loop ask of a kind of item.
+"""`Media`: all that the index, the readers and the training loop need from a kind of item.
 
 A content part takes one or more files and becomes one or more items: an image is one item of one
-file, an image with crops several items of one file, a video one item of many files or an item per
-few of them. All items of a part are of one size.
+file, an image with crops is several items of one file, and a video is one item of many files, or
+one item for every few files. All items of a part have the same size.
 
 Letters: `P` patches of one item, `C` numbers per patch, `t, h, w` a grid of frames, lines, columns.
 """
@@ -27,7 +27,7 @@ Size = tuple[int, int]  # of a file, in the media's own units, such as (width, h
 class Part:
     """What is known of a content part before its files are decoded.
 
-    size: of each file. frames: files. fps: frames per second.
+    size: of each file. frames: number of files. fps: frames per second.
     """
 
     size: Size
@@ -66,22 +66,22 @@ class Media[D](Protocol):
     """A kind of item: its files, and how they become patches and rows.
 
     D: a decoded file. What an item becomes follows from the sizes in the `Part` alone. Methods
-    raise ValueError, with what is wrong, for a file or a part that cannot be taken.
+    raise ValueError, saying what is wrong, for a file or a part that cannot be used.
     """
 
     # ------------------------------------------------------------------------------ files
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of its files' names, in lower case and without a dot, the usual one first."""
+        """Suffixes of its files, in lower case and without a dot, the usual one first."""
         ...
 
     def probe(self, file: BinaryIO) -> Size:
-        """Size of a file from its header, in bounded time and memory however hostile it is."""
+        """Size of a file from its header, in bounded time and memory, however hostile it is."""
         ...
 
     def decode(self, data: bytes) -> D:
-        """A file, in bounded memory. Where this succeeds, `size_of` it is what `probe` says."""
+        """Decode a file, in bounded memory. If this succeeds, `size_of` gives what `probe` gave."""
         ...
 
     def size_of(self, decoded: D) -> Size:
@@ -93,7 +93,7 @@ class Media[D](Protocol):
         ...
 
     def picture(self, decoded: D) -> np.ndarray:
-        """uint8 (height, width, 3): a decoded file as a person may look at it."""
+        """uint8 (height, width, 3): a decoded file, for a person to look at."""
         ...
 
     def random_file(self, rng: np.random.Generator) -> bytes:
@@ -112,7 +112,7 @@ class Media[D](Protocol):
         ...
 
     def item_files(self, part: Part, item: int) -> range:
-        """Which files of the part the item-th of its items is made of."""
+        """Which files of the part its item number ``item`` is made of."""
         ...
 
     def item_patches(self, files: Sequence[D], part: Part, item: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Gemma-3's preprocessing: every image becomes a square of one size, so of one number of rows.
+"""Gemma-3's preprocessing: every image becomes a square of one size, with one number of rows.
 
 Letters: `P` patch size in pixels, `M` merge size in patches.
 """
@@ -109,7 +109,7 @@ class SquareImageProcessor(StillImages):
         return self.pan_and_scan.crops(*part.size)
 
     def patches(self, image: Image.Image) -> np.ndarray:
-        """float32 (h·w, 3·P·P): normalised patches, the M² of one row adjacent: `cut_patches`."""
+        """float32 (h·w, 3·P·P): normalised patches, M² of a row adjacent, see `cut_patches`."""
         size = (self.image_size, self.image_size)
         resized = to_rgb(image).resize(size, Image.Resampling.BILINEAR)
         table = normalisation_table(self.mean, self.std)

@@ -1,7 +1,7 @@
 """Videos as the Qwen families take them: frames of one size, a few of them per temporal patch.
 
-Frames are resized and normalised as transformers' video processors do, which work on tensors: the
-values differ in the last digit from those of the same frames as images.
+Frames are resized and normalised as in transformers' video processors. Those work on tensors, so
+values differ in the last digit from those of the same frames taken as images.
 
 Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch size in frames,
 `t, h, w` the grid of one item in patches.
@@ -23,7 +23,7 @@ from data.media.processor import Part, PartPlan, encoding_cost
 from data.text.item_text import ITEM_SLOT
 
 VIDEO = "video"
-"""The media that Qwen's encoders take as videos; every other one is images to them."""
+"""The media that Qwen's encoders take as videos; they take every other one as images."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class VideoProcessor(ImageProcessor):
     Source: transformers `Qwen2VLVideoProcessor`, without sampling of frames.
     min_pixels, max_pixels: bounds on the pixels of each resized frame.
     tokens_per_second: positions per second of video.
-    Else as `ImageProcessor`.
+    Otherwise as `ImageProcessor`.
     """
 
     tokens_per_second: float = 2.0
@@ -56,7 +56,7 @@ class VideoProcessor(ImageProcessor):
         max_pixels: int,
         tokens_per_second: float = 2.0,
     ) -> Self:
-        """One that cuts and normalises as the processor of a tower's images does."""
+        """A processor that cuts and normalises like ``images``, the one for the tower's images."""
         return cls(
             patch_size=images.patch_size,
             merge_size=images.merge_size,
@@ -70,13 +70,13 @@ class VideoProcessor(ImageProcessor):
         )
 
     def frame_size(self, part: Part) -> tuple[int, int]:
-        """(width, height) in pixels of its resized frames. Raises as `resized`."""
+        """(width, height) in pixels of the part's resized frames. Raises as `resized`."""
         return self.resized(*part.size)
 
     def plan(self, part: Part) -> PartPlan:
         """One item. Raises as `frame_size`."""
         t = -(-part.frames // self.temporal_patch_size)
-        # In float32, as transformers multiplies: positions are cut down to whole numbers.
+        # In float32 as in transformers, because positions are then cut to whole numbers.
         seconds = np.float32(self.temporal_patch_size / part.fps)
         step = np.float32(self.tokens_per_second) * seconds
         return self._plan(part, t, ITEM_SLOT, float(step))
@@ -108,7 +108,7 @@ class VideoProcessor(ImageProcessor):
 
 @dataclass(frozen=True)
 class TimedVideoProcessor(VideoProcessor):
-    """Qwen3-VL: every T frames are an item of their own, with their time before it.
+    """Qwen3-VL: every T frames are one item, with their time before it.
 
     Source: transformers `Qwen3VLVideoProcessor` and `Qwen3VLProcessor.replace_video_token`. A video
     of fewer than T frames, which transformers refuses, is resized as one of T frames.
@@ -118,7 +118,7 @@ class TimedVideoProcessor(VideoProcessor):
     KIND: ClassVar[str] = "qwen3_vl-video-1"
 
     def frame_size(self, part: Part) -> tuple[int, int]:
-        """(width, height) in pixels of its resized frames: multiples of P·M.
+        """(width, height) in pixels of the part's resized frames: multiples of P·M.
 
         Raises ValueError for an aspect ratio above 200.
         """
@@ -145,7 +145,7 @@ class TimedVideoProcessor(VideoProcessor):
     def plan(self, part: Part) -> PartPlan:
         """An item per T frames. Raises as `frame_size`."""
         files = [self.item_files(part, item) for item in range(self._num_items(part))]
-        # A patch that the last frame fills up ends at that frame.
+        # A patch that is filled with copies of the last frame ends at that frame.
         times = [(own[0] / part.fps + own[-1] / part.fps) / 2 for own in files]
         text = "".join(f"<{time:.1f} seconds>{ITEM_SLOT}" for time in times)
         return self._plan(part, 1, text, 1.0)

@@ -51,8 +51,8 @@ def build_model(
 ) -> MimoModel:
     """The modules that this rank owns, with weights and optimizers.
 
-    initial: weights to begin with; modules that it does not have, and all without it, get freshly
-    drawn ones. Every rank of the world calls it.
+    initial: weights to start from; modules missing from it, or all modules if it is None, get
+    freshly drawn ones. Every rank of the world calls it.
     Raises RecipeError for a tokenizer with more tokens than the model knows.
     """
     prepare_engine(recipe.train.seed)
@@ -114,7 +114,7 @@ def build_model(
                 )
             chunk = chunk.to(model.device)
             if initial is not None and name in initial.weights:
-                # Before the optimizer makes its copies of them.
+                # Before the optimizer copies them.
                 weights = initial.weights[name]
                 load_weights(chunk, ctx.chunk, groups, initial.checkpoint, weights)
             chunks.append(chunk)
@@ -165,7 +165,7 @@ def _module(
 def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
     """Take the weights that the recipe freezes out of training, in place.
 
-    A module with adapters learns these alone, an encoder its projector too.
+    A module with adapters trains only these; an encoder also trains its projector.
     """
     part = recipe.module(module)
     if part.freeze is False and part.lora is None:

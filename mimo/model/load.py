@@ -24,7 +24,7 @@ def load_weights(
 ) -> None:
     """Fill this rank's chunk of a module, in place and in the dtype of its parameters.
 
-    number: the chunk's, None without interleaving. weights: of the whole module; adapters stay as
+    number: the chunk's; None without interleaving. weights: of the whole module; adapters stay as
     they were drawn. No collective; each rank reads its own slices, tensor by tensor.
     """
     by_name = {weight.name: weight for weight in weights}
@@ -44,13 +44,13 @@ def load_weights(
 def _fill(
     param: nn.Parameter, weight: Weight, checkpoint: HFCheckpoint, rank: int, size: int
 ) -> None:
-    """One parameter: its rows, or where its columns are cut, those columns of all rows."""
+    """Fill one parameter: its rows or, if columns are cut, this rank's columns of all rows."""
     split = size > 1 and bool(getattr(param, "tensor_model_parallel", False))
     dim, stride = (getattr(param, key, 0) for key in ("partition_dim", "partition_stride"))
     columns = None
     if split and dim == 1:
         columns = slice(rank * param.shape[1], (rank + 1) * param.shape[1])
-    # Matrices that lie on top of each other are each cut on their own.
+    # Matrices that are stacked on top of each other are each cut separately.
     blocks = stride if split and dim == 0 else 1
     height = param.shape[0] // blocks
     for number in range(blocks):
@@ -62,7 +62,7 @@ def _fill(
 def _copy_rows(
     own: Tensor, weight: Weight, checkpoint: HFCheckpoint, first: int, columns: slice | None
 ) -> None:
-    """The rows of ``weight`` from ``first`` on into ``own``; what is behind the last is padding."""
+    """Copy the rows of ``weight`` from ``first`` on into ``own``; after the last comes padding."""
     position = 0
     for run in weight.rows(first, first + own.shape[0]):
         own[position : position + run.count].copy_(checkpoint.matrix(run, columns))

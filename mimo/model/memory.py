@@ -1,16 +1,16 @@
-"""Whether the ranks of a machine can hold a model: said before anything is built.
+"""Whether the ranks of a machine can hold a model, checked before anything is built.
 
     bytes of a rank = parameters / (tp · pp) · bytes of a parameter
 
-A parameter costs what is kept of it: the weight (bf16 2 bytes, fp32 4, fp64 8); if it is trained
-also the gradient (4; fp64 8) and the optimizer's state: a master copy for bf16 (4), two moments for
-Adam (4 each; fp64 8), of which a distributed optimizer keeps one part in dp · cp on each rank.
-Bytes as `mimo.engines.megatron.parallel` builds them.
+A parameter costs what is kept of it: the weight (bf16 2 bytes, fp32 4, fp64 8) and, if it is
+trained, also the gradient (4; fp64 8) and the optimizer's state. That is a master copy for bf16 (4)
+and two moments for Adam (4 each; fp64 8); with a distributed optimizer each rank keeps only
+1 / (dp · cp) of it. The bytes are those that `mimo.engines.megatron.parallel` allocates.
 
-This is a lower bound, so that what is refused cannot work. Left out are activations, buffers of
-communication and kernels, adapters and a projector beside frozen weights, the vocabulary of a
-tokenizer where the recipe does not say `vocab_size`, weights that each tensor-parallel rank has
-whole (norms), and that the first and the last stage have the embedding as well.
+This is a lower bound, so what is refused cannot work. It leaves out activations, buffers of
+communication and kernels, adapters and a projector next to frozen weights, the tokenizer's
+vocabulary if the recipe gives no `vocab_size`, and weights that each tensor-parallel rank has whole
+(norms). It also ignores that the first and last stages hold the embedding as well.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from mimo.layout.grids import LANGUAGE, Layout
 from mimo.recipe.schema import Recipe, Train, key_of
 
 RANK_BYTES = 2**25
-"""Of a rank's process beside its model, at least: the pages that it does not share with others."""
+"""The least that a rank's process takes besides its model: pages that no other process shares."""
 
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Of one module: parameters of the whole, and what each of its ranks keeps of them."""
+    """One module's number of parameters, and what each of its ranks keeps of them."""
 
     parameters: int
     bytes_per_parameter: float
@@ -46,7 +46,7 @@ class ModuleMemory:
 
 
 def parameters(recipe: Recipe) -> dict[str, int]:
-    """Of every module, padding of the vocabulary included, by what its family says of weights."""
+    """Parameters of every module, vocabulary padding included, by its family's list of weights."""
     settings = language_settings(recipe)
     vocabulary = settings.padded_vocab_size(1)
     found = {
@@ -66,7 +66,7 @@ def parameters(recipe: Recipe) -> dict[str, int]:
 
 
 def _of_layers[S: FamilySettings](settings: S, weights: Callable[[S], list[Weight]]) -> int:
-    """Elements of all weights. All layers have the same sizes, so two of them say it all."""
+    """Elements of all weights. All layers have the same sizes, so counting two is enough."""
     one, two = (
         num_elements(weights(settings.model_copy(update={"num_layers": count}))) for count in (1, 2)
     )
@@ -84,7 +84,7 @@ def bytes_per_parameter(train: Train, learns: bool, replicas: int) -> float:
 
 
 def module_memory(recipe: Recipe, layout: Layout) -> dict[str, ModuleMemory]:
-    """What each rank of every module keeps, evenly over its stages and tensor-parallel ranks."""
+    """What each rank of every module keeps, if stages and tensor-parallel ranks share evenly."""
     found = {}
     for name, count in parameters(recipe).items():
         part = recipe.module(name)
@@ -96,7 +96,7 @@ def module_memory(recipe: Recipe, layout: Layout) -> dict[str, ModuleMemory]:
 
 
 def check_processes(recipe: Recipe, num_ranks: int, memory: Memory) -> None:
-    """Raise RecipeError unless so many processes fit into a machine, with a model of no size."""
+    """Raise RecipeError unless ``num_ranks`` processes fit into the memory, without any model."""
     if num_ranks * RANK_BYTES > memory.available:
         message = (
             f"{num_ranks} ranks on this machine need {in_words(num_ranks * RANK_BYTES)} at least, "
@@ -106,7 +106,7 @@ def check_processes(recipe: Recipe, num_ranks: int, memory: Memory) -> None:
 
 
 def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -> None:
-    """Raise RecipeError unless ``ranks``, those that share ``memory``, can hold their modules."""
+    """Raise RecipeError unless ``ranks``, which share ``memory``, can hold their modules."""
     if memory.is_of_processes:
         check_processes(recipe, len(ranks), memory)
     needs: dict[str, float] = {}
@@ -138,7 +138,7 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
 
 
 def in_words(num_bytes: float) -> str:
-    """For people, such as `1.5 GiB`."""
+    """A size for people to read, such as `1.5 GiB`."""
     units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
     unit, size = next((one for one in units if num_bytes >= one[1]), units[-1])
     return f"{num_bytes / size:,.1f} {unit}"

@@ -1,10 +1,10 @@
 """The multimodal model of one rank: only the modules that this rank owns a part of.
 
 Each module runs its own Megatron schedule on its own grid; the bridge is the only thing between
-them. Disjoint: an encoder's forward ends in `BridgeSender.send`, that of a language model's stage
-begins with `LevelReceiver.receive`, both autograd operations. Colocated: the items of a group of
-microbatches are encoded in one go, rows and gradients are exchanged around the language model's
-schedule.
+them. Disjoint: an encoder's forward ends in `BridgeSender.send`, and that of a language model's
+chunk begins with `LevelReceiver.receive`; both are autograd operations. Colocated: the items of a
+group of microbatches are encoded in one go, and rows and gradients are exchanged before and after
+the language model's schedule.
 
 Letters: B sequences (1 for packed) of S tokens on this lane, N rows, H hidden.
 """
@@ -53,10 +53,10 @@ from mimo.step.plan import StepPlan
 
 @dataclass(frozen=True)
 class LanguageBatch:
-    """One microbatch of the language model on one rank, on whatever pipeline stage.
+    """One microbatch of the language model on one rank, on any pipeline stage.
 
     input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S) int64,
-    whole. labels (B, S/cp) int64, loss_mask (B, S/cp) float32. segments: whole, None for a batch.
+    whole. labels (B, S/cp) int64, loss_mask (B, S/cp) float32. segments: whole; None for a batch.
     """
 
     input_ids: Tensor
@@ -74,12 +74,12 @@ class MimoModel:
     senders: of disjoint encoders, on their last stage. receivers: of disjoint encoders, on stages
     of the language model that need their rows. colocated: of colocated encoders.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
-    trains_encoders: whether any encoder of the recipe trains, on whatever rank: gradients then
-    pass all stages of the language model, frozen or not.
-    watch: looks after transfers on a device whose waiting does not block the host.
+    trains_encoders: whether any encoder of the recipe trains, on any rank: gradients then pass
+    through all stages of the language model, frozen or not.
+    watch: watches transfers on a device where waiting does not block the host.
     partition: cuts sequences for this rank; on language ranks.
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are put in place in
-    whole sequences, which are cut then.
+    whole sequences, which are cut afterwards.
     """
 
     modules: dict[str, Module]
@@ -105,9 +105,9 @@ class MimoModel:
     ) -> float:
         """All microbatches of one step, forward and backward; every rank of the world calls it.
 
-        language: this lane's packed microbatches, on language ranks. items: by encoder
-        of this rank, its lane's items. check: compare plan digests over the bridge first, and
-        with ``sample_keys`` also which samples each microbatch has.
+        language: this lane's packed microbatches, on language ranks. items: for each
+        encoder of this rank, its lane's items. check: compare plan digests over the bridge first,
+        and with ``sample_keys`` also which samples each microbatch has.
         Returns the summed loss of this lane on tensor-parallel rank 0 of the last language stage,
         else 0. Gradients are complete after `finish_gradients`.
         """
@@ -143,7 +143,7 @@ class MimoModel:
     def _run_encoder(
         self, module: Module, items: Sequence[EncoderItems], forward_only: bool
     ) -> None:
-        # On the last stage.
+        # Only the last stage has any.
         senders = {link: s for link, s in self.senders.items() if link.encoder == module.name}
 
         def forward_step(batches: Iterator[tuple[int, EncoderItems]], chunk: nn.Module):
@@ -216,7 +216,7 @@ class MimoModel:
     ) -> list[Tensor]:
         """One forward of a colocated encoder over a group's items; delivers its rows.
 
-        Returns the rows (N, k·H) of each of its bridges, for their way back.
+        Returns the rows (N, k·H) of each of its bridges, for the backward.
         """
         module = self.modules[name]
         own = [items[m] for m in group]
@@ -338,8 +338,9 @@ def _flat_embeddings(
     bridges: Mapping[Link, BridgeSender] | Mapping[Link, ColocatedBridge],
     microbatches: range,
 ) -> list[FlatEmbeddings]:
-    """What each of an encoder's bridges moves of the rows that its tower made of ``microbatches``.
+    """The rows that each of an encoder's bridges moves, of all that its tower made.
 
+    made: the tower's rows for ``microbatches``.
     Raises UnexpectedRows when they are not the rows that were planned, item by item.
     """
     link, bridge = next(iter(bridges.items()))  # all bridges of an encoder move the same rows

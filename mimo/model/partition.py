@@ -3,8 +3,8 @@
 Context parallelism (CP) cuts every segment of a packed sequence, or every sequence of a batch,
 into 2·cp equal chunks; CP rank r gets chunks r and 2·cp-1-r, one segment after the other. So with
 causal attention all ranks have the same work (zigzag; these are the indices of Transformer
-Engine's `thd_get_partitioned_indices`). Sequence parallelism (SP) then scatters what a CP rank has
-of the whole sequence in tp equal parts over its tensor-parallel group.
+Engine's `thd_get_partitioned_indices`). Sequence parallelism (SP) then scatters a CP rank's
+part of the sequence over its tensor-parallel group, in tp equal parts.
 
 Embeddings get both. Labels and loss mask get CP only, because logits come back gathered from SP.
 Position ids stay whole: the rotary embedding picks what a rank needs.
@@ -50,7 +50,7 @@ class PartitionAdapter:
 
         embeddings: (S, B, H), equal on all ranks -> (S/(cp·tp), B, H) with SP, else (S/cp, B, H);
             None on later pipeline stages. labels, loss_mask: (B, S) -> (B, S/cp).
-        packed_seq_params: the segments of a packed sequence, handed through whole; None for a
+        packed_seq_params: the segments of a packed sequence, passed through whole; None for a
             batch.
         Raises ValueError, naming the recipe key, for lengths that do not divide.
         """

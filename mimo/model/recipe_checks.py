@@ -1,4 +1,4 @@
-"""What can be said of a recipe before any rank starts: its model on its layout, data, memory."""
+"""Checks of a recipe before any rank starts: its model on its layout, its data, its memory."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def _too_few_samples(recipe: Recipe, num_samples: int) -> Iterator[str]:
 def check_room(
     phased: PhasedRecipe, layouts: Sequence[Layout], environment: RankEnv | None
 ) -> None:
-    """Raise RecipeError where the ranks of this machine cannot hold a phase's model.
+    """Raise RecipeError if the ranks of this machine cannot hold a phase's model.
 
-    On GPUs each rank looks at its own, once it has one: see `mimo.train.rank`.
+    On GPUs each rank checks its GPU once it has one: see `mimo.train.rank`.
     """
     memory = None if has_gpu() else machine_memory()
     if memory is None:

@@ -29,7 +29,7 @@ class Arrived:
 
     @classmethod
     def of(cls, rows: Tensor, places: Tensor, hidden_size: int, *, has_embeddings: bool) -> Arrived:
-        """From rows (n, j·H) of all j levels side by side, the embeddings first if they are in."""
+        """From rows (n, j·H) of all j levels side by side, with any embeddings first."""
         if rows.shape[1] == hidden_size and has_embeddings:
             return cls(rows, rows.new_zeros(0, *rows.shape), places)
         levels = rows.unflatten(1, (-1, hidden_size)).transpose(0, 1)
@@ -67,8 +67,8 @@ def cut_levels(
 ) -> tuple[Tensor, Tensor]:
     """Levels of whole sequences -> of this rank's part, one row for each of its tokens.
 
-    cut: (S, B, H) -> (S', B, H), what also cuts the embeddings. The readable reference to sharded
-    delivery, which brings just the rows of this rank: tokens without a row get zeros.
+    cut: (S, B, H) -> (S', B, H), the same cut as for the embeddings. Tokens without a row get
+    zeros. This is the readable reference for sharded delivery, which brings just this rank's rows.
     """
     rows, places = levels
     parts = []

@@ -52,7 +52,7 @@ def choose_kernel(dtype: torch.dtype) -> str:
 
 
 def _own_kernel() -> str:
-    """The best of ours for 16-bit tensors on a GPU."""
+    """The best kernel of `CoreAttention` for 16-bit tensors on a GPU."""
     for name, package in (
         ("flash_attn", "flash_attn"),
         ("torch_varlen", "torch.nn.attention.varlen"),
@@ -63,9 +63,9 @@ def _own_kernel() -> str:
 
 
 def core_attention(config: TransformerConfig) -> type[nn.Module]:
-    """Transformer Engine's attention where it is installed and can do it, else ours.
+    """Transformer Engine's attention if it is installed and supports ``config``, else ours.
 
-    Its ring exchange of keys refuses sliding windows, and its other ways of context parallelism
+    Its ring exchange of keys refuses sliding windows, and its other forms of context parallelism
     refuse packed sequences or few heads.
     """
     windows_over_ranks = config.window_size is not None and config.context_parallel_size > 1
@@ -143,7 +143,7 @@ class CoreAttention(nn.Module):
             return self._packed(query, key, value, lengths, causal, items)
         if self.cp is None and self.window is None:
             return self._dense(query, key, value, causal)
-        # A batch is so many segments of one length.
+        # A batch is ``batch`` segments of one length.
         length, batch = query.shape[:2]
         whole = length * (self.cp.size() if self.cp is not None else 1)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))

@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 def _module_state(module: nn.Module, prefix: str, metadata: dict, tp_group) -> State:
-    """Sharded tensors of a module, also where it is not one of Megatron's own classes."""
+    """Sharded tensors of a module, even if its class is not one of Megatron's."""
     if hasattr(module, "sharded_state_dict"):
         return cast("Any", module).sharded_state_dict(
             prefix=prefix, sharded_offsets=(), metadata=metadata
@@ -66,7 +66,7 @@ def optimizer_state(
 ) -> State:
     """Sharded optimizer tensors, cut like the ``weights`` (`weights_state`) they belong to.
 
-    Their form is the same for a distributed optimizer, so either can load what the other saved.
+    Those of a distributed optimizer have the same form, so either can load what the other saved.
     Every rank of the module calls it.
     """
     whole_tensors = tensors_to_save if purpose == "save" else tensors_to_load
@@ -105,22 +105,23 @@ def restore(
 
 
 def save_sharded(state: State, directory: Path) -> None:
-    """Write a sharded state; every rank of the world calls it with its own part."""
+    """Write a sharded state; every rank of the world calls it with its part."""
     # Synchronous saves need no manager process, whose start would import everything again.
     cast("Any", filesystem_async)._results_queue = queue.Queue()
     dist_checkpointing.save(state, str(directory))
 
 
 def stored_names(directory: Path) -> set[str]:
-    """The names in the whole model of all tensors of a checkpoint; no collective."""
-    # Megatron's own reader of metadata does not know all properties that torch 2.15 writes.
+    """Names of all tensors of a checkpoint, as in the whole model; no collective."""
+    # Megatron's reader of metadata does not know all properties that torch 2.15 writes.
     return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
 def _check_vocabulary(state: State, directory: Path) -> None:
-    """Megatron would fill missing rows of an embedding or head, and leave out others, in silence.
+    """Raise ValueError for a checkpoint with another vocabulary than the model's.
 
-    It allows that for another padding of the vocabulary; ours is the same in every layout.
+    Megatron would silently fill in missing rows of an embedding or head and leave out surplus
+    ones. It does so because vocabulary padding may differ; ours is the same in every layout.
     """
     stored = FileSystemReader(directory).read_metadata().state_dict_metadata
     for wanted in state.values():

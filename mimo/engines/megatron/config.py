@@ -16,9 +16,9 @@ from mimo.engines.megatron.cpu import adapt_to_machine
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank adapters of a module's layers, ``rank`` wide, their outputs times ``scale``.
+    """Low-rank adapters of a module's layers, ``rank`` wide, with outputs scaled by ``scale``.
 
-    targets: the linears that have one, of "qkv", "proj", "fc1" and "fc2".
+    targets: the linears that have one, out of "qkv", "proj", "fc1" and "fc2".
     """
 
     rank: int
@@ -30,12 +30,12 @@ class LoRA:
 class ModuleContext:
     """What a family needs to build its part of a module on this rank.
 
-    groups: the module's own process groups, made by the topology.
-    num_chunks: on each stage of the pipeline; several with an interleaved one.
+    groups: the module's process groups, made by the topology.
+    num_chunks: on each stage; several with an interleaved pipeline.
     chunk: which of them to build; None without interleaving.
     recompute: "none", "selective" (core attention) or "full" (whole layers).
     scatter_embedding: whether the embedding itself scatters its output over a sequence-parallel
-        group. If not, the caller may write rows into the whole sequence and scatter then; a
+        group. If not, the caller may write rows into the whole sequence and then scatter it; a
         forward from token ids alone still scatters inside.
     lora: None for layers without adapters.
     """
@@ -63,7 +63,7 @@ class ModuleContext:
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """Layers that see a sliding window, but for every ``pattern``-th, counted from 1.
+    """All layers see a sliding window, except every ``pattern``-th one, counted from 1.
 
     window: keys that a query sees, its own included.
     """
@@ -94,7 +94,7 @@ class StackShape:
     zero_centered_norm: bool = False
     """Whether a norm's factor is 1 + weight; with RMSNorm only."""
     local_attention: LocalAttention | None = None
-    """None when every layer sees all that is before it."""
+    """None when every layer sees everything before it."""
 
 
 def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConfig:
@@ -146,10 +146,10 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         fp16=ctx.dtype == torch.float16,
         # Packed microbatches differ in length; the dispatcher is named because Megatron checks
         # it for every model with variable lengths, dense ones too. Interleaved pipelines get
-        # equal lengths: with two stages their exchange of shapes would mix up both directions.
+        # equal lengths: with two stages their exchange of shapes would mix up the two directions.
         variable_seq_lengths=ctx.num_chunks == 1,
-        # With two stages, batched transfers of an interleaved pipeline exchange the two messages
-        # between the same pair of ranks, silently.
+        # With two stages, batched transfers of an interleaved pipeline would silently swap the
+        # two messages between the same pair of ranks.
         overlap_p2p_comm=ctx.num_chunks > 1,
         batch_p2p_comm=ctx.num_chunks == 1,
         moe_token_dispatcher_type="alltoall",

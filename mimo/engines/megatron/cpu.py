@@ -60,7 +60,7 @@ def adapt_to_machine() -> None:
     if torch.cuda.is_available():
         return
     CudaToCpu().__enter__()
-    # Megatron's linears ask for it under tensor parallelism; only a GPU takes notice.
+    # Megatron's linears ask for it under tensor parallelism; it matters only on a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     def nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
-"""Feature levels that enter the hidden states behind the first decoder layers (DeepStack).
+"""Feature levels that are added to the hidden states after the first decoder layers (DeepStack).
 
-Megatron's block hands a layer the hidden states and, meant for cross-attention, a `context` with
-its mask. Our layers attend to themselves alone, so that channel is free, and it is the one that
-full recomputation takes as explicit checkpoint arguments and gives gradients back for: rows that
-reached a recomputed layer by a closure would lose theirs.
+Megatron's block hands a layer the hidden states and a `context` with its mask, meant for
+cross-attention. Our layers have only self-attention, so that channel is free. Full recomputation
+takes it as explicit checkpoint arguments and returns its gradients; rows that reached a recomputed
+layer through a closure would lose theirs.
 
 Letters: B sequences (1 for packed) of S local tokens, H hidden, n rows of this rank, k levels of
 this chunk.
@@ -23,15 +23,15 @@ from mimo.engines.megatron.layers.rows import sequence_first
 def level_inputs(levels: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
     """What `GPTModel` takes as `extra_block_kwargs`; nothing where there are no levels.
 
-    levels: rows (k, n, H), the first for the chunk's first layer, and so on, and positions (n,)
-    int64, the same for all levels, in what the hidden states of this rank hold: its own slice
-    under sequence parallelism; b·S + s is token s of sequence b. No position comes twice.
+    levels: rows (k, n, H), the first for the chunk's first layer, and so on; and positions (n,)
+    int64, the same for all levels. They count the tokens that this rank holds, under sequence
+    parallelism its slice: b·S + s is token s of sequence b. No position occurs twice.
     """
     return {} if levels is None else {"context": levels[0], "context_mask": levels[1]}
 
 
 class DeepStackLayer(TransformerLayer):
-    """A decoder layer that adds the first of the levels behind itself and passes on the others.
+    """A decoder layer that adds the first level to its output and passes on the others.
 
     Without sequence parallelism every tensor-parallel rank adds all rows of the lane, and each
     row's gradient is equal and complete on every rank. With it each rank adds those of its slice.
@@ -47,14 +47,14 @@ class DeepStackLayer(TransformerLayer):
         """hidden_states (S, B, H), context (k, n, H), context_mask (n,) -> hidden states and the
         levels that are left, or None.
 
-        Also with no rows the result depends on them, so that a backward reaches the bridge.
+        Even with no rows the result depends on them, so that the backward reaches the bridge.
         """
         hidden = cast("Tensor", super().forward(*args, **kwargs)[0])
         if context is None or context_mask is None:
             return hidden, None
         places = sequence_first(context_mask, hidden)
         added = hidden.flatten(0, 1).index_add(0, places, context[0].to(hidden.dtype))
-        # Pipeline schedules free what a stage has sent and refuse views, whose memory stays.
+        # Pipeline schedules free what a stage has sent; they refuse views, whose memory stays.
         hidden = make_viewless_tensor(
             added.view(hidden.shape), requires_grad=hidden.requires_grad, keep_graph=True
         )

@@ -30,7 +30,7 @@ def tensor_parallel_slice(full: Tensor, rank: int, size: int, dim: int, stride: 
     """The part of ``full`` that tensor-parallel ``rank`` of ``size`` keeps.
 
     ``stride`` 2 means that two matrices (gate and up) are stacked along ``dim`` and each is
-    split on its own.
+    split separately.
     """
     parts = [block.chunk(size, dim)[rank] for block in full.chunk(stride, dim)]
     return torch.cat(parts, dim)
@@ -48,7 +48,7 @@ def initialize_parameters(
     """Draw weights N(0, std²), set biases to 0 and norms to a factor of 1, in place.
 
     The output projections of residual branches use std/sqrt(2·layers), as GPT-2 does. Adapters
-    begin without effect: `lora_b` is 0, `lora_a` uniform within ±1/sqrt(inputs), as in peft.
+    start without effect: `lora_b` is 0, `lora_a` uniform within ±1/sqrt(inputs), as in peft.
     """
     tp = groups.tp
     zero_centered = {

@@ -1,4 +1,4 @@
-"""A Megatron `GPTModel` of ours: packed sequences, our layers, a rotary class of the family."""
+"""Megatron's `GPTModel` adapted: packed sequences, our layers, the family's rotary class."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mimo.engines.megatron.stack import layer_spec, layers_here, stack_spec
 
 
 class LanguageModel(GPTModel):
-    """`GPTModel` with our loss, whose checkpoints need no global process groups.
+    """`GPTModel` with our loss, and with checkpoints that need no global process groups.
 
-    Under context parallelism token ids, labels and embeddings are this rank's share, positions
-    those of the whole sequence.
-    num_tokens: of the tokenizer; further rows of the embedding only pad the vocabulary.
+    Under context parallelism token ids, labels and embeddings are this rank's share; positions
+    are those of the whole sequence.
+    num_tokens: of the tokenizer; the embedding's other rows only pad the vocabulary.
     """
 
     num_tokens: int
@@ -73,7 +73,7 @@ class LanguageModel(GPTModel):
     ) -> None:
         """Store the last stage's copy of a tied embedding as a replica of the first stage's.
 
-        Megatron's own version asks the global `parallel_state` for the replica's number.
+        Megatron's version asks the global `parallel_state` for the replica's number.
         """
         if not self.post_process or self.pre_process:
             assert output_layer_weight_key not in sharded_state_dict
@@ -91,7 +91,7 @@ class LanguageModel(GPTModel):
 
 @dataclass(frozen=True)
 class LanguageShape:
-    """What `GPTModel` needs beside the layer stack.
+    """What `GPTModel` needs besides the layer stack.
 
     num_tokens: of the tokenizer. vocab_size: rows of the embedding, padding included.
     """
@@ -101,7 +101,7 @@ class LanguageShape:
     max_sequence_length: int
     tie_word_embeddings: bool
     embedding_scale: float | None = None
-    """Factor of the embeddings of tokens; None for 1. Rows of encoders are not scaled."""
+    """Factor on token embeddings; None for 1. Rows of encoders are not scaled."""
 
 
 def build_gpt(
@@ -115,12 +115,12 @@ def build_gpt(
 
     layer: spec of its layers; None for those of `layer_spec`.
 
-    Under sequence parallelism the embedding scatters its own output (a reduce-scatter inside the
+    Under sequence parallelism the embedding scatters its output (a reduce-scatter inside the
     vocabulary-parallel lookup) unless ``ctx.scatter_embedding`` is off; then `GPTModel` scatters
-    behind it. Either way a forward from `input_ids` alone keeps its length.
+    afterwards. Either way a forward from `input_ids` alone keeps its length.
     """
     layer = layer or layer_spec(config, ctx.lora, causal=True)
-    # Megatron's mrope branch hands 3-D positions through; the class itself is replaced below.
+    # Megatron's mrope branch passes 3-D positions through; the class itself is replaced below.
     if config.mrope_section is None:
         config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[operator]
     model = LanguageModel(
@@ -149,7 +149,7 @@ def build_gpt(
 
 
 def _scale_output(scale: float, module: nn.Module, args: object, output: Tensor) -> Tensor:
-    """A hook, because the embedding is called by Megatron and by the model around it alike, and
-    Megatron has no place for a class of ours.
+    """A hook, because both Megatron and the model around it call the embedding, and Megatron has
+    no place for a class of ours.
     """
     return output * scale

@@ -1,8 +1,8 @@
 """Decoder layers of the Gemma-3 kind: norms on both sides of attention and MLP, two kinds of layer.
 
-Local layers see a sliding window of keys and turn positions fast, global ones see all keys and
-turn them slowly. Which is which follows from the layer's number in the whole model, so a pipeline
-changes nothing.
+Local layers see a sliding window of keys and rotate fast with the position; global layers see all
+keys and rotate slowly. Which is which follows from the layer's number in the whole model, so a
+pipeline changes nothing.
 
 Letters: S sequence (all T packed tokens of a lane, or one of B samples), B batch (1 when packed),
 D head size, H hidden.
@@ -34,8 +34,8 @@ BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 class LocalGlobalRope(nn.Module):
     """Rotary frequencies of plain positions for both kinds of layer, side by side.
 
-    Takes the place of `GPTModel.rotary_pos_emb`; `LocalGlobalLayer` picks its own kind. All three
-    rows of the position ids are the same, so the first is read.
+    Takes the place of `GPTModel.rotary_pos_emb`; `LocalGlobalLayer` picks its kind. All three
+    rows of the position ids are the same, so only the first is read.
     global_factor: global frequencies are divided by it (linear scaling).
     """
 
@@ -66,7 +66,7 @@ class NormedAdd(nn.Module):
         self.norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> BiasDropoutAdd:
-        """As Megatron asks for it: the function that does it."""
+        """The function that does it, in the form that Megatron asks for."""
         return self._add
 
     def _add(
@@ -93,7 +93,7 @@ class LocalGlobalLayer(DeepStackLayer):
 
 
 def local_global_layer_spec(config: TransformerConfig, lora: LoRA | None) -> ModuleSpec:
-    """A causal layer of this kind, with norms in front of and behind attention and MLP.
+    """A causal layer of this kind, with norms before and after attention and MLP.
 
     Its core attention is always ours: Transformer Engine's cannot let the tokens of an item see
     each other.

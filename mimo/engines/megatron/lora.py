@@ -1,18 +1,18 @@
 """Low-rank adapters on Megatron's parallel linears.
 
-Beside its weight W a linear has `lora_a` and `lora_b` and computes W x + scale · lora_b (lora_a x).
-Only these two learn. Source: Hu et al. 2021, arXiv:2106.09685.
+Besides its weight W a linear has `lora_a` and `lora_b`, and only these two learn. It computes
+W x + scale · lora_b (lora_a x). Source: Hu et al. 2021, arXiv:2106.09685.
 
-Each rank has the part of an adapter that goes with its part of W, and what travels beyond the
-linear's own traffic is R wide:
+Each rank has the part of an adapter that goes with its part of W. What travels in addition to the
+linear's traffic is only R wide:
 
 | linear | lora_a (R, I)    | lora_b (O, R) | lora_a x                                           |
 |--------|------------------|---------------|----------------------------------------------------|
 | column | all of it        | the rows of W | gathered under SP; else its gradient is summed     |
 | row    | the columns of W | all of it     | summed over the ranks; under SP each gets its part |
 
-Under sequence parallelism (SP) a rank's gradient of the matrix that all ranks have stems from its
-slice of the sequence, so it bears the mark by which `finish_gradients` sums such gradients.
+Under sequence parallelism (SP) each rank computes the gradient of the replicated matrix from its
+slice of the sequence alone, so that matrix is marked for `finish_gradients` to sum its gradients.
 
 Letters: S sequence, B batch, I inputs and O outputs of the linear, R rank of the adapter, t ranks
 of the tensor-parallel group.
@@ -97,8 +97,8 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
             dp_cp_group=metadata["dp_cp_group"],
         )
         if self.lora_b.partition_stride > 1:  # type: ignore[attr-defined]
-            # Gate and up stand one above the other, each cut on its own. The MLP around this
-            # linear sees to `weight` and `bias` only.
+            # Gate and up are stacked, and each is cut separately. The MLP around this linear
+            # takes care of `weight` and `bias` only.
             key = f"{prefix}lora_b"
             state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
         return state
@@ -144,10 +144,10 @@ class LoRARowParallelLinear(RowParallelLinear):
 
 
 def let_backward_into_layers(block: TransformerBlock) -> None:
-    """Make a stack with adapters run backward although nothing in front of it learns.
+    """Make a stack with adapters run backward although nothing before it learns.
 
-    Recomputation takes a layer for one that has nothing to learn where its input needs no
-    gradient, as behind a frozen embedding: its adapters would silently get none.
+    Recomputation assumes that a layer has nothing to learn if its input needs no gradient, as
+    after a frozen embedding; its adapters would silently get none.
     """
 
     def ask_for_gradient(module: nn.Module, args: tuple, given: dict[str, Any]) -> Any:

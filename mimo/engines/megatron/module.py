@@ -18,9 +18,9 @@ class Module:
 
     raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
     where this rank has weights to update. optimizer: None where it has none.
-    trains: whether the module has weights to update, on whatever stage: all of its stages then
-    run backward.
-    run_ahead: of a disjoint encoder, forward passes before its first backward.
+    trains: whether the module has weights to update, on any stage: all of its stages then run
+    backward.
+    run_ahead: for a disjoint encoder, forward passes before its first backward.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Module:
 
     @property
     def sequence_parts(self) -> int:
-        """Over how many ranks the module's output is cut: 1 without sequence parallelism."""
+        """How many ranks the module's output is cut over: 1 without sequence parallelism."""
         config = cast("Any", self.raw[0]).config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """The dtype of weights and activations."""
         return next(self.raw[0].parameters()).dtype

@@ -1,7 +1,7 @@
-"""Notices of libraries that tell nobody anything: each is named, and only that one is left out.
+"""Leaves out library notices that help nobody; each is named, and all others are shown.
 
-They come from inside the engine and torch, however we call them. What our own arguments
-cause is mended there. Everything else is shown.
+They come from inside the engine and torch, however we call them. Notices that our arguments cause
+are dealt with by changing those arguments.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import warnings
 
 # (message, module that warns), both regular expressions that match from the start.
 WARNINGS = (
-    # Optional packages. What stands in for them is ours, or torch's, and is tested.
+    # Optional packages. What replaces them is ours or torch's, and is tested.
     (r"Transformer Engine and Apex are not installed", r"megatron\.core"),
     (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core"),
-    # The engine's load strategy calls torch so: every rank reads its own part, with the old order
-    # of arguments.
+    # The engine's load strategy calls torch this way: every rank reads its part, with the old
+    # order of arguments.
     (r"torch\.distributed is disabled, unavailable or", r"torch\.distributed\.checkpoint"),
     (r"The argument order of load has been changed", r"torch\.distributed\.checkpoint"),
-    # One of the engine's packages imports from another in a way that it is giving up.
+    # One of the engine's packages imports from another in a way that is being removed.
     (r"The following imports from `dynamic_context\.py` will", r"megatron\.core\.inference"),
 )
 # (logger, how the message begins)
@@ -27,7 +27,7 @@ RECORDS = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     # Its successor in the engine is for hybrids of attention and state spaces.
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
-    # The engine writes synchronous checkpoints in no other way.
+    # The engine has no other way to write synchronous checkpoints.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
 )
 

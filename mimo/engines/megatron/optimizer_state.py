@@ -26,7 +26,7 @@ class Share:
 
     param: the parameter. start, end: the stretch of the flat parameter that is held here.
     tensors: by kind, each with end - start elements: Adam's moments, and the fp32 master weight
-        of a 16-bit parameter. They are the optimizer's own, so writing to them changes it.
+        of a 16-bit parameter. They are the optimizer's, so writing to them changes it.
     """
 
     param: Tensor
@@ -42,7 +42,7 @@ def _with_moments(optimizer: MegatronOptimizer, main: Tensor) -> dict[str, Tenso
 
 
 def share_of(optimizer: MegatronOptimizer, param: Tensor) -> Share:
-    """What this rank holds for ``param``; the optimizer's state exists already."""
+    """What this rank holds for ``param``; the optimizer's state must exist already."""
     if isinstance(optimizer, DistributedOptimizer):
         return _distributed_share(optimizer, param)
     main = getattr(param, "main_param", None)
@@ -65,11 +65,11 @@ def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
 
 
 def tensors_to_save(optimizer: MegatronOptimizer, share: Share) -> dict[str, Tensor]:
-    """The whole state of a parameter by kind, of its shape; nothing on ranks that need not write.
+    """The whole state of a parameter by kind, in its shape; nothing on ranks that need not write.
 
     Every rank of the optimizer's data-parallel group calls it, for the same parameters in the
-    same order: the first one adds up what a distributed optimizer's ranks hold, on the CPU
-    afterwards. So while it saves, that rank holds the whole state of its part of the model.
+    same order: the first rank collects what a distributed optimizer's ranks hold and moves it to
+    the CPU. So while saving, it holds the whole state of its part of the model.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         return share.tensors
@@ -89,7 +89,7 @@ def tensors_to_save(optimizer: MegatronOptimizer, share: Share) -> dict[str, Ten
 
 
 def tensors_to_load(optimizer: MegatronOptimizer, share: Share) -> dict[str, Tensor]:
-    """Memory for the whole state of a parameter by kind, of its shape; no collective."""
+    """Memory for the whole state of a parameter by kind, in its shape; no collective."""
     if not isinstance(optimizer, DistributedOptimizer):
         return share.tensors
     return {kind: torch.empty(share.param.shape) for kind in _kinds(share)}

@@ -33,7 +33,7 @@ from mimo.engines.megatron.cpu import adapt_to_machine
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW ("adam") or plain SGD ("sgd"). Clipping is not the optimizer's: its norm is global.
+    """AdamW ("adam") or plain SGD ("sgd"). Clipping happens elsewhere: its norm is global.
 
     distributed: with Adam in fp32 or bf16, every data-parallel rank keeps and updates only its
         share of the optimizer's state (ZeRO stage 1, Rajbhandari et al. 2020).
@@ -60,7 +60,7 @@ def prepare_engine(seed: int) -> None:
         parallel_state._set_global_memory_buffer()
     tracker = get_cuda_rng_tracker()
     assert tracker is not None
-    # A process may train several models in turn; each begins with its own random state.
+    # A process may train several models in turn; each starts with a fresh random state.
     tracker.reset()
     tracker.add("model-parallel-rng", seed)
 
@@ -73,7 +73,7 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP around each model chunk of a trainable module.
 
-    Gradients are kept in fp32, of an fp64 module in fp64. With a distributed optimizer they are
+    Gradients are kept in fp32, or in fp64 for an fp64 module. With a distributed optimizer they are
     reduce-scattered, so a rank has the sum for its share of the parameters only.
     Every rank of the module calls it.
     """
@@ -103,7 +103,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """One optimizer for one module. No collective is called.
 
-    Megatron's own factory gathers over the whole world, which hangs where ranks own different
+    Megatron's factory gathers over the whole world, which hangs where ranks own different
     modules; so the pieces are put together here. Matrices decay, vectors (norms, biases) don't.
     """
     params = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
@@ -176,7 +176,7 @@ def build_optimizer(
 
 
 def follow_weights(optimizer: MegatronOptimizer) -> None:
-    """Renew the fp32 master copies that an optimizer keeps of 16-bit weights. No collective.
+    """Refresh the fp32 master copies that an optimizer keeps of 16-bit weights. No collective.
 
     Without it the first step would put back the weights that the optimizer was built with.
     """
@@ -202,7 +202,7 @@ def finish_gradients(
     """Complete the gradients of one module after its last microbatch, then divide once.
 
     Sums over DP (and CP), over TP for norms that saw a slice of the sequence or of the heads,
-    and over first and last stage for tied embeddings. Every rank of the module calls it.
+    and over the first and last stage for tied embeddings. Every rank of the module calls it.
 
     num_loss_tokens: N of the whole global batch, the same number on every rank of every module.
     """

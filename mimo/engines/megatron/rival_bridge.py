@@ -1,4 +1,4 @@
-"""Megatron's own bridge between two modules, for the benchmark to compare with.
+"""Megatron's bridge between two modules, for the benchmark to compare ours with.
 
 Letters: N rows of one lane, H hidden.
 """

@@ -25,8 +25,8 @@ class RunAheadCommunicator(P2PCommunicator):
     """Makes 1F1B run ``run_ahead`` forward passes of an encoder before its first backward.
 
     The warm-up of 1F1B is ``total_stages - current_stage - 1``. An encoder on one stage pretends
-    to be that many stages before the last, because the language model's pipeline behind it
-    returns its first gradient only after as many microbatches.
+    to be that many stages before the last, because the language model's pipeline after it
+    returns its first gradient only after that many microbatches.
     """
 
     def __init__(self, pp_group, config, run_ahead: int) -> None:
@@ -35,7 +35,7 @@ class RunAheadCommunicator(P2PCommunicator):
 
     @property
     def total_stages(self) -> int:
-        """Stages that 1F1B believes in."""
+        """The number of stages that 1F1B is told."""
         return self.pp_group.size() + self._run_ahead
 
 
@@ -52,9 +52,9 @@ def run_schedule(
     """Run all microbatches of one module through its pipeline; every rank of the module calls it.
 
     forward_step: as in Megatron: (iterator, chunk) -> (output, loss function).
-    run_ahead: for an encoder, forward passes ahead of its first backward; None for a language
+    run_ahead: for an encoder, forward passes before its first backward; None for a language
         model.
-    sequence_length, num_sequences: S and B of every microbatch, not cut; read with an interleaved
+    sequence_length, num_sequences: S and B of every microbatch, not cut; used with an interleaved
         pipeline only. Elsewhere lengths vary and Megatron exchanges shapes itself.
     Returns what the loss function logged, on the last stage; else an empty list.
     """

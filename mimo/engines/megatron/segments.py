@@ -23,8 +23,7 @@ class PackedSegments(PackedSeqParams):
     """Megatron's packed-sequence metadata plus the segment lengths as plain integers.
 
     The integers spare every layer a device-to-host copy. `lengths` sums to the packed length T,
-    that of the whole lane also under context parallelism; padding at the end is a segment of its
-    own.
+    that of the whole lane even under context parallelism; padding at the end is a separate segment.
     items: (start, length) in the lane, ascending, of the items whose tokens see each other in both
     directions; empty where attention is merely causal.
     """
@@ -42,7 +41,7 @@ class PackedSegments(PackedSeqParams):
     ) -> PackedSegments:
         """Metadata for self-attention over segments of these ``lengths`` (zeros are dropped).
 
-        lengths: tokens of each segment, padding behind its real ones included.
+        lengths: tokens of each segment, including padding after its real ones.
         real: without that padding, at most the length; None when there is no padding.
         Megatron's rotary embedding reads the padded bounds, Transformer Engine both.
         """
@@ -63,7 +62,7 @@ class PackedSegments(PackedSeqParams):
             cu_seqlens_kv_padded=padded_bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            # Said here, else Transformer Engine compares the bounds on the device in every layer.
+            # Set here, else Transformer Engine compares the bounds on the device in every layer.
             pad_between_seqs=pads,
             lengths=padded,
             items=items,
@@ -76,13 +75,14 @@ def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """Independent pieces of one attention call: some queries against a stretch of keys each.
+    """Independent pieces of one attention call, each some queries against a stretch of keys.
 
     queries: rows of each block; the blocks follow each other in this rank's packed order.
     keys: (first, end) of each block's keys in the whole lane's packed order.
-    With `causal` the last query of a block stands on its last key, the one before on the one
-    before, and no query sees a later key. window: keys that a query sees, its own included, when
-    fewer than all before it; only with `causal`.
+    With `causal` the last query of a block stands on its last key, the query before on the key
+    before, and so on; no query sees a later key.
+    window: keys that a query sees, its own included, when fewer than all before it; only with
+    `causal`.
     """
 
     queries: tuple[int, ...]
@@ -108,7 +108,7 @@ def attention_blocks(
 ) -> AttentionBlocks:
     """What rank ``cp_rank`` of ``cp_size`` computes for segments of these padded ``lengths``.
 
-    Without context parallelism one block per segment, else two: one per chunk that it holds.
+    Without context parallelism there is one block per segment; with it two, one per chunk held.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     assert causal or window is None, "a sliding window needs causal attention"
@@ -152,7 +152,7 @@ def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tens
 def zigzag_order(lengths: tuple[int, ...], cp_size: int, device: torch.device) -> Tensor:
     """(T,) int64: where each token of the lane stands when all ranks' shares are laid end to end.
 
-    Remembered on the device: all layers ask for the same.
+    Kept on the device, because all layers ask for the same.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     shares = [zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)]

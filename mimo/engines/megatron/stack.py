@@ -39,7 +39,7 @@ from mimo.engines.megatron.lora import (
 
 
 def _linear_classes(lora: LoRA | None) -> dict[str, Any]:
-    """The class of each linear of a layer, by the words of `LoRA.targets`."""
+    """The class of each linear of a layer, by its name in `LoRA.targets`."""
     column, row = ColumnParallelLinear, RowParallelLinear
     classes: dict[str, Any] = {"qkv": column, "proj": row, "fc1": column, "fc2": row}
     if lora is not None:
@@ -100,7 +100,7 @@ def layers_here(
 def stack_spec(
     config: TransformerConfig, layers: Sequence[ModuleSpec]
 ) -> TransformerBlockSubmodules:
-    """These layers plus the final norm, which is ours and so allows sequence parallel."""
+    """These layers plus the final norm, which is ours and so allows sequence parallelism."""
     return TransformerBlockSubmodules(
         layer_specs=list(layers),
         layer_norm=norm_class(config),  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def build_stack(
     final_norm: bool = True,
     window_layers: Collection[int] = (),
 ) -> TransformerBlock:
-    """A stack of layers of one module's stage: (S, B, H) -> (S, B, H).
+    """The layers of one stage, or of one chunk of it: (S, B, H) -> (S, B, H).
 
     window_layers: those that attend inside windows, counted from 0 over all stages; only without
         ``causal``. With any, a forward needs `WindowedSegments`.

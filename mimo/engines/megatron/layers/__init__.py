@@ -1,1 +1,1 @@
-"""Parts of layers that know tensors and process groups, and nothing of Megatron."""
+"""Parts of layers that know tensors and process groups, but nothing of Megatron."""

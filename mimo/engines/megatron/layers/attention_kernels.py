@@ -42,7 +42,7 @@ class _Bucket:
 
 
 def _cut_to_window(blocks: AttentionBlocks) -> AttentionBlocks:
-    """Pieces of at most ``window`` queries, so that work grows with it and not with the block."""
+    """Pieces of at most ``window`` queries: work then grows with the window, not the block."""
     if blocks.window is None:
         return blocks
     queries, keys = [], []
@@ -65,8 +65,8 @@ def _buckets(
 ) -> tuple[tuple[_Bucket, ...], Tensor | None]:
     """Group blocks into dense calls; the second value restores the order of the queries.
 
-    Only causal blocks of unequal lengths share a call: there, padding behind a block is never
-    seen by its real rows. Remembered on the device: all layers ask for the same.
+    Blocks of unequal lengths share a call only if they are causal: their real rows never see the
+    padding after them. Kept on the device, because all layers ask for the same.
     """
     blocks = _cut_to_window(blocks)
     q, k = blocks.queries, blocks.key_lengths
@@ -112,12 +112,12 @@ def _buckets(
 def _visible(bucket: _Bucket, window: int | None) -> Tensor:
     """(B, 1, L, K) bool: keys that each query of a causal bucket sees, at least one.
 
-    Made anew in every call: masks of long sequences are too large to keep.
+    Built anew in every call: masks of long sequences are too large to keep.
     """
     longest, most_keys = bucket.queries.shape[1], bucket.keys.shape[1]
     device = bucket.queries.device
     row = torch.arange(longest, device=device)[None].minimum(bucket.num_queries[:, None] - 1)
-    place = (row + (bucket.num_keys - bucket.num_queries)[:, None])[:, :, None]  # on which key
+    place = (row + (bucket.num_keys - bucket.num_queries)[:, None])[:, :, None]  # its own key
     key = torch.arange(most_keys, device=device)
     seen = key <= place
     if window is not None:

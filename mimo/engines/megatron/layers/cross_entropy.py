@@ -28,7 +28,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _largest(logits: Tensor) -> Tensor:
-    """Maximum over the last dim; -inf where this shard has padding only."""
+    """Maximum over the last dim; -inf where this shard has only padding."""
     if logits.shape[-1] == 0:
         return logits.new_full(logits.shape[:-1], -torch.inf)
     return logits.amax(dim=-1)
@@ -65,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
         place = labels - group.rank() * logits.shape[-1]
         here = (place >= 0) & (place < count)
         place = place.clamp(0, max(count - 1, 0))
-        # [sum of exponentials, the label's score], the second on the one rank that has it.
+        # [sum of exponentials, the label's score], the second only on the rank that has it.
         sums = torch.zeros(2, *labels.shape, dtype=scores.dtype, device=scores.device)
         if count:
             sums[1] = scores.gather(-1, place[..., None])[..., 0].where(here, sums[1])
@@ -73,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         ctx.save_for_backward(scores.div_(sums[0][..., None]), place, here)
         ctx.columns, ctx.dtype = logits.shape[-1], logits.dtype
-        # Without a word of its own, a label that is no token would just be never learnt.
+        # Marked by nan: a label that is no token would otherwise silently never be learnt.
         known = (labels >= 0) & (labels < num_tokens)
         return (sums[0].log() - sums[1]).where(known, torch.nan)
 
@@ -94,8 +94,8 @@ def vocab_parallel_cross_entropy(
 
     Columns of the whole vocabulary from ``num_tokens`` on take no part: they change no loss and
     get a zero gradient. Every rank of ``group`` calls it, with its columns and equal labels in
-    [0, num_tokens); each gets equal losses. Two all_reduces forward, none backward, where each
-    rank's gradient is complete for its own columns.
+    [0, num_tokens); each gets equal losses. Two all_reduces forward, none backward: each
+    rank's gradient is complete for its columns.
     """
     loss = _CrossEntropy.apply(logits, labels, num_tokens, group)
     assert isinstance(loss, Tensor)
@@ -134,7 +134,7 @@ def vocab_parallel_kl(
 ) -> Tensor:
     """KL(teacher || student) of every token: two logits (..., V/P) -> (...), fp64 or fp32.
 
-    For distilling: only the student gets a gradient. Otherwise as `vocab_parallel_cross_entropy`:
+    For distillation: only the student gets a gradient. Otherwise as `vocab_parallel_cross_entropy`:
     the same sharding of both, padding takes no part, two all_reduces forward, none backward.
     """
     divergence = _Divergence.apply(student, teacher.detach(), num_tokens, group)

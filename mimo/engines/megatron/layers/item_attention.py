@@ -1,12 +1,12 @@
 """Causal attention in which the tokens of an item see each other in both directions (Gemma-3).
 
-A query outside of items sees what is before it; one inside an item also sees the item's end. A
-sliding window bounds how far back a query sees, inside of its item too, and never how far ahead.
+A query outside items sees what is before it; one inside an item also sees the rest of the item. A
+sliding window bounds how far back a query sees, even inside its item, but never how far ahead.
 Source: transformers `create_masks_for_vision_model`: sliding AND (causal OR same item).
 
-Items are cut out of a rank's queries. The rest is causal blocks, which every kernel takes; the
-parts of items run by SDPA, with a mask only where the window cuts. So each key is read by those
-queries that see it, and a batch without items costs nothing.
+Items are cut out of a rank's queries. What is left are causal blocks, which every kernel takes;
+the parts of items run through SDPA, with a mask only where the window cuts. So a key is read only
+by queries that see it, and a batch without items costs nothing extra.
 
 Letters: Q query rows of this rank, T key rows of the lane, N heads, G key/value heads,
 D head size, n queries and K keys of one part.
@@ -27,10 +27,10 @@ from mimo.engines.megatron.segments import AttentionBlocks, check_divisible
 
 @dataclass(frozen=True)
 class ItemPart:
-    """The queries of one item that stand in one chunk of this rank.
+    """The queries of one item that lie in one chunk of this rank.
 
-    row: the first among this rank's rows. place: the first one's position in the lane.
-    keys: (first, end) in the lane; ``end`` is the item's.
+    row: the first query's number among this rank's rows. place: its position in the lane.
+    keys: (first, end) in the lane; ``end`` is the item's end.
     """
 
     row: int
@@ -43,7 +43,7 @@ class ItemPart:
 class ItemBlocks:
     """What one rank computes.
 
-    text: causal blocks of the queries outside of items. text_rows: (n,) int64, which of this rank's
+    text: causal blocks of the queries outside items. text_rows: (n,) int64, which of this rank's
     rows they are. back: (Q,) int64, brings text rows followed by the parts' rows into order.
     """
 
@@ -64,8 +64,8 @@ def item_blocks(
 ) -> ItemBlocks:
     """What rank ``cp_rank`` of ``cp_size`` computes for segments of these padded ``lengths``.
 
-    items: (start, length) in the lane, ascending, each inside one segment. window: keys up to its
-    own that a query sees; None for all. device: of the rows; all layers ask for the same.
+    items: (start, length) in the lane, ascending, each inside one segment. window: keys that a
+    query sees, up to its own; None for all. device: of the rows; all layers ask for the same.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     check_divisible(lengths, cp_size)
@@ -121,7 +121,7 @@ def _stretches(
 def attend_with_items(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: ItemBlocks, scale: float
 ) -> Tensor:
-    """q (Q, N, D), k and v (T, G, D) -> (Q, N, D). kernel: for the queries outside of items."""
+    """q (Q, N, D), k and v (T, G, D) -> (Q, N, D). kernel: for the queries outside items."""
     found = []
     if blocks.text.queries:
         found.append(kernel(q[blocks.text_rows], k, v, blocks.text, scale))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def _parameter(config, hidden_size: int, value: float) -> nn.Parameter:
-    """(H,) with the mark by which Megatron finds gradients to sum under sequence parallelism."""
+    """(H,), marked so that Megatron sums its gradient under sequence parallelism."""
     parameter = nn.Parameter(torch.full((hidden_size,), value, dtype=config.params_dtype))
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
 
 class ZeroCenteredRMSNorm(nn.Module):
-    """`RMSNorm` whose factor is 1 + weight, so that weights begin at 0, as in Gemma.
+    """`RMSNorm` whose factor is 1 + weight, so that weights start at 0, as in Gemma.
 
     The factor is applied in fp32, before the result is cast back. Source: transformers
     `Gemma3RMSNorm`.

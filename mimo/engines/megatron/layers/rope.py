@@ -15,9 +15,9 @@ from torch import Tensor, nn
 class _MRope(nn.Module):
     """Multimodal rotary embedding: each of the K rotary channels follows one axis of the position.
 
-    Takes the place of `GPTModel.rotary_pos_emb`. The frequencies of the whole sequence are
-    returned: Megatron's packed rope picks those of each segment and of each context-parallel
-    chunk itself, and for a dense batch `LanguageModel` cuts them.
+    Takes the place of `GPTModel.rotary_pos_emb`. Returns the frequencies of the whole sequence:
+    Megatron's packed rope itself picks those of each segment and context-parallel chunk, and for
+    a dense batch `LanguageModel` cuts them.
 
     section: channels that follow time, height and width.
     """
@@ -53,7 +53,7 @@ class _MRope(nn.Module):
 class InterleavedMRope(_MRope):
     """Channels of the three axes alternate, as in Qwen3-VL.
 
-    Channel ``c`` of the K rotary channels turns with the height position when ``c % 3 == 1``
+    Channel ``c`` of the K rotary channels rotates with the height position when ``c % 3 == 1``
     and ``c < 3·section[1]``, with the width position when ``c % 3 == 2`` and
     ``c < 3·section[2]``, else with the temporal one. Source: transformers
     `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`.
@@ -71,8 +71,8 @@ class InterleavedMRope(_MRope):
 class ContiguousMRope(_MRope):
     """Each axis has one block of channels, time first, then height and width, as in Qwen2-VL.
 
-    Source: transformers `Qwen2_5_VLRotaryEmbedding.recomposition_frequencies`. Megatron's own
-    class computes it too, but cuts the frequencies of packed sequences wrongly under context
+    Source: transformers `Qwen2_5_VLRotaryEmbedding.recomposition_frequencies`. Megatron's
+    class computes this too, but cuts the frequencies of packed sequences wrongly under context
     parallelism.
     """
 

@@ -12,7 +12,7 @@ def place_rows(text: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     """text (S, B, H), rows (n, H), positions (n,) int64 local -> (S, B, H).
 
     Position b·S + s is token s of sequence b: the sequences of a batch follow each other.
-    The text embedding of a placeholder gets no gradient; its row does. Also with no rows the
+    The text embedding of a placeholder gets no gradient; its row does. Even with no rows the
     result depends on ``rows``, so that a backward through it reaches the bridge.
 
     Raises ValueError when a row has no position or positions lie outside the batch.

@@ -2,10 +2,10 @@
 
 A window here is a part of a segment in which every token sees every other, such as a square of an
 image's patches; tokens are ordered so that each window is a stretch of its segment. The block hands
-all its layers one and the same metadata, also when it recomputes them, so that carries both.
+the same metadata to all its layers, also when it recomputes them, so the metadata carries both.
 
-Only core attention chooses. The rotary embedding walks over segments one by one, and windows are
-many: it keeps to whole segments, which give the same frequencies.
+Only core attention chooses between the two. The rotary embedding walks over segments one by one,
+and there are many windows, so it keeps to whole segments, which give the same frequencies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mimo.engines.megatron.segments import PackedSegments
 
 @dataclass(kw_only=True)
 class WindowedSegments(PackedSegments):
-    """Packed segments and, for the layers that want them, the windows that they are cut into."""
+    """Packed segments and, for the layers that use them, the windows that they are cut into."""
 
     windows: PackedSegments
 
@@ -38,7 +38,7 @@ class WindowedSegments(PackedSegments):
 
 
 class WindowAttention(nn.Module):
-    """Core attention inside windows: that of other layers, with windows for segments."""
+    """The core attention of other layers, with windows in place of segments."""
 
     def __init__(self, core: Callable[..., nn.Module], **options: Any) -> None:
         super().__init__()
