@@ -9,6 +9,7 @@ from mimo.device import Memory
 from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
+from mimo.model import recipe_checks
 from mimo.model.memory import (
     RANK_BYTES,
     bytes_per_parameter,
@@ -107,7 +108,7 @@ def test_ranks_are_refused_once_their_modules_need_more_than_they_share(tmp_path
 @pytest.fixture
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory("this machine", 2**30, is_of_processes=True)
-    for module in (job, verify, device):
+    for module in (recipe_checks, verify, device):
         monkeypatch.setattr(module, "machine_memory", lambda: memory)
     return memory
 
