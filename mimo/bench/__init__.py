@@ -1,1 +1,1 @@
-"""Measurements of the parts that promise speed, each one command that judges its own bounds."""
+"""Measurements of the parts that promise speed; each is one command that checks its bounds."""

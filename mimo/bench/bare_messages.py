@@ -22,9 +22,9 @@ _Call = tuple[_Way, Tensor, int, dist.ProcessGroup]
 
 
 class BareMessages:
-    """Bare isend and irecv of rows and gradients, in memory that is there already.
+    """Bare isend and irecv of rows and gradients, in memory that is already allocated.
 
-    No plan, no autograd, no checks, no timeouts: what the transport itself takes. Only for layouts
+    No plan, no autograd, no checks, no timeouts: only the time of the transport. Only for layouts
     in which a language rank needs just its slice. The gradient of a row is the row.
     """
 
@@ -60,7 +60,7 @@ class BareMessages:
         """Nothing."""
 
     def run(self, backward: bool) -> Tensor:
-        """Each phase's messages at once, one phase after the other."""
+        """Send all messages of a direction at once, one direction after the other."""
         for phase in self.both if backward else self.forward:
             works = [
                 (dist.isend if way == "send" else dist.irecv)(part, peer, group=group)
@@ -72,13 +72,13 @@ class BareMessages:
         return self.arrived
 
     def check(self) -> None:
-        """Rows, and the same as their gradients, arrive where they belong."""
+        """Check that rows arrive where they belong, and come back as their gradients."""
         self.arrived.zero_()
         self.run(backward=True)
         assert torch.equal(self.arrived.cpu(), self.expected), "wrong rows arrived"
 
 
 def _calls(way: _Way, rows: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> list[_Call]:
-    """A call per peer, over the rows (n, H) of all messages one after the other."""
+    """One call per peer; rows (n, H) holds all messages one after the other."""
     parts = rows.split(list(exchange.counts))
     return [(way, part, peer, group) for part, peer in zip(parts, exchange.peers, strict=True)]

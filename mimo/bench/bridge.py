@@ -1,4 +1,4 @@
-"""`mimo bench bridge`: what the bridge is worth, measured, and whether it keeps its promises.
+"""`mimo bench bridge`: measures what the bridge gains, and whether it keeps its promises.
 
 Its parts: against Megatron's bridge, sharded against replicated delivery, ours against its bare
 messages, the time to plan, and the balance of items over lanes.
@@ -42,11 +42,11 @@ CASES = (
     Case(encoder_tp=1, encoder_lanes=1, language_tp=4, language_lanes=1, sp=False),
 )
 _WIDTH = 140
-_SECOND_SIZE = 4  # the second size has this many times fewer rows
+_SECOND_SIZE = 4  # how many times fewer rows the second size has
 
 
 def check_sizes(rows: int, hidden: int, cases: Sequence[Case] = CASES) -> None:
-    """Raise InputError when lanes could not get equal rows in both sizes."""
+    """Raise InputError if lanes cannot get equal rows in both sizes."""
     problems = []
     step = _SECOND_SIZE * max(case.lanes_once for case in cases)
     if rows < 4 * step or rows % step:
@@ -86,7 +86,7 @@ def contest(case: Case, rows: int, hidden: int, repeats: int, rival: Rival) -> C
 def measure(
     rows: int, hidden: int, repeats: int, cases: Sequence[Case], console: Console
 ) -> Report:
-    """Run all parts, one after the other, showing how far they are."""
+    """Run all parts one after the other, showing progress."""
     warm_up(PRELOAD)  # the engine loads while the parts without ranks run; those are repeated
     sizes = (rows, rows // _SECOND_SIZE)
     judged = [case for case in cases if case.sp and case.language_tp == JUDGED_TP]
@@ -115,7 +115,7 @@ def measure(
         megatron = [against("megatron", case, size) for size in sizes for case in cases]
         replicated = [against("replicated", cases[0], size) for size in sizes]
         messages = [against("messages", case, size) for size in sizes for case in judged]
-        # After the ranks: their processes have ended, and nothing else runs.
+        # After the ranks have ended, so that nothing else runs.
         plans = [step(f"plan for {n} ranks", lambda n=n: time_plan(n)) for n in PLAN_RANKS]
         balance = [
             step(f"balance of {n} items", lambda n=n: measure_balance(n)) for n in BALANCE_ITEMS
@@ -143,7 +143,7 @@ def main(
 ) -> int:
     """Measure, print, draw and judge; returns 1 when a bound is missed."""
     check_sizes(rows, hidden, cases)
-    # Into a file, tables as wide as they need.
+    # In a file, tables may be as wide as they need.
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     try:
         report = measure(rows, hidden, repeats, cases, console)

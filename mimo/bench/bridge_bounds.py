@@ -1,4 +1,4 @@
-"""What the bridge promises, judged on what was measured."""
+"""What the bridge promises, judged by the measurements."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def bounds(
 ) -> list[Bound]:
     """Every promise, kept or not.
 
-    Judged are all layouts into tp 4 with SP: bytes in both sizes, speed in the larger one, where
-    bytes and not the latency of single calls decide. The tables show all of them.
+    All layouts into tp 4 with SP are judged: bytes in both sizes, speed in the larger one, where
+    bytes matter more than the latency of single calls. The tables show all layouts.
     """
     judged = [c for c in contests if c.rival == "megatron" and c.sp and c.language_tp == JUDGED_TP]
     most_rows = max((contest.rows for contest in judged), default=0)

@@ -29,7 +29,7 @@ from mimo.layout.groups import Topology, build_topology, comm_grid
 from mimo.layout.levels import Link
 
 _TIMEOUT_SECONDS = 300
-_START_IN_SECONDS = 0.01  # until the common start, enough for every rank to hear of it
+_START_IN_SECONDS = 0.01  # until the common start, long enough for every rank to hear of it
 DTYPE = torch.float32
 
 
@@ -37,18 +37,18 @@ class Contestant(Protocol):
     """One bridge, seen from one rank."""
 
     def prepare(self) -> None:
-        """Do what does not count, before every run."""
+        """Do what is not timed, before every run."""
 
     def run(self, backward: bool) -> Tensor:
-        """Move the rows, and their gradients back; returns what arrived at this rank last.
+        """Move the rows, and with `backward` their gradients back.
 
-        That is the rows, on a rank of the language model, and on the encoder's with `backward`
-        the gradient.
+        Returns what arrived at this rank last: the rows on a rank of the language model, and with
+        `backward` the gradients on a rank of the encoder.
         """
         ...
 
     def check(self) -> None:
-        """Raise AssertionError when rows or gradients differ from what they must be."""
+        """Raise AssertionError if rows or gradients are not what they must be."""
 
 
 class OurBridge:
@@ -85,7 +85,7 @@ class OurBridge:
         self.gradient: Tensor | None = None
 
     def prepare(self) -> None:
-        """Plan afresh: what a run needs of the plan is worked out inside the run."""
+        """Make a fresh plan, so that the run itself works out what it needs of it."""
         self.plan = self.workload.build_plan(self.delivery)
 
     def run(self, backward: bool) -> Tensor:
@@ -121,10 +121,10 @@ class OurBridge:
 
 
 class TheirBridge:
-    """Megatron's. Its leaders get complete gradients for nothing, which is in its favour.
+    """Megatron's bridge. Its leaders get complete gradients at no cost, which is in its favour.
 
-    With SP each rank would have the gradient of its slice only, and a TP group's all-gather of it
-    would come first.
+    In training with SP each rank would have only the gradient of its slice, and an all-gather in
+    the TP group would come first.
     """
 
     def __init__(self, workload: Workload, topology: Topology) -> None:
@@ -140,7 +140,7 @@ class TheirBridge:
         self.gradient = None if self.encodes else 2 * self.values
 
     def prepare(self) -> None:
-        """Nothing: there is no plan, shapes are exchanged in each run."""
+        """Nothing: there is no plan, and shapes are exchanged in each run."""
 
     def run(self, backward: bool) -> Tensor:
         """The bridge's calls of one microbatch, in the order of a pipeline schedule."""
@@ -162,7 +162,7 @@ class TheirBridge:
 
 
 def _traffic(ranks: Sequence[int], received: list[list[int]], bound: list[int]) -> Traffic:
-    """Of what all ranks received in runs of ours and theirs, the part of `ranks`."""
+    """What `ranks` received in our runs and in theirs, from what all ranks received."""
     ours, theirs = ([of_rank[rank] for rank in ranks] for of_rank in received)
     return Traffic(ours, theirs, bound)
 
@@ -191,7 +191,7 @@ def _seconds(contestant: Contestant, backward: bool) -> float:
 def alternate(
     one: Contestant, other: Contestant, backward: bool, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of both, `repeats` pairs of runs; the order turns around from pair to pair.
+    """Milliseconds of both, over `repeats` pairs of runs; each pair reverses the order.
 
     A run ends when its last rank is done.
     """
@@ -265,7 +265,7 @@ def compete(
 
 
 def in_world(write: Path, case: Case, rows: int, hidden: int, repeats: int, rival: Rival) -> None:
-    """The life of one rank: join the world and `compete`; rank 0 writes the result as JSON."""
+    """Be one rank: join the world and `compete`; rank 0 writes the result as JSON."""
     environment = rank_environment()
     assert environment is not None
     set_threads(None, environment.world_size)

@@ -46,7 +46,7 @@ def _names(contests: Sequence[Contest]) -> list[str]:
 
 
 def _legend(axis: Any) -> None:
-    """Above the bars, which get shorter for it."""
+    """Put the legend above the bars, which become shorter to make room."""
     axis.set_ylim(top=1.3 * axis.get_ylim()[1])
     axis.legend(fontsize=8, loc="upper center", ncols=2)
 

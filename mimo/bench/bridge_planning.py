@@ -34,9 +34,9 @@ _IMAGES_PER_SAMPLE = 8
 
 @dataclass(frozen=True)
 class PlanTime:
-    """Milliseconds to build a plan and one rank's exchange from the items, medians.
+    """Median milliseconds to build a plan, and one rank's exchange, from the items.
 
-    The slower of a rank that receives and one that sends.
+    For a rank that receives and one that sends; the slower one counts.
     """
 
     num_ranks: int
@@ -47,13 +47,13 @@ class PlanTime:
 
     @property
     def ms(self) -> float:
-        """What is judged."""
+        """The slower of the two, which is judged."""
         return max(self.receiver_ms, self.sender_ms)
 
 
 @dataclass(frozen=True)
 class PlanCase:
-    """A language grid of tp 8 with SP, many lanes, and items spread over them in turn."""
+    """A language grid with tp 8, SP and many lanes, over which items are spread in turn."""
 
     runs: ItemRuns
     source_ranks: np.ndarray  # (encoder lanes, 1)
@@ -87,7 +87,7 @@ def plan_case(num_ranks: int) -> PlanCase:
 
 
 def build_plan(case: PlanCase) -> BridgePlan:
-    """From the items to the plan, with nothing kept from before."""
+    """Build the plan from the items, with nothing kept from before."""
     rows = np.bincount(
         case.runs.source_lane, weights=case.runs.rows, minlength=len(case.source_ranks)
     )
@@ -100,7 +100,7 @@ def build_plan(case: PlanCase) -> BridgePlan:
 def time_plan(num_ranks: int, repeats: int = _PLAN_REPEATS) -> PlanTime:
     """Median over `repeats` of building the plan and one rank's exchange."""
     case = plan_case(num_ranks)
-    # A rank in the middle of the busiest lane, and the encoder's busiest lane.
+    # A rank in the middle of the busiest language lane, and one of the busiest encoder lane.
     lane_rows = np.bincount(case.runs.destination_lane, weights=case.runs.rows)
     receiver = int(case.ranks[int(lane_rows.argmax()), 0, _PLAN_TP // 2])
     source_rows = np.bincount(case.runs.source_lane, weights=case.runs.rows)
@@ -125,11 +125,12 @@ def time_plan(num_ranks: int, repeats: int = _PLAN_REPEATS) -> PlanTime:
 
 @dataclass(frozen=True)
 class Balance:
-    """Largest lane load over the mean, per draw of the images.
+    """Largest lane load over the mean, for each draw of the images.
 
-    bound: max(mean load, largest item) / mean: no assignment of whole items is below it.
-    items: each item to a lane, largest first (`assign_items`). samples: the same with all images
-    of a sample kept together. in_turn: samples dealt out, as data parallelism does by itself.
+    bound: max(mean load, largest item) / mean; no assignment of whole items can be below it.
+    items: items assigned one by one, largest first (`assign_items`). samples: the same, but all
+    images of a sample stay together. in_turn: samples dealt out in turn, as plain data parallelism
+    does.
     """
 
     num_items: int
@@ -148,9 +149,9 @@ class Balance:
 def measure_balance(
     num_items: int, lanes: int = BALANCE_LANES, draws: int = _BALANCE_DRAWS
 ) -> Balance:
-    """Images with sides log-uniform in 224-1,792 pixels, 1 to 8 in a sample."""
+    """The balance for images with sides log-uniform in 224-1,792 pixels, 1 to 8 per sample."""
     found = Balance(num_items, lanes, [], [], [], [])
-    # No image is shrunk, so the sides are what was drawn: the hardest case.
+    # No image is shrunk, so the sides are those drawn: the hardest case.
     processor = ImageProcessor(patch_size=14, max_pixels=_SIDES[1] ** 2)
     for seed in range(draws):
         draw = np.random.default_rng(seed)

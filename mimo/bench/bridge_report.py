@@ -17,7 +17,7 @@ from mimo.device import backend
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured and judged, as it is written to `--json`."""
+    """What was measured and judged, as written to `--json`."""
 
     machine: dict[str, Any]
     notes: list[str]
@@ -45,7 +45,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """The machine and software that the figures depend on."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What a comparison on real ranks gives; known to the launcher too, which needs no engine."""
+"""The result of a comparison on real ranks; needs no engine, as the launcher uses it too."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Rival = Literal["megatron", "replicated", "messages"]
-"""Megatron's bridge, ours with replicated delivery, or the messages of ours and nothing else."""
+"""Megatron's bridge, ours with replicated delivery, or nothing but the messages of ours."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes received by each rank of one module, in order of rank, and all of them."""
+    """Bytes received by each rank of one module, in the order of ranks, and in total."""
 
     ours: list[int]
     theirs: list[int]
@@ -20,7 +20,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Contest:
-    """What one layout and size gave. Milliseconds, one value per pair of runs."""
+    """The result for one layout and size. Times are in milliseconds, one per pair of runs."""
 
     case: str
     rival: Rival

@@ -15,7 +15,7 @@ from mimo.bench.bridge_result import Contest
 
 
 def print_tables(report: Report, console: Console) -> None:
-    """All parts, the notes, and every bound."""
+    """Print all parts, the notes, and every bound."""
     found = ", ".join(f"{key} {value}" for key, value in report.machine.items())
     console.print(f"{found}; {report.repeats} pairs of runs", highlight=False, soft_wrap=True)
     console.print(_times("ours against Megatron's bridge", "Megatron", report.against_megatron))

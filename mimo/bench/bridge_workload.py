@@ -30,7 +30,7 @@ _ROWS_PER_ITEM = 128
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of the comparison: the encoder's ranks first, the language model's behind them."""
+    """One layout of the comparison: first the encoder's ranks, then the language model's."""
 
     encoder_tp: int
     encoder_lanes: int
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def lanes_once(self) -> int:
-        """Equal shares of the rows that make up whole lanes on both sides."""
+        """The number of equal shares of the rows that make up whole lanes on both sides."""
         return math.lcm(self.encoder_lanes, self.language_lanes)
 
     def __str__(self) -> str:
@@ -69,11 +69,11 @@ class Case:
 class Workload:
     """Items of about 128 rows with text between them, equal rows on every lane of a side.
 
-    Equal rows, in the order of the lanes, because Megatron's bridge supports nothing else on all
-    of these layouts; ours would take any.
+    Rows are equal and in the order of the lanes, because Megatron's bridge supports nothing else on
+    all of these layouts; ours would take any.
 
-    rows: N, a multiple of the case's `lanes_once`. The content follows from the row's number, so
-    that every rank can check what arrives.
+    rows: N, a multiple of the case's `lanes_once`. A row's content follows from its number, so that
+    every rank can check what arrives.
     """
 
     case: Case
@@ -88,7 +88,7 @@ class Workload:
         object.__setattr__(self, "tokens", tokens)
 
     def build_plan(self, delivery: Delivery) -> BridgePlan:
-        """A fresh plan, so that nothing is remembered from the last run."""
+        """A fresh plan, so that nothing is cached from the last run."""
         encoder, language = self.case.layout.encoders[ENCODER], self.case.layout.language
         rows = np.full(encoder.dp, self.rows // encoder.dp, np.int64)
         source = ReplicatedSource(rows, np.array(encoder.ranks).reshape(encoder.dp, encoder.tp))
@@ -120,7 +120,7 @@ class Workload:
         return self._values(self._row_at(coords.dp)[places + first])
 
     def needed_rows(self, rank: int) -> int:
-        """Rows that language `rank` needs before its first layer and does not hold: the bound."""
+        """The bound: rows that language `rank` needs before its first layer and does not hold."""
         language = self.case.layout.language
         coords = language.coords(rank)
         row_at = self._row_at(coords.dp)

@@ -26,9 +26,9 @@ class Received:
 def count_received() -> Iterator[Received]:
     """Count what arrives at this rank while the context is open.
 
-    Whoever makes the call: `recv`, `irecv` and `batch_isend_irecv` all go through `irecv`. A
-    broadcast brings its tensor to all but its source; a gather brings all but the own part; a
-    reduction is counted as a ring does it, the least there is.
+    It does not matter who makes the call: `recv`, `irecv` and `batch_isend_irecv` all go through
+    `irecv`. A broadcast brings its tensor to all ranks but its source; a gather brings all parts
+    but the rank's own; a reduction is counted as if done in a ring, which needs the fewest bytes.
     """
     received = Received()
     depth = 0
@@ -37,7 +37,7 @@ def count_received() -> Iterator[Received]:
         @functools.wraps(call)
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
-            # One public call may be made of others, or come back through a torch function mode.
+            # A public call may call others, or come back through a torch function mode.
             if depth == 0:
                 received.num_bytes += size_of(*args, **kwargs)
                 received.num_calls += 1
@@ -54,7 +54,7 @@ def count_received() -> Iterator[Received]:
             if not hasattr(distributed_c10d, name):
                 continue
             counted = wrap(getattr(distributed_c10d, name), size_of)
-            # Both, because the calls find each other in the second.
+            # In both modules, because the calls find each other in the second.
             for module in (dist, distributed_c10d):
                 patches.enter_context(mock.patch.object(module, name, counted))
         yield received

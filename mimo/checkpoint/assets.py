@@ -1,7 +1,7 @@
 """The small files beside a model's weights: configuration, tokenizer, chat template, processor.
 
-A checkpoint of ours carries them in ``assets/``, so that it can answer questions and be exported
-wherever it is moved.
+Our checkpoints carry them in ``assets/``, so that they can answer questions and be exported
+wherever they are moved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_CARRIED = (".safetensors.index.json", "mimo_tiny.json")
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Copy the small files of a folder into ``target``, over those of the same name."""
+    """Copy the small files of a folder into ``target``, replacing those of the same name."""
     for path in sorted(source.iterdir()) if source.is_dir() else ():
         if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_CARRIED):
             target.mkdir(parents=True, exist_ok=True)
@@ -30,10 +30,10 @@ def copy_assets(source: Path, target: Path) -> None:
 
 
 def collect_assets(recipe: Recipe, target: Path) -> None:
-    """Copy the assets of a recipe's model into ``target``, as far as their folders exist.
+    """Copy the assets of a recipe's model into ``target``, if their folders exist.
 
-    Of a tokenizer in another folder than the model only the tokenizer's own files are taken: there
-    may be another model beside it.
+    If the tokenizer is in another folder than the model, only the tokenizer's files are taken from
+    there: the folder may hold another model.
     """
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:
@@ -47,7 +47,7 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
 
 
 def recipe_of(checkpoint: Path) -> Recipe:
-    """The recipe of a checkpoint; where its tokenizer's folder is gone, with the one it carries.
+    """The recipe of a checkpoint; its tokenizer is the one in ``assets/`` if its folder is gone.
 
     Raises RecipeError.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: complete or absent, and independent of the layout they were written in."""
+"""Checkpoints of a run: complete or absent, and independent of the layout that wrote them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mimo.recipe.schema import Recipe, key_of
 from mimo.recipe.source import dotted
 
 Modules = Mapping[str, Module]
-"""By name, the modules that this rank owns a part of."""
+"""By name, the modules of which this rank owns a part."""
 
 
 def _modules_state(
@@ -42,7 +42,7 @@ def _modules_state(
             part = dict(weights)
             if with_optimizer and module.optimizer is not None:
                 part |= optimizer_state(module.optimizer, chunk, name, weights, purpose)
-            # Local names of chunks are alike; what is stored goes by the name in the whole model.
+            # Local names repeat between chunks; on disk a tensor has its name in the whole model.
             state |= {f"{number}.{key}": value for key, value in part.items()}
     return state
 
@@ -52,7 +52,7 @@ def save_checkpoint(
 ) -> Path:
     """Write ``checkpoints/step_<n>`` and point ``latest`` at it; every rank of the world calls it.
 
-    It is written under another name and renamed when all ranks are done, so a run that is ended
+    It is written under another name and renamed once all ranks are done, so a run that ends
     meanwhile leaves the previous checkpoint as the latest. Older ones beyond ``keep`` are removed.
     """
     rank = dist.get_rank()
@@ -66,7 +66,7 @@ def save_checkpoint(
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     dist.barrier()
     if rank == 0:
-        # First those of the last checkpoint, in case a folder has been moved away meanwhile.
+        # First those of the last checkpoint, in case their folder has since been moved away.
         before = latest_checkpoint(checkpoints)
         if before is not None:
             copy_assets(before / ASSETS, partial / ASSETS)
@@ -77,9 +77,9 @@ def save_checkpoint(
 
 
 def begin(modules: Modules, start: Start) -> Progress:
-    """Put the model of a run where it begins; every rank of the world calls it.
+    """Bring the model to where the run begins; every rank of the world calls it.
 
-    Raises ValueError when a checkpoint does not fit the model.
+    Raises ValueError if a checkpoint does not fit the model.
     """
     match start:
         case Resume(checkpoint):
@@ -92,9 +92,9 @@ def begin(modules: Modules, start: Start) -> Progress:
 
 
 def _load_weights(modules: Modules, checkpoint: Path) -> None:
-    """Load all weights. Adapters that the checkpoint lacks are new and stay as they were drawn.
+    """Load all weights. Adapters that the checkpoint lacks are new and keep their initial values.
 
-    They add nothing before their first step, so the model is the one that was saved.
+    New adapters add nothing before their first step, so the model is the one that was saved.
     """
     state = _modules_state(modules, "load", with_optimizer=False)
     _check_no_adapter_is_lost(modules, checkpoint)
@@ -106,7 +106,7 @@ def _load_weights(modules: Modules, checkpoint: Path) -> None:
 
 
 def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path) -> None:
-    """Raise ValueError for adapters in a checkpoint where this rank's model has none.
+    """Raise ValueError if a checkpoint has adapters where this rank's model has none.
 
     Megatron would silently leave them out.
     """
@@ -124,9 +124,9 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path) -> None:
 def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = True) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
-    Without the optimizers, those of the model start afresh from the loaded weights. The random
-    state is restored with them, where the world has the size it had when saving.
-    Raises ValueError when the checkpoint does not fit the model.
+    Without the optimizers, those of the model start afresh from the loaded weights. With them the
+    random state is restored too, if the world has the size that it had when saving.
+    Raises ValueError if the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
     state = _modules_state(modules, "load", with_optimizer)

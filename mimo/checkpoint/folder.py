@@ -1,6 +1,6 @@
-"""The folder of a run's checkpoints: which there are, which is the latest, which may go.
+"""The folder of a run's checkpoints: which exist, which is the latest, which may be deleted.
 
-Needs no engine, so the launcher can look at it.
+Needs no engine, so the launcher can use it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
 class Progress:
     """Where a run stands. The schedule follows from the step, the data from the samples.
 
-    skipped: (data source, sample) of those that could not be read, numbered as the order of
-    samples numbers them, so that it does not depend on the layout or the batch size.
-    skipped_samples: how many there are. It is more than `skipped` names where a checkpoint had
-    the count alone.
+    skipped: (data source, sample) of each sample that could not be read, numbered as in the order
+    of samples, so independent of layout and batch size.
+    skipped_samples: how many there are. It is larger than the number in `skipped` if an older
+    checkpoint had only the count.
     """
 
     step: int
@@ -37,7 +37,7 @@ class Progress:
     skipped: frozenset[tuple[int, int]] = frozenset()
 
     def with_skipped(self, found: Set[tuple[int, int]]) -> Progress:
-        """The same with these samples skipped; each counts once, however often its turn comes."""
+        """The same with these samples skipped; each counts once, however often it comes up."""
         new = found - self.skipped
         return replace(
             self,
@@ -47,13 +47,13 @@ class Progress:
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
-    """Say in a checkpoint's folder where the run stood."""
+    """Record in a checkpoint's folder where the run stood."""
     document = vars(progress) | {"skipped": sorted(progress.skipped)}
     (folder / _PROGRESS).write_text(json.dumps(document))
 
 
 def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> Path:
-    """Turn a folder with all tensors written into ``step_<n>``, the latest; one rank calls it."""
+    """Turn a folder with all tensors in it into ``step_<n>``, the latest; one rank calls it."""
     checkpoints = partial.parent
     final = checkpoints / f"step_{progress.step}"
     write_progress(partial, progress)
@@ -73,7 +73,7 @@ def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> P
 def drop_old(checkpoints: Path, keep: int, newest: Path) -> None:
     """Keep ``newest`` and the ``keep`` - 1 written last before it, whatever their steps are.
 
-    After resuming from an earlier step, later steps of the abandoned run may stand beside it.
+    After resuming from an earlier step, later steps of the abandoned run may still be there.
     """
     others = [p for p in checkpoints.glob("step_*") if p.is_dir() and p != newest]
     others.sort(key=lambda path: path.stat().st_mtime)
@@ -82,7 +82,7 @@ def drop_old(checkpoints: Path, keep: int, newest: Path) -> None:
 
 
 def phase_folders(run_dir: Path) -> dict[int, Path]:
-    """The folders of a run's phases by number, in order; those that were moved aside are none."""
+    """The folders of a run's phases by number, in order, without those that were moved aside."""
     found = {
         int(match[1]): path
         for path in run_dir.glob("phase_*")
@@ -92,14 +92,14 @@ def phase_folders(run_dir: Path) -> dict[int, Path]:
 
 
 def final_checkpoint(run_dir: Path, steps: int) -> Path:
-    """The checkpoint that a run of ``steps`` steps ends with, whether it is there yet or not."""
+    """The checkpoint that a run of ``steps`` steps ends with, whether or not it exists yet."""
     return run_dir / "checkpoints" / f"step_{steps}"
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """A checkpoint folder from itself, a run folder or its ``checkpoints`` folder.
+    """The latest checkpoint in a run folder or a ``checkpoints`` folder, or ``path`` if it is one.
 
-    Raises InputError where ``latest`` names anything else than a checkpoint beside it.
+    Raises InputError if ``latest`` names anything but a checkpoint beside it.
     """
     for folder in (path, path / "checkpoints"):
         if (folder / _PROGRESS).is_file():
@@ -118,7 +118,7 @@ def latest_checkpoint(path: Path) -> Path | None:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """As `latest_checkpoint`; of a run with phases, the latest of the last phase that has any."""
+    """Like `latest_checkpoint`; in a run with phases, the latest of the last phase that has any."""
     for folder in (path, *reversed(phase_folders(path).values())):
         if (checkpoint := latest_checkpoint(folder)) is not None:
             return checkpoint
@@ -126,7 +126,7 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """As `newest_checkpoint`. Raises InputError when there is none."""
+    """Like `newest_checkpoint`. Raises InputError if there is none."""
     if (checkpoint := newest_checkpoint(path)) is not None:
         return checkpoint
     raise InputError(

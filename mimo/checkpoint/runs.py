@@ -1,4 +1,4 @@
-"""Which runs a job still has to do, and where each of them begins."""
+"""Which runs a job still has to do, and where each one begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mimo.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Run:
-    """One phase to train: on which layout, and where it begins."""
+    """One phase to train, its layout, and where it begins."""
 
     phase: Phase
     layout: Layout
@@ -30,12 +30,12 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The phase's, whole."""
+        """The phase's complete recipe."""
         return self.phase.recipe
 
     @property
     def resumes(self) -> bool:
-        """Whether it continues in its run folder; else an older folder is in the way."""
+        """Whether it continues in its run folder; if not, an older folder must move aside."""
         return isinstance(self.start, Resume)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def begins(self) -> str:
-        """Where, in words."""
+        """Where it begins, in words."""
         match self.start:
             case Resume(checkpoint):
                 return f"continues from {checkpoint}"
@@ -58,12 +58,12 @@ class Run:
 def runs_to_do(
     phased: PhasedRecipe, layouts: Sequence[Layout], resume: bool, resume_from: Path | None
 ) -> list[Run]:
-    """The phases that are left, in order; only folders are looked at.
+    """The phases that are left, in order; found from the folders alone.
 
-    layouts: of all phases. resume: continue the last phase that has a checkpoint, or begin the one
-    after it where that is done; without any checkpoint, begin the first. resume_from: continue the
-    phase whose checkpoint this is; the phases after it run anew.
-    Raises InputError when that checkpoint is not there, or when it belongs to no phase.
+    layouts: of all phases. resume: continue the last phase that has a checkpoint, or begin the
+    next one if that phase is done; without any checkpoint, begin the first. resume_from: continue
+    the phase of this checkpoint; later phases run anew.
+    Raises InputError if that checkpoint does not exist or belongs to no phase.
     """
     first, start = _first(phased, resume, resume_from)
     runs: list[Run] = []
@@ -74,7 +74,7 @@ def runs_to_do(
 
 
 def _first(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> tuple[int, Start]:
-    """The index of the phase to begin with, and where that one begins."""
+    """The index of the phase to begin with, and where it begins."""
     if not resume and resume_from is None:
         return 0, FromScratch()
     _check_folders(phased)
@@ -94,7 +94,7 @@ def _first(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> tupl
 
 
 def _phase_of(phased: PhasedRecipe, checkpoint: Path) -> int:
-    """The index of the phase in whose run folder `checkpoint` is."""
+    """The index of the phase whose run folder holds `checkpoint`."""
     for index, phase in enumerate(phased.phases):
         if checkpoint.resolve().is_relative_to(phase.recipe.run_dir.resolve()):
             return index
@@ -105,7 +105,7 @@ def _phase_of(phased: PhasedRecipe, checkpoint: Path) -> int:
 
 
 def _check_folders(phased: PhasedRecipe) -> None:
-    """Raise InputError where the folder of a phase is one that the recipe knows by another name."""
+    """Raise InputError if the folder of a phase has another name than the phase in the recipe."""
     own = {phase.recipe.run_dir.name for phase in phased.phases}
     for number, folder in phase_folders(phased.run_dir).items() if phased.has_phases else ():
         if folder.name not in own:

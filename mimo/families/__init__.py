@@ -1,1 +1,1 @@
-"""What a family of models is to the rest, and how one is found by its name."""
+"""What a family of models offers the other packages, and how one is found by its name."""

@@ -1,9 +1,9 @@
 """What a family offers: a Python module with the names below, found by the name in the recipe.
 
-A family of encoders is a file of `encoders`, one of language models a file of `mimo.languages`.
+A family of encoders is a file in `encoders`, a family of language models one in `mimo.languages`.
 Modules whose names begin with an underscore hold what families share. A family satisfies
-`EncoderFamily` or `LanguageFamily`; one whose models are published in Hugging Face format, so that
-a recipe may start from such a folder, satisfies the protocol of published families as well.
+`EncoderFamily` or `LanguageFamily`. If its models are published in Hugging Face format, so that a
+recipe may start from such a folder, it also satisfies the protocol of published families.
 
 Letters: P patches of all items of a call, C numbers per patch, I items, N rows, L feature levels,
 H hidden size of the language model, D of the tower, S sequence, B batch, V vocabulary.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class FamilySettings(Protocol):
     """Sizes of a model: a pydantic model with `mimo.bounds.STRICT`, every number bounded.
 
-    Whatever it accepts can be built on a grid that `check_grid` finds nothing wrong with.
+    Whatever it accepts can be built on any grid in which `check_grid` finds no problem.
     """
 
     @property
@@ -43,15 +43,15 @@ class FamilySettings(Protocol):
         ...
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """One name per layer; layers that compute something else have other names."""
+        """One name per layer; layers that compute different things have different names."""
         ...
 
     def scaled_down(self, chunks: int, tp: int) -> Self:
         """The smallest settings of the same character, for `mimo verify`.
 
-        ``chunks`` chunks, of all pipeline stages, and ``tp`` tensor-parallel ranks divide them;
-        every chunk has a layer of every kind there was. Weights are drawn large enough for
-        every part of the model to matter to the loss.
+        ``chunks``, the chunks of all pipeline stages, and ``tp`` tensor-parallel ranks divide them;
+        every chunk has a layer of every kind there was. Weights are drawn large enough for every
+        part of the model to matter to the loss.
         """
         ...
 
@@ -73,7 +73,7 @@ class EncoderSettings(FamilySettings, Protocol):
     """The recipe keys under ``encoders.<name>.model``."""
 
     def processor(self, media: str = "image") -> Media[Any]:
-        """What turns items of that media into patches and says how many rows each encodes to."""
+        """What turns items of that media into patches and says how many rows each item becomes."""
         ...
 
 
@@ -81,23 +81,23 @@ class LanguageSettings(FamilySettings, Protocol):
     """The recipe keys under ``language.model``."""
 
     def num_tokens(self, tokenizer_size: int) -> int:
-        """Tokens that the model knows, with a tokenizer of this many.
+        """How many tokens the model knows, given a tokenizer of this many.
 
-        Raises ValueError for a tokenizer that has more than the model.
+        Raises ValueError if the tokenizer has more than the model.
         """
         ...
 
     def padded_vocab_size(self, num_tokens: int) -> int:
-        """V, rows of the embedding for so many tokens, the same in every layout."""
+        """V, the rows of the embedding for this many tokens, the same in every layout."""
         ...
 
     def flops_per_token(self, vocab_size: int) -> float:
-        """Forward and backward FLOPs of a token without attention scores. vocab_size: V."""
+        """FLOPs per token, forward and backward, without attention scores. vocab_size: V."""
         ...
 
 
 class EncoderFamily[S: EncoderSettings](Protocol):
-    """A family of encoders: a tower with its projector to the language model's rows."""
+    """A family of encoders: a tower with its projector to the language model's width."""
 
     @property
     def Settings(self) -> type[S]:  # noqa: N802 - the name of a class in the module
@@ -114,16 +114,16 @@ class EncoderFamily[S: EncoderSettings](Protocol):
         ...
 
     def num_levels(self, settings: S) -> int:
-        """L, the feature levels that it emits beside the embeddings, 0 for most.
+        """L, the feature levels that it emits besides the embeddings, 0 for most.
 
         Level k is added to the hidden states after the language model's k-th layer (DeepStack).
         """
         ...
 
     def build(self, settings: S, ctx: ModuleContext, output_size: int, seed: int) -> nn.Module:
-        """This rank's chunk of tower and projector, its weights freshly drawn.
+        """This rank's part of tower and projector, with freshly drawn weights.
 
-        They are the same in every layout. ctx: process groups and dtype. output_size: H.
+        The weights are the same in every layout. ctx: process groups and dtype. output_size: H.
 
         The module has ``config``, Megatron's `TransformerConfig`; ``set_input_tensor([hidden])``,
         called by the schedule with what the previous stage sent, None on the first; and
@@ -133,20 +133,20 @@ class EncoderFamily[S: EncoderSettings](Protocol):
         - grids: (I, 3) int64, every item as (t, h, w) in patches.
         - on the last stage it returns `bridge.ItemRows`: values (N, (1 + L)·H), the embeddings and
           every level side by side, and how many rows each item became, counted on what was
-          computed: they are compared with the plan before anything is sent. On other stages it
-          returns the hidden states for the next one, (P, 1, ...).
+          computed; the counts are compared with the plan before anything is sent. On other stages
+          it returns the hidden states for the next stage, (P, 1, ...).
 
         Under sequence parallelism each rank gets all patches and returns its part of the rows,
-        ceil(N / tp) of them, blank ones at the end. Without items there are 0 rows of that width
-        that are part of the graph, so that every parameter gets its gradient.
+        ceil(N / tp) of them, blank ones at the end. Without items it returns 0 rows of that width
+        that are part of the graph, so that every parameter gets a gradient.
         """
         ...
 
     def weights_in_hf(self, settings: S, output_size: int) -> list[Weight]:
-        """Every parameter of the whole module by its name, as what it consists of.
+        """Every parameter of the whole module by its name, with the tensors it is made of.
 
-        What it consists of is called as in the published checkpoints, or for a family without any
-        as its parameters are: parameters are counted by it too, so every family says it.
+        These have their names in the published checkpoints. A family without any uses the names of
+        its parameters: every family must list them, because parameters are also counted here.
         output_size: H.
         """
         ...
@@ -158,7 +158,7 @@ class PublishedEncoderFamily[S: EncoderSettings](EncoderFamily[S], Protocol):
     def settings_from_hf(self, config: Config, processors: Processors) -> dict[str, Any]:
         """Settings by key, from a whole model's configuration and how its items are prepared.
 
-        Raises ValueError, with the key of theirs, for what we do not compute.
+        Raises ValueError, naming their key, for what we do not compute.
         """
         ...
 
@@ -173,13 +173,13 @@ class LanguageFamily[S: LanguageSettings](Protocol):
 
     @property
     def ITEM_RULES(self) -> ItemRules:  # noqa: N802 - a constant of the module
-        """What is special about tokens that stand for items."""
+        """How the family treats tokens that stand for items."""
         ...
 
     def check_grid(self, settings: S, tp: int, pp: int, vocab_size: int) -> list[str]:
         """Problems of a grid with these sizes, each one sentence that names axis, key and size.
 
-        pp: chunks of all pipeline stages. vocab_size: V.
+        pp: number of chunks of all pipeline stages. vocab_size: V.
         """
         ...
 
@@ -191,24 +191,24 @@ class LanguageFamily[S: LanguageSettings](Protocol):
         max_sequence_length: int,
         seed: int,
     ) -> LanguageModel:
-        """This rank's chunk, Megatron's `GPTModel`, its weights freshly drawn.
+        """This rank's chunk, Megatron's `GPTModel`, with freshly drawn weights.
 
-        They are the same in every layout. It is called once per chunk.
+        The weights are the same in every layout. It is called once per chunk.
 
-        ctx: process groups, dtype and the chunk. num_tokens: that the model knows; the
-        family pads to V, and padding takes no part in the loss. max_sequence_length: tokens of the
-        longest sequence, S.
+        ctx: process groups, dtype and the chunk. num_tokens: the number that the model knows; the
+        family pads it to V, and padding takes no part in the loss. max_sequence_length: tokens of
+        the longest sequence, S.
 
-        On the first stage it takes ``decoder_input`` (S, B, H), or its part of the sequence under
-        sequence or context parallelism, or looks ``input_ids`` (B, S) up itself; on the last it
-        returns a loss per token where it is given labels, else logits over V.
+        On the first stage the model takes ``decoder_input`` (S, B, H), or its part of the sequence
+        under sequence or context parallelism, or looks up ``input_ids`` (B, S) itself; on the last
+        it returns a loss per token if it is given labels, else logits over V.
         """
         ...
 
     def weights_in_hf(self, settings: S) -> list[Weight]:
-        """Every parameter of the whole model by its name, as what it consists of.
+        """Every parameter of the whole model by its name, with the tensors it is made of.
 
-        As of `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
+        Like `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
         """
         ...
 
@@ -219,6 +219,6 @@ class PublishedLanguageFamily[S: LanguageSettings](LanguageFamily[S], Protocol):
     def settings_from_hf(self, config: Config) -> dict[str, Any]:
         """Settings by key, from a whole model's configuration.
 
-        Raises ValueError, with the key of theirs, for what we do not compute.
+        Raises ValueError, naming their key, for what we do not compute.
         """
         ...

@@ -12,6 +12,6 @@ DTYPES = {
 
 def precision_of(dtype: torch.dtype) -> str:
     """The smallest ``train.precision`` that holds every number of this format."""
-    # There is none for fp16, whose numbers fp32 holds.
+    # There is none for fp16; fp32 holds all of its numbers.
     wanted = torch.float32 if dtype == torch.float16 else dtype
     return next(name for name, known in DTYPES.items() if known == wanted)

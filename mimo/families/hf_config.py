@@ -1,4 +1,4 @@
-"""The configuration files of a folder in Hugging Face format, and what of them we can compute."""
+"""The configuration files of a folder in Hugging Face format, and which values we can compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Config = Mapping[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises InputError when it is missing or something else."""
+    """A JSON object from a file. Raises InputError if it is missing or holds anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -26,14 +26,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json``, in today's form whichever version of transformers wrote it.
+    """``config.json`` in its current form, whichever version of transformers wrote it.
 
-    Sizes of the language model are under ``text_config``, also those of a model of text alone,
-    those of a tower under ``vision_config``, rotary settings under ``rope_parameters``. Raises
-    InputError.
+    Sizes of the language model are under ``text_config``, even for a text-only model, those of a
+    tower under ``vision_config``, rotary settings under ``rope_parameters``. Raises InputError.
     """
-    read_json(folder / "config.json")  # says which file it is that is missing or broken
-    # Here, because they cost seconds to import.
+    read_json(folder / "config.json")  # says which file is missing or broken
+    # Imported here, because they cost seconds to import.
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -43,22 +42,22 @@ def read_config(folder: Path) -> dict[str, Any]:
         ).to_dict()
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise InputError(f"{folder / 'config.json'}: cannot be understood: {error}") from error
-    # A tied embedding is said at the top, or for the text alone, depending on version and model.
+    # Tied embeddings are set at the top or under the text, depending on version and model.
     text = config.setdefault("text_config", dict(config))
     config.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return config
 
 
 def expect(section: Config, where: str, **values: object) -> None:
-    """Raise ValueError for keys of ``section`` that have another value than the one we compute.
+    """Raise ValueError for keys of ``section`` with another value than the one we compute.
 
-    A key that is absent or null has the value that is expected.
+    A key that is absent or null counts as having the expected value.
     """
     _compare(section, where, "only {value!r} is supported", values)
 
 
 def agree(section: Config, where: str, **values: object) -> None:
-    """The same for values that ``config.json`` says too."""
+    """The same for values that ``config.json`` gives as well."""
     _compare(section, where, "but config.json says {value!r}", values)
 
 

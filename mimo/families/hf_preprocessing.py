@@ -1,8 +1,7 @@
-"""How a folder's items are prepared: what its files say, and where they are silent, transformers.
+"""How a folder's items are prepared: as its files say, else by the defaults of transformers.
 
-Its processors have defaults of their own, in two places: what an image or video processor's class
-says holds where its file is silent, and what the class of the whole processor says holds whatever
-that file says.
+The defaults are in two places. Those in the class of an image or video processor apply where its
+file is silent; those in the class of the whole processor apply whatever that file says.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _FILES = {
 class Processors:
     """How items are prepared; empty where no file of the folder says anything.
 
-    image: every setting, defaults included. video: as its file says. whole: of the processor that
-    both belong to, as its file says. files: every file that speaks of images or of all, by name.
+    image: every setting, defaults included. video: as its file says. whole: settings of the
+    processor that both belong to, as its file says. files: all these files by name.
     """
 
     image: Config
@@ -38,12 +37,12 @@ class Processors:
 
     @property
     def share_a_file(self) -> bool:
-        """Whether the file of images speaks of videos too, as those of old versions do."""
+        """Whether the file for images is also that for videos, as in old versions."""
         return self.video is self.files.get(_FILES["image"][0])
 
 
 def read_processors(folder: Path) -> Processors:
-    """As `AutoProcessor` takes them from a folder. Raises InputError for files that it refuses."""
+    """The settings as `AutoProcessor` reads them. Raises InputError for files that it refuses."""
     files = {name: read_json(folder / name) for name in _names(folder)}
     whole = files.get(WHOLE, {})
     image = _effective_image(folder) if _said(files, "image") is not None else {}
@@ -67,7 +66,7 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _said(files: Mapping[str, Config], kind: str) -> Config | None:
-    """From today's one file, else from those of older versions."""
+    """What the files say of one kind: the current single file, else those of older versions."""
     nested = files.get(WHOLE, {}).get(f"{kind}_processor")
     if nested is not None:
         return nested
@@ -85,10 +84,10 @@ def _effective_image(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{folder}: the image processor's configuration cannot be understood: {error}"
         ) from error
-    name = type(processor).__name__.removesuffix("Pil").removesuffix("Fast")  # which tell a backend
+    name = type(processor).__name__.removesuffix("Pil").removesuffix("Fast")  # they name a backend
     found = {**processor.to_dict(), "image_processor_type": name}
     found |= image_defaults_of_processor(folder)
-    # What a tokenizer is made with goes to the processors of images, too.
+    # Settings of the tokenizer also go to the image processor.
     path = folder / TOKENIZER
     given = read_json(path) if path.is_file() else {}
     keys = processor.valid_kwargs.__annotations__
@@ -96,7 +95,7 @@ def _effective_image(folder: Path) -> dict[str, Any]:
 
 
 def pixel_limits(processor: Config, prefix: str = "") -> dict[str, int]:
-    """``min_pixels`` and ``max_pixels`` of Qwen's processors, in old and new files.
+    """``min_pixels`` and ``max_pixels`` of Qwen's processors, from old or new files.
 
     prefix: of the names in the result.
     """
@@ -121,7 +120,7 @@ def normalisation(processor: Config) -> dict[str, list[float]]:
 def check_agreement(processors: Processors, **said: object) -> None:
     """Raise ValueError where a file of processors contradicts ``config.json``.
 
-    said: by key of those files, what ``config.json`` says.
+    said: what ``config.json`` says, by the key in those files.
     """
     agree(processors.image, "the image processor's configuration", **said)
     agree(processors.video, "the video processor's configuration", **said)

@@ -1,6 +1,6 @@
-"""Rotary settings of a configuration: what transformers reads of them, for each kind of scaling.
+"""Rotary settings of a configuration: which of them transformers reads for each kind of scaling.
 
-Source: transformers `modeling_rope_utils` and `compute_default_rope_parameters`,
+Source: transformers `modeling_rope_utils`, and `compute_default_rope_parameters` and
 `compute_axial_rope_parameters` of its models.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from mimo.families.hf_config import Config
 
-# What transformers reads for a kind that we compute. Other kinds read the other keys: with these
-# kinds a configuration may have them, and they change nothing.
+# The keys that transformers reads for the kinds we compute. The other keys are for other kinds:
+# they may be present with these kinds, but change nothing.
 _READ = {
     "default": {"rope_theta"},
     "axial": {"rope_theta"},
@@ -34,10 +34,10 @@ class Rope:
 
 
 def rope_settings(section: Config, where: str, *kinds: str) -> Rope:
-    """What ``section``, rotary settings under the key ``where``, makes transformers compute.
+    """What transformers computes for ``section``, the rotary settings under the key ``where``.
 
-    kinds: of ``rope_type`` that the caller computes. Raises ValueError for another kind, for a key
-    that no kind has, and for heads that turn in part.
+    kinds: the values of ``rope_type`` that the caller computes. Raises ValueError for another kind,
+    for a key that no kind has, and for partially rotated heads.
     """
     kind = section["rope_type"]
     if kind not in kinds:

@@ -18,7 +18,7 @@ class ItemRules:
     """A family's choice.
 
     positions: "mrope", where the rows of an item lie on a grid of time, height and width, or
-        "plain", where every token is one further than the token before it.
+        "plain", where every token's position is one more than the previous token's.
     bidirectional: whether the tokens of one item see each other in both directions.
     """
 
@@ -33,5 +33,5 @@ class ItemRules:
         return np.tile(plain, (3, 1))
 
     def seen_whole(self, lane: PackedLane) -> tuple[tuple[int, int], ...]:
-        """(start, length) in the lane of the items whose tokens see each other."""
+        """(start, length) in the lane of each item whose tokens all see each other."""
         return lane.items if self.bidirectional else ()

@@ -1,9 +1,9 @@
-"""What our parameters consist of: runs of rows of the tensors of a Hugging Face checkpoint.
+"""What our parameters are made of: runs of rows of the tensors of a Hugging Face checkpoint.
 
-Seen as a matrix of its first dimension by all others, every parameter of ours is made of whole
-rows of theirs: fused projections stack or interleave them, and a convolution whose stride is its
-kernel is a matrix already. So one description serves reading a tensor-parallel slice, writing a
-checkpoint back, and comparing gradients. It is pure integers; nothing here knows of files.
+Seen as a matrix of its first dimension by all others, each of our parameters is made of whole rows
+of theirs: fused projections stack or interleave them, and a convolution whose stride equals its
+kernel is already a matrix. So one description serves to read a tensor-parallel slice, to write a
+checkpoint back, and to compare gradients. It is pure integers; nothing here deals with files.
 
 Letters: R rows, C columns of a matrix.
 """
@@ -56,9 +56,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of ours, by its name in the whole module, as runs of rows in order.
+    """One of our parameters, by its name in the whole module, as runs of rows in order.
 
-    Our tensor may have more rows, which only pad it and are zero.
+    Our tensor may have more rows, which are only padding and zero.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Weight:
         return sum(run.count for run in self.runs)
 
     def rows(self, first: int, last: int) -> Iterator[Run]:
-        """The runs that make up the rows first .. last - 1; rows of padding are left out."""
+        """The runs that make up the rows first .. last - 1, without rows of padding."""
         position = 0
         for run in self.runs:
             start, stop = max(first - position, 0), min(last - position, run.count)
@@ -102,7 +102,7 @@ class Weight:
         for run in self.runs:
             pieces[run.source][run.start] = ours[position : position + run.count]
             position += run.count
-        # Runs cover a source completely, in whatever order they lie in our parameter.
+        # The runs cover a source completely, whatever their order in our parameter.
         return {
             source: torch.cat([own[start] for start in sorted(own)])
             for source, own in pieces.items()
@@ -110,7 +110,7 @@ class Weight:
 
 
 def plain(name: str, key: str, *shape: int, transposed: bool = False) -> Weight:
-    """A parameter that is one tensor of theirs of this shape."""
+    """A parameter that is one of their tensors, of this shape."""
     source = Source(key, shape, transposed)
     return Weight(name, (Run(source, 0, source.num_rows),))
 
@@ -128,9 +128,9 @@ def grouped_qkv(
     head_size: int,
     *columns: int,
 ) -> Weight:
-    """Megatron's order: by group its queries, its key, its value.
+    """A fused projection in Megatron's order: for each group its queries, its key, its value.
 
-    keys: of the query, key and value projection. columns: none for biases.
+    keys: of the query, key and value projections. columns: none for biases.
     """
     rows = (queries_per_group * head_size, head_size, head_size)
     sources = [
@@ -147,7 +147,7 @@ def grouped_qkv(
 
 
 def fused_qkv(name: str, key: str, num_heads: int, head_size: int, *columns: int) -> Weight:
-    """The same from one tensor that holds all queries, then all keys, then all values."""
+    """The same, from one tensor that holds all queries, then all keys, then all values."""
     size = num_heads * head_size
     source = Source(key, (3 * size, *columns))
     return Weight(
@@ -161,7 +161,7 @@ def fused_qkv(name: str, key: str, num_heads: int, head_size: int, *columns: int
 
 
 def check_complete(weights: Sequence[Weight]) -> None:
-    """Assert that every source is used by one weight, and each of its rows once."""
+    """Assert that every source is used by just one weight, and each of its rows once."""
     owners: dict[str, str] = {}
     for weight in weights:
         for source in weight.sources:
@@ -177,5 +177,5 @@ def check_complete(weights: Sequence[Weight]) -> None:
 
 
 def num_elements(weights: Sequence[Weight]) -> int:
-    """Elements of all tensors of theirs together."""
+    """The number of elements of all their tensors together."""
     return sum(math.prod(source.shape) for weight in weights for source in weight.sources)

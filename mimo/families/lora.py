@@ -1,4 +1,4 @@
-"""What is known of low-rank adapters (LoRA) without the engine: their names, and merging them.
+"""The parts of low-rank adapters (LoRA) that need no engine: their names, and merging them.
 
 Letters: I inputs, O outputs, R rank of the adapter.
 """
@@ -14,7 +14,7 @@ _ENDINGS = (".lora_a", ".lora_b")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is part of an adapter, not of the model that it adapts."""
+    """Whether a parameter of this name belongs to an adapter, not to the model that it adapts."""
     return name.endswith(_ENDINGS)
 
 
@@ -26,7 +26,7 @@ def adapter_names(weight: str) -> tuple[str, str]:
 
 
 def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[torch.Size, torch.Size]:
-    """Of the two matrices that adapt a whole weight (O, I): (R, I) and (O, R)."""
+    """The shapes of the two matrices that adapt a whole weight (O, I): (R, I) and (O, R)."""
     outputs, inputs = weight
     return torch.Size((rank, inputs)), torch.Size((outputs, rank))
 
@@ -34,9 +34,8 @@ def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[torch.Size, torch.
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """weight (O, I), lora_a (R, I), lora_b (O, R) -> weight + scale · lora_b lora_a, (O, I).
 
-    All of one dtype, which the result has too; the sum is taken in fp32 at least. scale: the
-    recipe's.
-    A rank's parts of the three give its part of the whole: nothing needs to be exchanged.
+    All have one dtype, as does the result; the sum is taken in fp32 at least. scale: the recipe's.
+    A rank's parts of the three give its part of the result: nothing needs to be exchanged.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     update = lora_b.to(wide) @ lora_a.to(wide)

@@ -1,4 +1,4 @@
-"""Finds a model family by its name in the recipe and checks the family's own settings.
+"""Finds a model family by its name in the recipe and checks the family's settings.
 
 `mimo` never imports `encoders`: an encoder is reached by name only, so adding one is one file.
 """
@@ -26,22 +26,22 @@ _LANGUAGES, _ENCODERS = "mimo.languages", "encoders"
 
 def _names(package: str) -> list[str]:
     modules = [m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__)]
-    # What families share is private to them.
+    # Modules that families share are private.
     return sorted(module for module in modules if not module.startswith("_"))
 
 
 def _module(package: str, name: str) -> Any:
-    # That it keeps the contract is a test's business: nothing can tell of a name that is read.
+    # A test checks that it keeps the contract: the type checker cannot, as the name is only read.
     return importlib.import_module(f"{package}.{name}")
 
 
 def language_families() -> dict[str, LanguageFamily[LanguageSettings]]:
-    """All by name."""
+    """All families of language models, by name."""
     return {name: _module(_LANGUAGES, name) for name in _names(_LANGUAGES)}
 
 
 def encoder_families() -> dict[str, EncoderFamily[EncoderSettings]]:
-    """All by name."""
+    """All families of encoders, by name."""
     return {name: _module(_ENCODERS, name) for name in _names(_ENCODERS)}
 
 
@@ -110,9 +110,9 @@ def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
 
 
 def num_levels(recipe: Recipe, encoder: str) -> int:
-    """Feature levels that an encoder emits beside the embeddings.
+    """The number of feature levels that an encoder emits besides the embeddings.
 
-    0 where its family or its settings are wrong, which is for others to report.
+    0 if its family or settings are wrong, which is reported elsewhere.
     """
     try:
         return encoder_family(recipe, encoder).num_levels(encoder_settings(recipe, encoder))
@@ -121,7 +121,7 @@ def num_levels(recipe: Recipe, encoder: str) -> int:
 
 
 def num_language_layers(recipe: Recipe) -> int | None:
-    """Layers of the language model; None where its settings are wrong."""
+    """The number of layers of the language model; None if its settings are wrong."""
     try:
         return language_settings(recipe).num_layers
     except RecipeError:

@@ -1,7 +1,7 @@
 """`mimo generate`: greedy answers from a trained checkpoint, in one process.
 
-There is no cache of keys and values: each new token costs a forward over the whole sequence. It
-computes what training computes, item attention and windows included, and is made for checks.
+There is no cache of keys and values: each new token costs a forward pass over the whole sequence.
+It computes what training computes, item attention and windows included, and is meant for checks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mimo.step.dataset import item_processors, open_tokenizer
 class Request:
     """A chat without its answer.
 
-    messages: Hugging Face chat list. files: of its content parts, in order of mention, each as its
-    media decodes it. name: what errors call it.
+    messages: Hugging Face chat list. files: those of its content parts, in order of mention, each
+    as its media decodes it. name: what errors call the request.
     """
 
     messages: Sequence[dict]
@@ -41,9 +41,9 @@ class Request:
 
 @dataclass(frozen=True)
 class GivenItem:
-    """A content part of the command line.
+    """A content part given on the command line.
 
-    option: what it was given by, for messages. keys: of the content part, beside its type.
+    option: the option that gave it, for messages. keys: of the content part, besides its type.
     """
 
     option: str
@@ -53,7 +53,7 @@ class GivenItem:
 
     @classmethod
     def parse(cls, option: str, text: str) -> GivenItem:
-        """One of ``media=path``. Raises InputError for another form."""
+        """Read ``media=path``. Raises InputError for any other form."""
         media, equals, path = text.partition("=")
         if not (media and equals and path):
             raise InputError(f"{option} {text}: need the media and a file, such as image=scan.png")
@@ -84,7 +84,7 @@ class _Prompt:
 
     @property
     def time_steps(self) -> list[float]:
-        """Positions from one step in time to the next of each item."""
+        """For each item, how many positions lie between one step in time and the next."""
         return [one.plan.time_step for one in self.parts for _ in range(one.plan.num_items)]
 
 
@@ -92,7 +92,7 @@ class _Prompt:
 class _Rows:
     """The rows of one encoder for all requests together.
 
-    values: (N, H). request: (N,) that each belongs to. place: (N,) position in its prompt.
+    values: (N, H). request: (N,) the request of each row. place: (N,) its position in the prompt.
     """
 
     values: torch.Tensor
@@ -123,7 +123,7 @@ class Generator:
     ) -> list[str]:
         """Greedy answers, one per request; all requests run packed together.
 
-        max_length: tokens of a prompt and its answer together, at which the answer is cut, too.
+        max_length: also cut an answer when it and its prompt have this many tokens together.
         Raises InputError for a request that the tokenizer or a processor cannot take.
         """
         prompts = [self._encode_prompt(request) for request in requests]
@@ -182,7 +182,7 @@ class Generator:
         return parts
 
     def _encode(self, media: str, prompts: Sequence[_Prompt]) -> _Rows:
-        """All items of one media."""
+        """Encode all items of one media."""
         processor = self.processors[media]
         patches, grids = [], []
         for own in (part for prompt in prompts for part in prompt.parts if part.media == media):
@@ -235,14 +235,14 @@ class Generator:
             placed.append((values, start[own.request[kept]] + own.place[kept]))
         last = np.cumsum(lengths) - 1
         logits = self.model.forward(lane, placed, with_labels=False, at=last)
-        # Rows that pad the vocabulary are no tokens.
+        # The entries that pad the vocabulary are not tokens.
         return logits[0, :, : self.model.num_tokens].argmax(-1).tolist()
 
 
 def main(path: Path, items: Sequence[GivenItem], prompt: str, max_new_tokens: int) -> int:
     """`mimo generate RUN_OR_CHECKPOINT --image ... --prompt ...`: prints the answer.
 
-    items: stand before the prompt, in this order.
+    items: placed before the prompt, in this order.
     """
     processors = item_processors(recipe_of(find_checkpoint(path)))
     files = [file for item in items for file in _decoded(item, processors)]

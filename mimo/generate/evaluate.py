@@ -1,4 +1,4 @@
-"""Answers held-out samples with a trained model and compares with the expected answers."""
+"""Answers held-out samples with a trained model and compares them with the expected answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN = (3, 4)
 
 @dataclass(frozen=True)
 class Answered:
-    """One held-out sample: pictures of its files, question, the answer given and the one expected.
+    """One held-out sample: pictures of its files, the question, the given and expected answers.
 
     pictures: uint8 (height, width, 3).
     """
@@ -45,9 +45,9 @@ class Answered:
 
 @dataclass(frozen=True)
 class Score:
-    """Whole answers right, and words right at their place.
+    """The fractions of answers that are exactly right, and of words that are right in their place.
 
-    Over the samples with items; over all where none has any.
+    They are over the samples with items, or over all samples if none has items.
     """
 
     exact_match: float
@@ -59,7 +59,7 @@ def score(answered: Iterable[Answered]) -> Score:
 
     Goes through the answers once and keeps none.
     """
-    # Samples, exact ones, words, right ones: of samples without items, and with.
+    # Rows: samples without and with items. Columns: samples, exact ones, words, right words.
     counts = np.zeros((2, 4), np.int64)
     for one in answered:
         given, expected = one.given.split(), one.expected.split()
@@ -73,7 +73,7 @@ def score(answered: Iterable[Answered]) -> Score:
 def evaluate(
     run: Path, picture: Path, split: str = "test", max_new_tokens: int | None = None
 ) -> Score:
-    """The score of `answer_split`; draws its first samples with items, if any, to ``picture``."""
+    """The score of `answer_split`; draws the first samples with items, if any, to ``picture``."""
     shown: list[Answered] = []
 
     def kept() -> Iterator[Answered]:
@@ -93,12 +93,12 @@ def answer_split(
 ) -> Iterator[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
-    Samples are read as they are answered: so many at a time as make `BATCH_TOKENS`, at least one.
-    max_new_tokens: at which an answer is cut; None for the length of the longest expected answer.
-    None goes beyond `data.sequence_length` with its prompt, where every expected answer fits.
-    Prints how many expected answers are too long for `max_new_tokens`; which samples cannot be
-    read, or do not end with an answer in text, and are left out; and at the end how many.
-    Raises RecipeError when the recipe names no shards for the split, InputError with the name of a
+    Samples are read as they are answered, about `BATCH_TOKENS` at a time and at least one sample.
+    max_new_tokens: where an answer is cut; None for the length of the longest expected answer.
+    No prompt and answer together exceed `data.sequence_length`, which fits every expected answer.
+    Prints how many expected answers are too long for `max_new_tokens`; which samples are left out
+    because they cannot be read or do not end with an answer in text; and at the end how many.
+    Raises RecipeError if the recipe names no shards for the split, InputError with the name of a
     sample that cannot be answered.
     """
     if split not in ("validation", "test"):
@@ -127,7 +127,7 @@ def answer_split(
 class _Question:
     """A held-out sample: its chat up to the answer, its last question, and what is expected.
 
-    pictures: of its files. prompt_tokens: of the chat, without the answer.
+    pictures: those of its files. prompt_tokens: number in the chat without the answer.
     """
 
     request: Request
@@ -138,7 +138,7 @@ class _Question:
 
 
 class _Skipped:
-    """Prints why a sample is left out, and counts."""
+    """Prints why each sample is left out, and counts them."""
 
     count = 0
 
@@ -148,7 +148,7 @@ class _Skipped:
 
 
 def _answer_limit(dataset: Dataset, max_new_tokens: int | None) -> int:
-    """Tokens at which answers are cut. Reads all texts, keeps none, and opens no image."""
+    """The number of tokens at which answers are cut. Reads all texts, but opens no image."""
     longest = answers = too_long = 0
     for reader in dataset.readers:
         for sample in range(len(reader.index)):
@@ -188,7 +188,7 @@ def _questions(dataset: Dataset, skipped: _Skipped) -> Iterator[_Question]:
 
 
 def _batches(questions: Iterable[_Question], limit: int, longest: int) -> Iterator[list[_Question]]:
-    """Consecutive questions that, with answers of ``limit``, have `BATCH_TOKENS` at most, or one.
+    """Consecutive questions with at most `BATCH_TOKENS` including answers of ``limit``, or one.
 
     longest: tokens at which a question with its answer is cut.
     """
@@ -206,7 +206,7 @@ def _batches(questions: Iterable[_Question], limit: int, longest: int) -> Iterat
 
 
 def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Any], list[np.ndarray]]:
-    """Messages, decoded files and their pictures: of a chat that ends with an answer in text.
+    """Messages, decoded files and their pictures of a chat that ends with an answer in text.
 
     Raises UnreadableSample.
     """
@@ -214,7 +214,7 @@ def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Any], lis
     messages = _question_and_answer(reader, sample)
     files, pictures = [], []
     for item in index.items_of_sample(sample):
-        if index.item_number[item] == 0:  # the first of its part, whose files it stands for
+        if index.item_number[item] == 0:  # the first item of a part stands for the part's files
             own = [reader.decoded(item, file) for file in index.files_of_part(item)]
             files += own
             pictures += [reader.media(item).picture(file) for file in own]
@@ -231,13 +231,13 @@ def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
 
 
 def _answer_length(sample: EncodedSample) -> int:
-    """Tokens of the last answer, its end of turn included."""
+    """Tokens of the last answer, including its end of turn."""
     counted = np.flatnonzero(sample.loss_mask)
     return int(np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)[-1].size)
 
 
 def _not_a_question_with_answer(messages: Sequence[Message]) -> str:
-    """Why the last message cannot be compared with an answer of the model, or nothing."""
+    """Why the last message cannot be compared with an answer of the model; empty if it can."""
     if len(messages) < 2:
         return f"{len(messages)} messages: need a question and an answer at least"
     if not is_answer(messages[-1]):
@@ -252,7 +252,7 @@ def _shard(reader: SampleReader, sample: int) -> str:
 
 
 def main(run: Path, split: str, max_new_tokens: int | None = None) -> int:
-    """`mimo evaluate RUN`: draws a picture into the folder and prints the score as last line."""
+    """`mimo evaluate RUN`: draws a picture into the folder; the last line printed is the score."""
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
     result = evaluate(run, picture, split, max_new_tokens)
     if picture.is_file():  # samples without images make none
@@ -269,7 +269,7 @@ def _text(message: dict) -> str:
 
 
 def draw(shown: Sequence[Answered], path: Path) -> None:
-    """A picture of samples with items: files, question, answer given and expected."""
+    """Draw samples with items: files, question, given and expected answer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -302,7 +302,7 @@ def _wrap(text: str, width: int = 34) -> str:
 
 
 def _side_by_side(pictures: Sequence[np.ndarray], gap: int = 4) -> np.ndarray:
-    """uint8 (highest, all widths and gaps, 3), on white."""
+    """The pictures in a row on white: uint8 (greatest height, all widths and gaps, 3)."""
     highest = max(len(picture) for picture in pictures)
     columns = []
     for picture in pictures:

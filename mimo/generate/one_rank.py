@@ -35,9 +35,9 @@ from mimo.recipe.schema import Grid, Recipe
 
 
 def join_world_of_one() -> None:
-    """Make this process a world of one rank, unless it is part of a world already."""
+    """Make this process a world of one rank, unless it is already part of a world."""
     if not dist.is_initialized():
-        # In memory: a world of one has nobody to meet, so no file is left behind.
+        # In memory: a world of one rank has nobody to meet, so it leaves no file.
         initialize_distributed(0, 1, dist.HashStore(), timeout_seconds=60)  # type: ignore[attr-defined]
 
 
@@ -71,7 +71,7 @@ def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
 class LocalModel:
     """All modules on this one rank; build it in a world of one rank.
 
-    num_tokens: that the model knows. Rows behind them only pad the vocabulary.
+    num_tokens: the number that the model knows. Later rows only pad the vocabulary.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class LocalModel:
     def from_checkpoint(cls, path: Path, tokenizer_size: int) -> LocalModel:
         """Load a run's or a checkpoint's weights, whatever layout wrote them.
 
-        Raises InputError when there is no checkpoint or too little memory, ValueError when it does
-        not fit its recipe.
+        Raises InputError if there is no checkpoint or too little memory, ValueError if the
+        checkpoint does not fit its recipe.
         """
         checkpoint = find_checkpoint(path)
         recipe = recipe_of(checkpoint)
@@ -112,7 +112,7 @@ class LocalModel:
     def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
         """patches (P, C) float32, grids (I, 3) int64 -> the encoder's rows (N, L·H).
 
-        The embeddings and its feature levels side by side.
+        They hold the embeddings and the feature levels side by side.
         """
         tower = self.model.modules[encoder].raw[0]
         dtype = next(tower.parameters()).dtype
@@ -129,7 +129,7 @@ class LocalModel:
         """Per-token losses (1, T) fp32 with labels, else logits (1, T, V), or (1, n, V) with `at`.
 
         rows: of each encoder that has items, (N, L·H) and their positions (N,).
-        at: (n,) positions whose logits are wanted: a large vocabulary has a lot of logits.
+        at: (n,) positions whose logits are wanted; with a large vocabulary all would be many.
         """
         ids = torch.from_numpy(lane.input_ids).to(self.device)[None]
         rules = self.model.item_rules
@@ -157,6 +157,6 @@ class LocalModel:
 def _logits_at(
     at: Tensor, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any
 ) -> Tensor:
-    """Instead of Megatron's logits of all positions: hidden (T, 1, H), at (n,) -> (1, n, V)."""
+    """Replaces Megatron's logits of all positions: hidden (T, 1, H), at (n,) -> (1, n, V)."""
     logits, _bias = output_layer(hidden_states[at.to(hidden_states.device)], weight=output_weight)
     return logits.transpose(0, 1)

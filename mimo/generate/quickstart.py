@@ -17,13 +17,13 @@ from mimo.train.run_lock import run_lock
 
 
 def recipe_path() -> Path:
-    """The quickstart's recipe: the one in this folder's checkout, else the installed one."""
+    """The quickstart's recipe: that of the checkout if run in one, else the installed one."""
     local = Path("recipes/quickstart.yaml")
     return local if local.is_file() else Path(str(files("recipes"))) / "quickstart.yaml"
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Run the quickstart; its last line is ``exact_match=0.944 per_digit=0.978``."""
+    """Run the quickstart; its last line is like ``exact_match=0.944 per_digit=0.978``."""
     path = recipe_path()
     phased = load_phases(path, overrides)
     layouts = phased.each(lambda recipe: check_recipe(recipe, None))

@@ -1,7 +1,7 @@
 """The models that we read and write, and the names that their tensors have had on disk.
 
 A key map (`mimo.families.keymap`) uses the names that transformers 5 gives the tensors in memory.
-On disk their beginnings differ, by the version that wrote them.
+On disk the names begin differently, depending on the version that wrote them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LANGUAGE_MODEL = "model.language_model."
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """Beginnings of names on disk by those in memory; the first that fits counts."""
+    """How names begin on disk, by how they begin in memory; the first match counts."""
 
     name: str
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def on_disk(self, key: str) -> str:
-        """The name on disk of a tensor with this name in memory."""
+        """The name on disk of the tensor with this name in memory."""
         for memory, disk in self.prefixes.items():
             if key.startswith(memory):
                 return disk + key.removeprefix(memory)
@@ -43,11 +43,11 @@ class KeyLayout:
 class Architecture:
     """A kind of model, as ``model_type`` in ``config.json``.
 
-    language, encoder: families that compute it; a model of text alone has no encoder.
-    tower_prefixes: how names in memory of the encoder's tensors begin. encoder_keys: recipe keys of
+    language, encoder: families that compute it; a text-only model has no encoder.
+    tower_prefixes: how names of the encoder's tensors begin in memory. encoder_keys: recipe keys of
     the encoder's section that follow from the chat template and the processor. layouts: the first
-    is what transformers writes. language_prefix: how names in memory of the language model's
-    tensors begin, its head's aside.
+    is what transformers writes. language_prefix: how names of the language model's tensors begin
+    in memory, except its head's.
     """
 
     model_type: str
@@ -68,22 +68,22 @@ class Architecture:
         return cast("Any", importlib.import_module(f"encoders.{self.encoder}"))
 
     def tower_among(self, families: Mapping[str, object]) -> str | None:
-        """Which of a recipe's encoders is the one of this architecture; None for none.
+        """Which of a recipe's encoders belongs to this architecture; None if none does.
 
-        It is the first whose family is this architecture's, or not given. families: by name of the
-        encoder, in the recipe's order.
+        It is the first whose family is this architecture's or is not given. families: by the
+        encoder's name, in the recipe's order.
         """
         own = (name for name, family in families.items() if family in (None, self.encoder))
         return None if self.encoder is None else next(own, None)
 
     def tower_of(self, recipe: Recipe) -> str | None:
-        """The recipe's encoder that is this architecture's; all others are none of it."""
+        """The recipe's encoder that belongs to this architecture, if any; all others do not."""
         return self.tower_among({name: one.family for name, one in recipe.encoders.items()})
 
     def weights(
         self, language: LanguageSettings, towers: Mapping[str, EncoderSettings]
     ) -> dict[str, list[Weight]]:
-        """By module, every parameter. towers: settings by name, of this architecture's encoder."""
+        """Every parameter, by module. towers: settings, by name, of this architecture's encoder."""
         ours = self.language_family().weights_in_hf(language)
         found = {LANGUAGE: [self._renamed(weight) for weight in ours]}
         for name, settings in towers.items():
@@ -91,7 +91,7 @@ class Architecture:
         return found
 
     def weights_of(self, recipe: Recipe) -> dict[str, list[Weight]]:
-        """The same of the modules of a recipe that are part of this architecture.
+        """The same for those modules of a recipe that are part of this architecture.
 
         Raises RecipeError for settings that are wrong.
         """
@@ -100,7 +100,7 @@ class Architecture:
         return self.weights(language_settings(recipe), towers)
 
     def _renamed(self, weight: Weight) -> Weight:
-        """With this model's names in memory; families know those beside a tower."""
+        """With this model's names in memory; families use the names of a model with a tower."""
         names = KeyLayout(self.model_type, {LANGUAGE_MODEL: self.language_prefix})
         runs = [
             replace(run, source=replace(run.source, key=names.on_disk(run.source.key)))
@@ -110,13 +110,13 @@ class Architecture:
 
 
 _IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
-# The time of each frame stands before it, so each needs marks of its own.
+# The time of each frame stands before it, so each frame needs its own marks.
 _TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
 _IN_MEMORY = KeyLayout("the one in memory")
 
 
 def _of_text(model_type: str, language: str) -> Architecture:
-    """A causal language model without a tower."""
+    """The architecture of a causal language model without a tower."""
     return Architecture(model_type, language, None, (), {}, (_IN_MEMORY,), "model.")
 
 
@@ -189,7 +189,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(model_type: object) -> Architecture:
-    """Raises ValueError for a model that we do not know."""
+    """The architecture of this model type. Raises ValueError for a model that we do not know."""
     found = ARCHITECTURES.get(str(model_type))
     if found is None:
         raise ValueError(f"model_type is {model_type!r}; {', '.join(ARCHITECTURES)} are supported")
@@ -197,7 +197,7 @@ def architecture_of(model_type: object) -> Architecture:
 
 
 def best_layout(architecture: Architecture, keys: Sequence[str], stored: Mapping) -> KeyLayout:
-    """The layout in which most of ``keys``, as in memory, are among the names on disk."""
+    """The layout that finds most of ``keys``, which are names in memory, among those on disk."""
     return max(
         architecture.layouts,
         key=lambda layout: sum(layout.on_disk(key) in stored for key in keys),

@@ -1,4 +1,4 @@
-"""What a recipe leaves out and its ``init_from`` folder says: families, sizes, tokenizer."""
+"""Fills in what a recipe leaves to its ``init_from`` folder: families, sizes, tokenizer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     """Complete a recipe's plain data in place from the folder that ``init_from`` names.
 
     What the recipe says stands; what it leaves out is taken from the folder. A recipe without
-    ``encoders`` gets one for images, one with ``encoders: {}`` is the language model alone. A
-    resolved recipe (from a run) has everything, and needs the folder no longer. The folder's tower
-    is the first encoder that gives no family or the folder's; others give a family and settings of
-    their own.
+    ``encoders`` gets one for images; ``encoders: {}`` means the language model alone. A resolved
+    recipe (from a run) is complete and no longer needs the folder. The folder's tower is the first
+    encoder that names no family, or the folder's family; the others must name a family and give
+    their settings.
     Yields the location and the message of every problem.
     """
     given = data.get("init_from")
@@ -45,7 +45,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         architecture = architecture_of(config.get("model_type"))
         language = architecture.language_family().settings_from_hf(config)
         tower = tower_settings(architecture, config, folder)
-    except InputError as error:  # which names the file
+    except InputError as error:  # the error names the file
         yield ("init_from",), str(error)
         _stand_in(data)
         return
@@ -65,7 +65,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
             yield ("encoders", name), message + "encoders out"
         return
     sections = {name: _section(encoders, name) for name in encoders}
-    # Without one of its family the first is meant, and told so.
+    # If none is of the folder's family, the first is meant, and the messages say so.
     own = architecture.tower_among({name: one.get("family") for name, one in sections.items()})
     own = next(iter(sections), None) if own is None else own
     for name, section in sections.items():
@@ -86,7 +86,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
 def tower_settings(
     architecture: Architecture, config: Config, folder: Path
 ) -> dict[str, Any] | None:
-    """Recipe keys under ``model`` of the tower of a folder; None where the model has no tower.
+    """Recipe keys under ``model`` for the tower of a folder; None if the model has no tower.
 
     Raises ValueError or KeyError for what we do not compute.
     """
@@ -96,7 +96,7 @@ def tower_settings(
 
 
 def _stand_in(data: dict[str, Any]) -> None:
-    """Give what only the folder could say, in place, so that it is not reported as missing, too.
+    """Fill in, in place, what only the folder could say, so that it is not also reported missing.
 
     The recipe is refused anyway.
     """
@@ -112,7 +112,7 @@ def _is_resolved(data: dict[str, Any]) -> bool:
 
 
 def architecture_of_folder(folder: Path) -> Architecture:
-    """Raises InputError for a folder without a configuration of a model that we know."""
+    """The architecture of a folder. Raises InputError unless it configures a model that we know."""
     try:
         return architecture_of(read_config(folder).get("model_type"))
     except ValueError as error:
@@ -120,7 +120,7 @@ def architecture_of_folder(folder: Path) -> Architecture:
 
 
 def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
-    """A mapping inside a recipe, made if it is absent; what has a wrong type is left alone."""
+    """A mapping inside a recipe, made if it is absent; a value of a wrong type is left alone."""
     if data.get(key) is None:
         data[key] = {}
     return data[key] if isinstance(data[key], dict) else {}

@@ -1,8 +1,8 @@
 """Where the ranks of torchrun or srun meet: one store, one verdict on the input, one voice.
 
-Rank 0 answers at a door, a port that all ranks know, and says where the store is. A door tells our
-job from another program that has the port, which a store would wait for; then all ranks go on to
-the next port.
+Rank 0 answers at a door, a port that all ranks know, and says where the store is. Through the door
+a rank can tell our job from another program on that port, for which a store would wait in vain;
+then all ranks try the next port.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch.distributed.rendezvous import rendezvous
 from mimo.errors import InputError
 from mimo.launch.ranks import RankEnv
 
-_NUM_DOORS = 8  # ports to try, from the one that is asked for
-_ANSWER_SECONDS = 2.0  # that a door has to answer in; other programs may never answer
+_NUM_DOORS = 8  # ports to try, starting with the requested one
+_ANSWER_SECONDS = 2.0  # within which a door must answer; other programs may never answer
 _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 3.0  # how long rank 0, which hosts the store, waits for the others
 
 
 class Refused(Exception):
-    """The job cannot begin because of its input, and rank 0 says why; nothing is left to print."""
+    """The job cannot begin because of its input. Rank 0 has said why; there is no more to print."""
 
 
 class Meeting:
-    """The ranks of a job before and after they train. Every rank builds one, together.
+    """Brings the ranks of a job together before and after training. All ranks build one, together.
 
-    store: for torch.distributed to join the world with.
-    Raises InputError when the ranks do not find each other within ``timeout_seconds``.
+    store: with which torch.distributed joins the world.
+    Raises InputError if the ranks do not find each other within ``timeout_seconds``.
     """
 
     def __init__(self, environment: RankEnv, timeout_seconds: float) -> None:
@@ -53,7 +53,7 @@ class Meeting:
         self._rounds = 0
 
     def agree(self, problem: str) -> None:
-        """Compare every rank's ``problem``; each rank calls it, with an empty one if it has none.
+        """Collect every rank's ``problem``; each rank calls it, with an empty one if it has none.
 
         Rank 0 prints each different problem once. Raises Refused on all ranks if there is any.
         """
@@ -61,7 +61,7 @@ class Meeting:
         self.from_rank_0(self._check_problems)
 
     def _check_problems(self) -> None:
-        """Raise InputError with what the ranks have to say, and which of them said nothing."""
+        """Raise InputError with the problems of all ranks, and the ranks that did not join."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         ranks_of: dict[str, list[int]] = {}
         for rank in range(self._size):
@@ -81,9 +81,9 @@ class Meeting:
             raise InputError("\n".join(lines))
 
     def from_rank_0[T](self, do: Callable[[], T]) -> T:
-        """What ``do`` returns on rank 0, which alone calls it; every rank calls this.
+        """What ``do`` returns on rank 0, the only rank that calls it; every rank calls this.
 
-        An InputError of ``do`` is printed by rank 0 and raises Refused on all ranks.
+        If ``do`` raises InputError, rank 0 prints it and all ranks raise Refused.
         """
         self._rounds += 1
         key = f"from rank 0, {self._rounds}"
@@ -98,7 +98,7 @@ class Meeting:
         return value
 
     def _outcome[T](self, do: Callable[[], T]) -> tuple[T | None, bool]:
-        """What ``do`` returns, and whether it refused; then its reason is printed."""
+        """What ``do`` returns, and whether it refused; if so, the reason is printed."""
         try:
             return do(), False
         except InputError as error:
@@ -110,7 +110,7 @@ class Meeting:
     def last_words(self, error: BaseException, log_dir: Path) -> None:
         """Report the ``error`` that ends this rank: to a file, and to stderr if it is the first.
 
-        Of ranks that fail with the same words, one prints them.
+        If several ranks fail with the same message, one prints it.
         """
         text = "".join(traceback.format_exception_only(error))
         if not isinstance(error, InputError):
@@ -128,7 +128,7 @@ class Meeting:
             return True
 
     def _leave(self) -> None:
-        """This rank needs the store no more; rank 0 waits until the others are done with it."""
+        """Say that this rank no longer needs the store; rank 0 waits for the others to do so."""
         try:
             here = self._words.add("left", 1)
             deadline = time.monotonic() + _LEAVE_SECONDS
@@ -168,7 +168,7 @@ def _open_store(
 
 
 def _address(environment: RankEnv) -> tuple[str, int] | None:
-    """Host and first port of the door; None where the ranks have a store without one."""
+    """Host and first port of the door; None if the ranks have a store without one."""
     if environment.rendezvous == "env://":
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return None  # torchrun's, already open
@@ -181,7 +181,7 @@ def _address(environment: RankEnv) -> tuple[str, int] | None:
 
 
 def _password(world_size: int) -> str:
-    """What the ranks of one job have in common, and no other job."""
+    """Something that the ranks of one job share with no other job."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     parts = [os.environ.get(name, "") for name in names]
     return f"mimo {hashlib.sha256(repr((world_size, parts)).encode()).hexdigest()[:16]}"
@@ -201,7 +201,7 @@ def _open_door(host: str, port: int) -> socket.socket:
 
 
 def _answer(door: socket.socket, answer: bytes) -> None:
-    """Tell every visitor where the store is, as long as this process runs."""
+    """Tell every visitor where the store is, for as long as this process runs."""
     while True:
         visitor, _ = door.accept()
         with visitor:
@@ -212,7 +212,7 @@ def _answer(door: socket.socket, answer: bytes) -> None:
 
 
 def _ask(host: str, port: int, password: str, timeout_seconds: float, rank: int) -> int:
-    """The port of the store, as rank 0 tells it at its door, which may open later."""
+    """The port of the store, as rank 0 gives it at its door, which may not be open yet."""
     deadline = time.monotonic() + timeout_seconds
     reason = ""
     while time.monotonic() < deadline:

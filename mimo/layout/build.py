@@ -19,8 +19,8 @@ from mimo.recipe.unsupported import refusals
 def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     """Place every module of `recipe` on its ranks.
 
-    With a `world_size` one module may leave `dp` out: it gets the ranks that remain. Without one,
-    a missing `dp` is 1 and the world is as large as the grids need.
+    With a `world_size`, one module may leave out `dp`: it gets the remaining ranks. Without one, a
+    missing `dp` is 1 and the world is as large as the grids need.
 
     Raises RecipeError with one line per finding: grids that overlap, leave ranks unused or need
     another number of ranks, batch and sequence sizes that do not divide, a run-ahead that would
@@ -57,7 +57,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
-    """By encoder with feature levels, its bridges; too many levels are added to `problems`."""
+    """The bridges of each encoder with feature levels; too many levels are added to `problems`."""
     links, layers = {}, num_language_layers(recipe)
     for name in recipe.encoders:
         levels = num_levels(recipe, name)
@@ -76,7 +76,7 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
 
 
 def _grid(module: str, grid: Grid) -> GridSpec:
-    """The axes of `module`, with one lane where `dp` is left out, not placed yet."""
+    """The grid of `module`, not yet placed, with one lane if `dp` is left out."""
     return GridSpec(
         module, tp=grid.tp, sp=grid.sp, cp=grid.cp, pp=grid.pp, vpp=grid.vpp, dp=grid.dp or 1
     )
@@ -85,7 +85,7 @@ def _grid(module: str, grid: Grid) -> GridSpec:
 def _derive_lanes(
     recipe: Recipe, grids: dict[str, GridSpec], world_size: int | None, problems: list[str]
 ) -> dict[str, GridSpec]:
-    """`grids` with every `dp` filled in; a reason why one cannot be is added to `problems`."""
+    """`grids` with every `dp` filled in; where that is impossible, `problems` gets the reason."""
     missing = [name for name in grids if recipe.module(name).grid.dp is None]
     if world_size is None or not missing:
         return grids
@@ -118,7 +118,7 @@ def _derive_lanes(
 
 
 def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
-    """Grids with offsets: given ones stand, each other module takes the lowest free block."""
+    """Grids with offsets: given offsets stand, every other module takes the lowest free block."""
     placed: dict[str, GridSpec] = {}
     for name, grid in grids.items():
         if (offset := recipe.module(name).grid.rank_offset) is not None:
@@ -136,7 +136,7 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
 
 
 def _on_language(recipe: Recipe, name: str, language: GridSpec) -> GridSpec:
-    """The grid of a colocated encoder: the language model's ranks, axes of its own."""
+    """The grid of a colocated encoder: the language model's ranks, but the encoder's axes."""
     given = recipe.encoders[name].grid
     grid = _grid(name, given)
     lanes = given.dp or max(1, language.size // grid.lane_size)

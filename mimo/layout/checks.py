@@ -1,4 +1,4 @@
-"""What a layout must fulfil: its ranks, and the sizes of a recipe that they divide."""
+"""What a layout must fulfil: how it uses ranks, and which sizes of a recipe they must divide."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
@@ -90,7 +90,7 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _unused(grids: Iterable[GridSpec], needed: int) -> list[int]:
-    """The first and the last of `needed` ranks that no grid has; grids do not overlap."""
+    """The first and last of the `needed` ranks that no grid has; grids do not overlap."""
     placed = sorted((grid.ranks for grid in grids), key=lambda ranks: ranks.start)
     starts = [0, *(ranks.stop for ranks in placed)]
     stops = [*(min(ranks.start, needed) for ranks in placed), needed]

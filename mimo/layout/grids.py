@@ -84,8 +84,8 @@ class Layout:
     """Every module's grid; disjoint ones together use each of the `world_size` ranks once.
 
     colocated: names of the encoders that run on the language model's ranks.
-    links: of the encoders that emit feature levels, one per stage that needs any. They follow from
-        the models, so layouts are equal without them.
+    links: for encoders that emit feature levels, one per stage that needs any. They follow from
+        the models, so they do not count when layouts are compared.
     """
 
     language: GridSpec
@@ -104,7 +104,7 @@ class Layout:
         return {**self.encoders, LANGUAGE: self.language}
 
     def modules_of(self, rank: int) -> tuple[str, ...]:
-        """The modules that `rank` holds a part of."""
+        """The modules of which `rank` holds a part."""
         return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
 
 
@@ -114,7 +114,7 @@ def num_microbatches(recipe: Recipe, layout: Layout) -> int:
 
 
 def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
-    """The run-ahead of `encoder`; 'auto' is one more than needed, so that both sides overlap."""
+    """The run-ahead of `encoder`; 'auto' is one more than needed, so that the sides overlap."""
     value = recipe.encoders[encoder].run_ahead
     if value != "auto":
         return value

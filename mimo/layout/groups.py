@@ -55,9 +55,9 @@ class BridgeGroups:
 class Topology:
     """This rank's view: its modules' groups and the bridges that it takes part in.
 
-    modules: groups of the modules that this rank owns a part of, by module name.
-    bridges: those with this rank at one end, of an encoder in the order of their stages.
-    groups: all that this rank is in, in the order of their making.
+    modules: by name, the groups of each module of which this rank owns a part.
+    bridges: those with this rank at one end; for each encoder, in the order of their stages.
+    groups: all groups with this rank, in the order in which they were made.
     """
 
     layout: Layout
@@ -72,14 +72,14 @@ class Topology:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for the run: first rank of the language model's last stage."""
+        """Whether this rank speaks for the run: the first of the language model's last stage."""
         language = self.layout.language
         return self.rank == language.rank(pp=language.pp - 1)
 
     def close(self) -> None:
-        """Destroy all groups but the world; the model on them is not used any more.
+        """Destroy all groups but the world; the model on them can no longer be used.
 
-        Every rank of the world calls it. The world may build another topology then.
+        Every rank of the world calls it. The world may then build another topology.
         """
         dist.barrier()
         for group in self.groups:
@@ -88,7 +88,7 @@ class Topology:
 
 
 class _GroupFactory:
-    """Creates groups by their ranks, each set once. Every rank makes the same calls."""
+    """Creates groups by their ranks, each set of ranks once. Every rank makes the same calls."""
 
     def __init__(self, rank: int, groups: list[dist.ProcessGroup]) -> None:
         self.rank = rank
@@ -96,7 +96,7 @@ class _GroupFactory:
         self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def mine(self, enumeration: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
-        """The group of ``enumeration`` with this rank in it; None when there is none."""
+        """The group of ``enumeration`` that has this rank; None if none does."""
         found = None
         for ranks in enumeration:
             key = tuple(ranks)
@@ -107,7 +107,7 @@ class _GroupFactory:
         return found
 
     def fresh(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
-        """A group of its own even when another with the same ranks exists."""
+        """A separate group, even if another with the same ranks exists."""
         group = dist.new_group(list(ranks), group_desc=name)
         if not isinstance(group, dist.ProcessGroup):
             return None
@@ -122,7 +122,7 @@ def comm_grid(spec: GridSpec) -> HyperCommGrid:
 
 
 def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
-    """All groups that Megatron 0.19 asks of one module; None where this rank has no part of it."""
+    """All groups that Megatron 0.19 wants for a module; None if this rank has no part of it."""
     grid = comm_grid(spec)
     made = {
         name: factory.mine(
@@ -183,7 +183,7 @@ def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, l
         return
     assert pair[0] is not None and pair[1] is not None
     for group in pair:
-        # NCCL wants the first call of a group from all of its ranks; later messages go only
-        # between peers that have rows to exchange.
+        # NCCL wants all ranks of a group in its first call; later messages go only between peers
+        # that have rows to exchange.
         dist.all_reduce(torch.zeros(1, device=local_device()), group=group)
     topology.bridges[link] = BridgeGroups(pair[0], pair[1])

@@ -1,8 +1,8 @@
 """Which stage of the language model needs which feature level of an encoder, in pure integers.
 
 Level 0 is the embeddings, for the first layer's input. Level k is added after the k-th layer
-(DeepStack), so it goes to the pipeline stage, and there to the chunk, that owns that
-layer. All levels for one stage travel in the same messages: a `Link`.
+(DeepStack), so it goes to the pipeline stage, and within it to the chunk, that owns that layer.
+All levels for one stage travel in the same messages: a `Link`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_REPEATS = 4  # of the schedule's pattern, its beginning and its end included
+_REPEATS = 4  # of the schedule's pattern, including its beginning and its end
 
 
 class LevelPlace(NamedTuple):
@@ -22,10 +22,10 @@ class LevelPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """The bridge between an encoder and one stage of the language model that needs rows of it.
+    """The bridge between an encoder and one stage of the language model that needs its rows.
 
-    levels: ascending; their rows stand side by side in one message. chunks: the chunk of
-    the stage that needs each, ascending.
+    levels: ascending; their rows stand side by side in one message. chunks: for each level, the
+    chunk of the stage that needs it, ascending.
     """
 
     encoder: str
@@ -42,14 +42,14 @@ class Link:
 
 
 def level_places(pp: int, vpp: int, num_layers: int, num_levels: int) -> list[LevelPlace]:
-    """Of the embeddings and each of ``num_levels`` further levels, the place that needs it.
+    """The places that need the embeddings and each of ``num_levels`` further levels.
 
     The layers are split evenly over pp stages of vpp chunks each, as Megatron splits them: chunk c
     of stage s is the (c·pp + s)-th part. There must be a layer for every level.
     """
     assert num_levels <= num_layers, f"{num_levels} levels for {num_layers} layers"
     per_chunk = max(1, num_layers // (pp * vpp))
-    # A number of layers that does not divide is refused elsewhere; it must not fail here.
+    # A number of layers that does not divide evenly is refused elsewhere; it must not fail here.
     parts = [min(layer // per_chunk, pp * vpp - 1) for layer in range(num_levels)]
     return [LevelPlace(0, 0)] + [LevelPlace(part % pp, part // pp) for part in parts]
 
@@ -67,14 +67,14 @@ def links_of(encoder: str, places: list[LevelPlace]) -> tuple[Link, ...]:
 def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
     """Microbatches a disjoint encoder must have sent ahead before it waits for a gradient.
 
-    With fewer both sides wait for each other: the encoder for the gradients of a microbatch, the
-    language model for the rows of a later one. Found by walking the order in which Megatron's
-    schedule (1F1B, or interleaved with `vpp` chunks) runs the first stage: its first chunk takes a
-    microbatch's embeddings when it runs forward, and answers when it has run backward. It takes
-    rows before every other stage and chunk that needs levels, and answers after them, so only the
-    first chunk decides.
+    With fewer, both sides wait for each other: the encoder for the gradients of a microbatch, the
+    language model for the rows of a later one. The number is found by walking the order in which
+    Megatron's schedule (1F1B, or interleaved with `vpp` chunks) runs the first stage. Its first
+    chunk takes a microbatch's embeddings when it runs forward, and returns gradients after it has
+    run backward. It takes rows before all other stages and chunks that need levels, and returns
+    gradients after them, so only the first chunk matters.
     """
-    # The order repeats with every pp microbatches; by then all that can happen has happened.
+    # The order repeats every pp microbatches; after a few repeats nothing new happens.
     microbatches = min(microbatches, _REPEATS * pp)
     table = [
         chunk

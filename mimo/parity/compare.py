@@ -1,4 +1,4 @@
-"""Sets what the ranks of a layout computed against transformers, in forward order."""
+"""Compares what the ranks of a layout computed with transformers, in forward order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Line:
     """One point. error: "difference" is max|Δ|, "relative" is max|Δ| / max|reference|, "unequal"
     is the number of entries that differ where none may.
 
-    where: the module and rank that is furthest off.
+    where: the module and rank that are furthest off.
     """
 
     point: str
@@ -40,7 +40,7 @@ class Line:
 class Parity:
     """lines: the points in forward order. step: loss and gradients, and weights as imported.
 
-    compared, total: numbers of parameters; of a large model the gradients of some are left out.
+    compared, total: numbers of parameters; a large model's largest gradients are left out.
     """
 
     lines: list[Line]
@@ -61,9 +61,9 @@ class Parity:
 
 
 def compare_points(results: Sequence[OursOnRank], theirs: Theirs, tolerance: float) -> list[Line]:
-    """Every rank's part of every point. After an input that differs, nothing else is compared.
+    """Compare every rank's part of every point. If an input differs, nothing else is compared.
 
-    Raises IncomparableError where the ranks together do not have a whole tensor.
+    Raises IncomparableError if the ranks together do not have a whole tensor.
     """
     parts: dict[str, list[Part]] = {}
     for part in (part for result in results for part in result.parts):
@@ -88,7 +88,7 @@ def _line(point: str, whole: np.ndarray, parts: Sequence[Part], tolerance: float
     worst, where = 0.0, ""
     for part in parts:
         got = part.values
-        if point == LOGITS:  # the vocabulary of ours may be padded further
+        if point == LOGITS:  # our vocabulary may be padded further
             got = got[:, : max(whole.shape[1] - part.columns, 0)]
         columns = slice(part.columns, part.columns + got.shape[1])
         fits = columns.stop <= whole.shape[1] or not got.shape[1]
@@ -123,9 +123,9 @@ def compare_step(
     weights: Mapping[str, Sequence[Weight]],
     tolerance: float,
 ) -> Comparison:
-    """Loss, gradient norm, gradients, and the weights before the step.
+    """Compare loss, gradient norm, gradients, and the weights before the step.
 
-    weights: by module, those that were compared.
+    weights: by module, those to compare.
     Raises IncomparableError for parameters that only one side has.
     """
     shards = {shard.name: shard for result in results for shard in result.steps.shards}
@@ -149,7 +149,7 @@ def compare_step(
 
 
 def _pack(weight: Weight, tensors: Mapping[str, np.ndarray], shard: Shard) -> np.ndarray:
-    """Our parameter from theirs, with the rows of zeros that pad ours."""
+    """Our parameter, made from theirs, with the rows of zeros that pad ours."""
     keys = [source.key for source in weight.sources]
     packed = weight.pack({key: torch.from_numpy(tensors[key]) for key in keys}).numpy()
     rows = shard.weights[0].shape[0] * (shard.tp_size if shard.dim == 0 else 1)

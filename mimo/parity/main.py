@@ -23,9 +23,10 @@ _LOG_WIDTH = 110  # characters
 def main(
     checkpoint: Path, overrides: Sequence[str], tolerance: float | None, json: Path | None
 ) -> int:
-    """Print a table of errors; 0 when both sides are equal, else 1.
+    """Print a table of errors; 0 if both sides are equal, else 1.
 
-    tolerance: None for that of fp32. Raises InputError for bad input, before any rank starts.
+    tolerance: None for the default in fp32. Raises InputError for bad input, before any rank
+    starts.
     """
     check_writable(json)
     with tempfile.TemporaryDirectory(prefix="mimo-parity-") as folder:
@@ -37,7 +38,7 @@ def main(
         except (RanksFailed, RanksHung, IncomparableError) as error:
             print(error, file=sys.stderr)
             return 1
-    # A log file has no width of its own.
+    # A log file has no width.
     console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
     title = f"{checkpoint}, transformers against {layout.world_size} ranks (fp32)"
     print_table(console, found, title)

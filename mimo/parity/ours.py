@@ -33,7 +33,7 @@ from mimo.verify.run import WatchedSteps
 def run_ours(
     recipe: Recipe, layout: Layout, names: Collection[str], fault: Fault | None = None
 ) -> OursOnRank:
-    """One rank of a world that is launched for it.
+    """Be one rank of a world launched for this.
 
     names: of the parameters whose gradients and weights are wanted. fault: a deliberate bug.
     """
@@ -65,7 +65,7 @@ def run_ours(
 
 
 class _WatchedStep(WatchedSteps):
-    """Keeps the plan of the one step, and the weights that it begins with."""
+    """Keeps the plan of the only step, and the weights that it begins with."""
 
     def __init__(self, modules: Mapping[str, Module], rank: int, names: Collection[str]) -> None:
         """names: of the parameters that are watched."""
@@ -80,7 +80,7 @@ class _WatchedStep(WatchedSteps):
 
     @override
     def updated(self, step: int, modules: Mapping[str, Module]) -> None:
-        """The new weights are of no interest."""
+        """Do nothing: the new weights are not compared."""
 
 
 def _language_parts(chunk: Recording, module: Module, places: Places, rank: int) -> Iterator[Part]:
@@ -90,7 +90,7 @@ def _language_parts(chunk: Recording, module: Module, places: Places, rank: int)
         for number, values in enumerate(calls):
             lengths = chunk.lengths[number]
             of_lane = places.tokens(number, groups.dp.rank(), sum(lengths))
-            whole = point == POSITIONS  # which are never cut
+            whole = point == POSITIONS  # positions are never split
             held = np.arange(sum(lengths)) if whole else held_tokens(len(values), lengths, groups)
             columns = groups.tp.rank() * values.shape[1] if point == LOGITS else 0
             yield _part(point, where, of_lane[held], values, columns)
@@ -99,7 +99,7 @@ def _language_parts(chunk: Recording, module: Module, places: Places, rank: int)
 def _batches_of_calls(
     model: MimoModel, topology: Topology, encoder: str, num_microbatches: int
 ) -> list[range]:
-    """The microbatches whose items each call of an encoder encodes."""
+    """For each call of an encoder, the microbatches whose items it encodes."""
     size = 1
     if encoder in topology.layout.colocated:
         size = model.encode_group or num_microbatches
@@ -123,7 +123,7 @@ def _tower_parts(
             whole = places.rows(items) if point == ROWS else places.patches(items)
             parts = 1 if point == PIXELS else module.sequence_parts
             held = held_part(len(values), len(whole), parts, groups.tp.rank())
-            # Blank ones have no place.
+            # Blank rows have no place.
             index = np.append(whole, NOTHING)[held]
             if point != ROWS:
                 yield _part(point, where, index, values)
@@ -133,6 +133,6 @@ def _tower_parts(
 
 
 def _part(point: str, where: str, index: np.ndarray, values: Tensor, columns: int = 0) -> Part:
-    """Without padding."""
+    """The values that are not padding, as a part of ``point``."""
     real = index != NOTHING
     return Part(point, where, index[real], values.numpy()[real], columns)

@@ -18,7 +18,7 @@ NOTHING = -1  # padding
 
 
 class Places:
-    """Rows of whole tensors, in the order of the samples, for what a step's plan packs."""
+    """Rows of the whole tensors, in the order of the samples, of what a step's plan packs."""
 
     def __init__(self, reader: SampleReader, plan: StepPlan) -> None:
         index = reader.index
@@ -29,7 +29,7 @@ class Places:
         self._patch_start = _starts([int(np.prod(reader.grid(item))) for item in items])
 
     def tokens(self, microbatch: int, lane: int, length: int) -> np.ndarray:
-        """(T,) for a lane of ``length`` tokens."""
+        """(T,) rows of the tokens of a lane, which has ``length`` of them."""
         samples = self._plan.microbatches[microbatch].samples
         found = np.full(length, NOTHING)
         for i in samples.samples_of_lane(lane).tolist():
@@ -39,7 +39,7 @@ class Places:
         return found
 
     def items(self, microbatches: Sequence[int], encoder: str, lane: int) -> list[int]:
-        """Items of a lane of an encoder in a call, in order."""
+        """The items that a lane of an encoder encodes in one call, in order."""
         found: list[int] = []
         for m in microbatches:
             planned = self._plan.microbatches[m]
@@ -48,19 +48,19 @@ class Places:
         return found
 
     def patches(self, items: Sequence[int]) -> np.ndarray:
-        """(P,) of these items."""
+        """(P,) places of the patches of these items."""
         return _stretches(self._patch_start, items)
 
     def rows(self, items: Sequence[int]) -> np.ndarray:
-        """(N,) of these items."""
+        """(N,) places of the rows of these items."""
         return _stretches(self._row_start, items)
 
 
 def held_tokens(count: int, lengths: tuple[int, ...], groups: ProcessGroupCollection) -> np.ndarray:
-    """Places in the lane (n,) of the ``count`` tokens that this rank has of a tensor.
+    """Places in the lane (n,) of the ``count`` tokens of a tensor that this rank has.
 
-    All of them, its share of the context, or of that its share of the sequence. lengths: of the
-    segments, padded.
+    They are all tokens, its context-parallel share, or its sequence-parallel share of that.
+    lengths: of the segments, padded.
     """
     total, cp = sum(lengths), groups.cp.size()
     if count == total:
@@ -75,10 +75,10 @@ def held_tokens(count: int, lengths: tuple[int, ...], groups: ProcessGroupCollec
 
 
 def held_part(count: int, total: int, parts: int, part: int) -> np.ndarray:
-    """Places (n,) of the ``count`` patches or rows of a tower that a rank has, blank ones too.
+    """Places (n,) of the ``count`` patches or rows of a tower that a rank has, including blanks.
 
-    parts, part: over how many ranks they are cut, and which this is; blank ones are behind
-    ``total``.
+    parts, part: over how many ranks they are split, and the number of this part. Blanks come after
+    the first ``total``.
     """
     start = part * count if parts > 1 else 0
     held = np.arange(start, start + count)

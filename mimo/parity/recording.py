@@ -1,4 +1,4 @@
-"""What the modules of a rank compute, kept by hooks, call by call.
+"""What the modules of a rank compute, recorded by hooks call by call.
 
 Letters: T packed tokens of a lane, P patches, B sequences (1, packed) of S local tokens, H hidden,
 V vocabulary.
@@ -22,21 +22,21 @@ ROWS = "rows"
 
 @dataclass
 class Recording:
-    """The calls of one model chunk in turn, which is the order of the microbatches.
+    """The calls of one model chunk, in the order of the microbatches.
 
-    states: by point, of each call, (n, k). lengths: of the language model's segments.
+    states: by point, (n, k) of each call. lengths: of the language model's segments.
     """
 
     states: dict[str, list[Tensor]] = field(default_factory=dict)
     lengths: list[tuple[int, ...]] = field(default_factory=list)
 
     def keep(self, point: str, values: Tensor) -> None:
-        """Copy what a call computed: the schedules free it once it is sent."""
+        """Copy what a call computed, because the schedules free it once it is sent."""
         self.states.setdefault(point, []).append(values.detach().clone())
 
 
 def record_language(module: Module) -> list[Recording]:
-    """Watch all chunks of the language model; they hold what the next steps compute."""
+    """Watch all chunks of the language model; the recordings fill as the next steps compute."""
     found = []
     for chunk in module.raw:
         gpt, own = cast("Any", chunk), Recording()
@@ -54,7 +54,7 @@ def record_language(module: Module) -> list[Recording]:
 
 
 def record_tower(module: Module) -> Recording:
-    """Watch an encoder."""
+    """Watch an encoder; the recording fills as the next steps compute."""
     tower, own = cast("Any", module.raw[0]), Recording()
     stage, stages = module.groups.pp.rank(), module.groups.pp.size()
     if stage == 0:
@@ -69,7 +69,7 @@ def record_tower(module: Module) -> Recording:
 
 
 def _keep_inputs(own: Recording, gpt: nn.Module, args: object, given: dict[str, Any]) -> None:
-    """input_ids (1, S), position_ids (3, 1, T), decoder_input (S, 1, H) on the first stage."""
+    """Keep input_ids (1, S), position_ids (3, 1, T), decoder_input (S, 1, H) on the first stage."""
     own.lengths.append(given["packed_seq_params"].lengths)
     own.keep(TOKENS, given["input_ids"].T)
     own.keep(POSITIONS, given["position_ids"][:, 0].T)
@@ -78,11 +78,11 @@ def _keep_inputs(own: Recording, gpt: nn.Module, args: object, given: dict[str, 
 
 
 def _keep_embedding(own: Recording, blocks: nn.Module, args: object, given: dict[str, Any]) -> None:
-    """hidden_states (P, 1, D)."""
+    """Keep hidden_states (P, 1, D)."""
     own.keep("vision.embedding", given["hidden_states"][:, 0])
 
 
 def _keep_hidden(own: Recording, point: str, layer: nn.Module, args: object, output: Any) -> None:
-    """output (S, 1, H), alone or the first of several."""
+    """Keep output (S, 1, H), which comes alone or as the first of several."""
     hidden = output if isinstance(output, torch.Tensor) else output[0]
     own.keep(point, hidden[:, 0])

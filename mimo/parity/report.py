@@ -22,7 +22,7 @@ _STEP = {
 
 
 def print_table(console: Console, found: Parity, title: str) -> None:
-    """A row per point in forward order, then loss, gradients and imported weights."""
+    """Print a row per point in forward order, then loss, gradients and imported weights."""
     table = Table(title=title)
     table.add_column("compared", overflow="fold")
     table.add_column("error", justify="right", no_wrap=True)
@@ -42,7 +42,7 @@ def print_table(console: Console, found: Parity, title: str) -> None:
 
 
 def verdict(found: Parity) -> str:
-    """One sentence: equal, or where the two first part."""
+    """One sentence: equal, or where the two first diverge."""
     if found.passed:
         which = "every gradient"
         if found.compared < found.total:
@@ -73,7 +73,7 @@ def _number(line: Line) -> str:
 
 
 def write_json(path: Path, found: Parity, checkpoint: Path, overrides: list[str]) -> None:
-    """Everything: every error of every point and parameter."""
+    """Write every error of every point and parameter."""
     document: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "overrides": overrides,

@@ -1,7 +1,7 @@
-"""What both sides hand over, as plain arrays.
+"""What both sides return, as plain arrays.
 
 A point is a place in the model where a tensor is compared. Its whole tensor has a row for each
-token of all samples, for each patch or for each row of all items, in the order of the samples.
+token of all samples, or for each patch or row of all items, in the order of the samples.
 
 Letters: L tokens of one sample, T of all, P patches, C numbers per patch.
 """
@@ -21,7 +21,7 @@ LOGITS = "language.head"
 
 
 def level_point(number: int) -> str:
-    """The rows of a tower: 0 is the embeddings, others are levels."""
+    """The point of a tower's rows: 0 is the embeddings, other numbers are levels."""
     return "vision.rows" if number == 0 else f"vision.level {number - 1}"
 
 
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class OursOnRank:
-    """parts: of every point that the rank takes part in. steps: one step, and its shards."""
+    """parts: of every point that this rank holds a part of. steps: one step, and its shards."""
 
     parts: list[Part]
     steps: RankSteps
@@ -51,8 +51,8 @@ class OursOnRank:
 class Theirs:
     """What transformers computed, sample by sample.
 
-    points: whole tensors by point, in forward order. loss: mean per token that counts.
-    gradients, weights: by key of the checkpoint, of those that were asked for.
+    points: whole tensors by point, in forward order. loss: mean over the tokens that count.
+    gradients, weights: by key of the checkpoint, only those asked for.
     """
 
     points: dict[str, np.ndarray]

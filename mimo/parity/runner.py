@@ -1,4 +1,4 @@
-"""Runs a checkpoint in transformers, in one process, and in layouts of ours, on real ranks."""
+"""Runs a checkpoint in transformers, in one process, and in our layouts, on real ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mimo.parity.samples import make_samples, write_samples
 from mimo.recipe.schema import Recipe
 from mimo.verify.results import Fault
 
-# Named, not imported: the engine and transformers are loaded in the fork server only.
+# Named, not imported: only the fork server loads the engine and transformers.
 _THEIRS, _OURS = "mimo.parity.theirs:run_theirs", "mimo.parity.ours:run_ours"
 PRELOAD = (
     "mimo.engines.megatron.preload",
@@ -32,11 +32,11 @@ PRELOAD = (
 
 _MICROBATCHES = 3  # the last has no pictures
 _SAMPLES = 2  # of a lane in a microbatch
-_GRADIENT_ELEMENTS = 1 << 26  # of a larger model, the smallest tensors
+_GRADIENT_ELEMENTS = 1 << 26  # of a model with more, only the smallest tensors are compared
 _TIMEOUT_SECONDS = 4 * 3600.0  # a model of billions of weights takes its time on a CPU
 _EMBEDDING, _TIED_COPY = "embedding.word_embeddings.weight", "language.output_layer.weight"
 
-# What a layout consists of, and what a family's settings are; parity says all else itself.
+# The keys of layouts and of a family's settings; parity sets all others itself.
 _OVERRIDABLE = ("language.grid", "language.model", "bridge", "encoders.vision.placement")
 _OVERRIDABLE += tuple(f"encoders.vision.{key}" for key in ("grid", "model", "run_ahead"))
 _OVERRIDABLE += ("encoders.vision.encode_group",)
@@ -66,9 +66,9 @@ train:
 
 
 class ParityRunner:
-    """Compares layouts of one checkpoint; what transformers computed is kept for all of them.
+    """Compares layouts of one checkpoint; all of them share what transformers computed.
 
-    folder: for the data, written once. Start the fork server (`warm_up_on_cpu`) before.
+    folder: for the data, written once. Start the fork server (`warm_up_on_cpu`) first.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ParityRunner:
         """The recipe of a layout, with the data that it needs. Raises InputError, RecipeError."""
         check_overrides(overrides)
         grid = self._recipe(_SAMPLES, overrides).language.grid
-        step = grid.pp if grid.vpp > 1 else 1  # interleaved stages take turns
+        step = grid.pp if grid.vpp > 1 else 1  # interleaving needs a multiple of pp
         microbatches = -(-_MICROBATCHES // step) * step
         count = _SAMPLES * microbatches * (grid.dp or 1)
         recipe = self._recipe(count, overrides)
@@ -102,8 +102,8 @@ class ParityRunner:
     ) -> Parity:
         """Compare one layout. ``fault``: a deliberate bug of our ranks, for tests.
 
-        Raises as `prepare`; RanksFailed or RanksHung when a run fails; IncomparableError where
-        one side lacks what the other has.
+        Raises what `prepare` raises; RanksFailed or RanksHung if a run fails; IncomparableError
+        if one side lacks what the other has.
         """
         recipe, layout = self.prepare(overrides)
         initial = initial_weights(recipe)
@@ -148,7 +148,7 @@ class ParityRunner:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise InputError for one that is about anything but layout or a family's settings."""
+    """Raise InputError for an override of anything but layout or a family's settings."""
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == known or key.startswith(f"{known}.") for known in _OVERRIDABLE):
@@ -159,8 +159,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _chosen(initial: InitialWeights) -> Mapping[str, Sequence[Weight]]:
-    """By module the parameters whose gradients are compared: all, or the smallest of a large
-    model, which are those of norms, biases and towers.
+    """By module, the parameters whose gradients are compared.
+
+    They are all parameters, or the smallest ones of a large model: norms, biases and towers.
     """
     everything = [(module, w) for module, own in initial.weights.items() for w in own]
     by_size = sorted(everything, key=lambda pair: num_elements([pair[1]]))

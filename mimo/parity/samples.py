@@ -1,6 +1,6 @@
 """The inputs: chats with several pictures, with one and with none, of odd sizes.
 
-Both sides make them from the same numbers; ours reads them from a shard, like any other data.
+Both sides make them from the same numbers; our side reads them from a shard, like any other data.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-# Width and height in pixels of the pictures of one sample; samples without pictures follow each
-# other, so that a microbatch of them is text only.
+# For each sample, width and height of its pictures in pixels. Two samples without pictures stand
+# together, so that one microbatch is text only.
 _PICTURES = (((61, 37), (140, 90)), (), ((97, 203),), ((28, 28), (45, 131), (33, 71)), (), ())
 _QUESTIONS = ("what digits are these ?", "what comes after 3 ?", "read the digit .")
 _MAX_ANSWER = 6  # words
@@ -41,7 +41,7 @@ class ParitySample:
         return [*self.prompt(), {"role": "assistant", "content": answer}]
 
     def images(self) -> list[Image.Image]:
-        """Noise in colour, the same whenever it is asked for."""
+        """Coloured noise, the same in every call."""
         rng = np.random.default_rng(self.number)
         return [
             Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
@@ -50,7 +50,7 @@ class ParitySample:
 
 
 def make_samples(count: int) -> list[ParitySample]:
-    """The first ``count`` samples; they repeat sizes of pictures, not their content."""
+    """The first ``count`` samples; picture sizes repeat, their content does not."""
     rng = np.random.default_rng(0)
     found = []
     for number in range(count):
@@ -67,7 +67,7 @@ def make_samples(count: int) -> list[ParitySample]:
 
 
 def write_samples(path: Path, samples: list[ParitySample]) -> None:
-    """A shard with the samples in order."""
+    """Write a shard with the samples in order."""
     from webdataset.writer import TarWriter  # here: it imports torch
 
     with TarWriter(str(path), encoder=False) as tar:

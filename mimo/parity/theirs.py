@@ -1,4 +1,4 @@
-"""The side of transformers: its processor, its model, and a look at what every module computes.
+"""The transformers side: its processor, its model, and what every module computes.
 
 Letters: L tokens of one sample, T of all, I items of one sample, P patches, C numbers per patch,
 N rows, H hidden, V vocabulary, S side of a square image in pixels.
@@ -23,7 +23,7 @@ from mimo.parity.samples import ParitySample
 
 @dataclass(frozen=True)
 class _Modules:
-    """Where a model of transformers computes what is compared. rows: its output has the rows."""
+    """The modules of a transformers model whose values are compared. rows: it outputs the rows."""
 
     blocks: str
     rows: str
@@ -40,7 +40,7 @@ _LANGUAGE = "model.language_model"
 
 @dataclass(frozen=True)
 class _Encoded:
-    """inputs: of the model. answer: (L - 1,) bool, where the next token counts in the loss."""
+    """inputs: for the model. answer: (L - 1,) bool, where the next token counts in the loss."""
 
     inputs: dict[str, Tensor]
     answer: Tensor
@@ -52,7 +52,7 @@ class _Encoded:
 
 
 def run_theirs(directory: Path, samples: Sequence[ParitySample], keys: Collection[str]) -> Theirs:
-    """Forward and backward of all samples, one at a time, in fp32 and in this process.
+    """Run all samples forward and backward, one at a time, in fp32 and in this process.
 
     keys: of the checkpoint's tensors whose gradients and values are wanted.
     """
@@ -95,13 +95,13 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _encode(processor: Any, model: Any, sample: ParitySample) -> _Encoded:
-    """The chat through the checkpoint's template and processor."""
+    """Put the chat through the checkpoint's template and processor."""
     found = []
     for messages, waits in ((sample.prompt(), True), (sample.messages(), False)):
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=waits)
         images = {"images": [sample.images()]} if sample.pictures else {}
         found.append(
-            # The template writes what begins a text.
+            # The template itself writes the tokens that begin a text.
             processor(text=[text], return_tensors="pt", add_special_tokens=False, **images)
         )
     prompt, whole = found
@@ -112,14 +112,14 @@ def _encode(processor: Any, model: Any, sample: ParitySample) -> _Encoded:
             "the chat template renders a question differently once its answer is there, so the "
             "tokens of the answer cannot be told apart: need a template that only grows"
         )
-    # What follows the end of a turn is never generated.
+    # Tokens after the end of a turn are never generated.
     end = int(torch.isin(ids, ends).nonzero().max()) + 1
     places = torch.arange(1, len(ids))
     return _Encoded(dict(whole), (places >= start) & (places < end))
 
 
 def _end_ids(processor: Any, model: Any) -> list[int]:
-    """Of the tokens at which an answer ends; some folders name none for generation."""
+    """Ids of the tokens that end an answer; some folders name none for generation."""
     given = model.generation_config.eos_token_id
     ends = given if isinstance(given, list) else [given]
     return [end for end in (*ends, processor.tokenizer.eos_token_id) if end is not None]
@@ -147,7 +147,7 @@ class _Watch:
         model.get_submodule(modules.rows).register_forward_hook(self._keep_rows)
         language = model.get_submodule(_LANGUAGE)
         language.register_forward_pre_hook(self._keep_positions, with_kwargs=True)
-        # What a layer passes on is what the next one gets: levels are added in between.
+        # A layer's output is taken as the next one's input, because levels are added in between.
         names = ["embedding", *(f"layers.{number}" for number in range(len(language.layers)))]
         for name, module in zip(names, [*language.layers, language.norm], strict=True):
             module.register_forward_pre_hook(
@@ -170,7 +170,7 @@ class _Watch:
         self.keep(TOKENS, encoded.ids[:, None])
         pixels = encoded.inputs.get("pixel_values")
         if pixels is not None:
-            # Gemma-3's are whole images (I, 3, S, S).
+            # Gemma-3's pixels are whole images (I, 3, S, S).
             self._order = self._raster_order() if pixels.dim() == 4 else None
             self.keep(PIXELS, self._as_patches(pixels) if pixels.dim() == 4 else pixels)
 
@@ -187,7 +187,7 @@ class _Watch:
         return len(vision.get("deepstack_visual_indexes", ()))
 
     def _keep_patches(self, point: str, hidden: Tensor) -> None:
-        """hidden: (P, D), or per image (I, P', D) with patches line by line."""
+        """Keep hidden: (P, D), or per image (I, P', D) with patches line by line."""
         if self._order is not None:
             hidden = hidden[:, self._order].flatten(0, 1)
         self.keep(point, hidden)
@@ -204,18 +204,18 @@ class _Watch:
         positions = given.get("position_ids")
         if positions is None:
             positions = torch.arange(self._tokens)
-        # Of four, the first is that of plain text; the others are time, height and width.
+        # If there are four, the first is for plain text; the others are time, height and width.
         three = positions.reshape(-1, self._tokens)[-3:].expand(3, -1)
         self.keep(POSITIONS, three.T)
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Patches along a side of an image, of a pooled block, and pixels of a patch."""
+        """Patches along a side of an image and of a pooled block, and pixels along a patch."""
         vision = self._config.vision_config
         side = vision.image_size // vision.patch_size
         return side, side // round(self._config.mm_tokens_per_image**0.5), vision.patch_size
 
     def _raster_order(self) -> Tensor:
-        """(P',): by place in our order, in which a pooled block's patches lie together."""
+        """(P',) raster index of each patch in our order, which keeps a pooled block together."""
         side, block, _ = self._sizes()
         lines = torch.arange(side * side).view(side // block, block, side // block, block)
         return lines.transpose(1, 2).flatten()

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe's keys, in the words of a recipe."""
+"""What is wrong with a recipe's keys, in the terms of a recipe."""
 
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ _RENAMED: dict[Location, str] = {("stages",): PHASES}
 
 
 def describe(source: YamlSource, details: ErrorDetails, recipe: type[BaseModel]) -> str:
-    """One line for one finding of pydantic about ``recipe``, in the words of a recipe."""
+    """One line for one of pydantic's findings about ``recipe``, in the terms of a recipe."""
     location: Location = tuple(details["loc"])
     if details["type"] == "extra_forbidden":
         if location in _RENAMED:

@@ -1,6 +1,6 @@
-"""The data of one phase: its own keys laid over those of the recipe, each with its origin.
+"""The data of one phase: the phase's keys laid over those of the recipe, each with its origin.
 
-Mappings merge, key by key and at every depth; lists and plain values replace what was there.
+Mappings merge key by key at every depth; lists and plain values replace what was there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FIXED = (
 
 @dataclass
 class PhaseSource(YamlSource):
-    """What one phase is read from. `own`: locations of values that the phase itself gives."""
+    """What one phase is read from. `own`: locations of the values that the phase itself sets."""
 
     name: str = ""
     index: int = 0
     own: frozenset[Location] = field(default_factory=frozenset)
 
     def problem(self, location: Location, message: str) -> str:
-        """One line like `YamlSource.problem`, in which the phase can be told."""
+        """One line like `YamlSource.problem` that also shows which phase it is about."""
         if self.nearest(location) in self.own:
             key = dotted((PHASES, self.index, *location))
             return f"{self.origin(location)}: {key}: {message}"
@@ -42,12 +42,12 @@ class PhaseSource(YamlSource):
 
 
 def in_phase(name: str) -> str:
-    """How a line about a key that all phases share ends when it is wrong in phase `name` only."""
+    """The end of a line about a key that all phases share but is wrong only in phase `name`."""
     return f" (in phase {name!r})"
 
 
 def lay_over(base: YamlSource, index: int, name: str) -> PhaseSource:
-    """The recipe `base` with the keys of its phase `index` laid over those outside of phases."""
+    """The recipe `base` with the keys of its phase `index` laid over those outside `phases`."""
     keys = {key: value for key, value in base.data[PHASES][index].items() if key != "name"}
     data = {key: value for key, value in base.data.items() if key != PHASES}
     replaced: list[Location] = []
@@ -58,7 +58,7 @@ def lay_over(base: YamlSource, index: int, name: str) -> PhaseSource:
         if location[0] != PHASES and not _is_below_any(location, replaced)
     }
     prefix = (PHASES, index)
-    # A phase that an override has set as a whole has no origin per key: its own serves.
+    # A phase set as a whole by an override has no origin per key; each key gets the phase's.
     own: dict[Location, str] = {(key,): base.origin((*prefix, key)) for key in keys}
     own |= {
         location[2:]: origin
@@ -69,7 +69,7 @@ def lay_over(base: YamlSource, index: int, name: str) -> PhaseSource:
 
 
 def _merged(base: Any, own: Any, location: Location, replaced: list[Location]) -> Any:
-    """`own` over `base`; notes in `replaced` which values of `base` are gone."""
+    """`own` laid over `base`; adds to `replaced` where values of `base` were replaced."""
     if not (isinstance(base, dict) and isinstance(own, dict)):
         replaced.append(location)
         return deepcopy(own)
@@ -100,7 +100,7 @@ def fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
                 f"all phases have the same encoders; add {dotted(location[:2])} outside of phases"
             )
             yield base.problem(where[:4], message)
-            known.add(location[1])  # once for all of its keys
+            known.add(location[1])  # report it once for all of its keys
             continue
         for pattern, reason in _FIXED:
             if _matches(location, pattern) and value != value_at(base.data, location, _NOTHING):
@@ -110,10 +110,10 @@ def fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
 
 
 def override_problems(base: YamlSource) -> Iterator[str]:
-    """Overrides outside of phases that change nothing, because every phase gives the key itself."""
+    """Overrides outside `phases` that change nothing, because every phase sets the key itself."""
     phases: list[Any] = base.data[PHASES]
     for location in dict.fromkeys(base.overridden):
-        if location[0] in (PHASES, "name"):  # a phase's name is its own
+        if location[0] in (PHASES, "name"):  # a phase's name is not the recipe's
             continue
         value = value_at(base.data, location, _NOTHING)
         below = [(*location, *rest) for rest, _ in leaves(value)] or [location]
@@ -136,7 +136,7 @@ def value_at(data: Any, location: Location, default: Any) -> Any:
 
 
 def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]:
-    """All values below the mapping `data` that are no mappings, with their locations."""
+    """All values inside the mapping `data` that are not mappings, with their locations."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from leaves(value, (*location, key))
@@ -145,7 +145,7 @@ def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]
 
 
 def _gives(phase: Any, location: Location) -> bool:
-    """Whether a phase sets the value at `location`, alone or with a parent of it."""
+    """Whether a phase sets the value at `location`, by itself or through a parent."""
     for part in location:
         if not isinstance(phase, dict):
             return True  # a plain value or a list stands in place of a parent

@@ -1,8 +1,9 @@
-"""Phases: one job that trains the same model several times over, each time in its own way.
+"""Phases: one job that trains the same model several times in a row, each time differently.
 
-A recipe may have a list `phases`; each entry has a name and any keys of a recipe, laid over the
-keys outside of the list. So each phase has its own freezing, learning rates, data and layout, and
-begins with the weights that the one before has left. A recipe without the list is one phase.
+A recipe may have a list `phases`; each entry has a name and any keys of a recipe, which override
+the keys outside the list. So freezing, learning rates, data and layout can differ between phases,
+and each phase starts from the weights that the previous one left. A recipe without the list is one
+phase.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ PHASE_FOLDER = re.compile(r"phase_(\d+)_[A-Za-z0-9_-]+")
 class Phase:
     """One training run of a job.
 
-    recipe: whole, and without phases; its run folder is the phase's. name: empty for the only one
-    of a recipe without phases. title: for people, such as `phase 1 of 2, projector`.
+    recipe: complete and without phases; its run folder is the phase's. name: empty if the recipe
+    has no phases. title: for people, such as `phase 1 of 2, projector`.
     """
 
     recipe: Recipe
@@ -59,11 +60,11 @@ class PhasedRecipe:
 
     @property
     def has_phases(self) -> bool:
-        """Whether the recipe names phases; else the job's folder is that of its only run."""
+        """Whether the recipe names phases; if not, the job's folder is that of its only run."""
         return PHASES in self.source.data
 
     def each[T](self, do: Callable[[Recipe], T]) -> list[T]:
-        """`do` for the recipe of every phase. Raises one RecipeError with all problems."""
+        """Call `do` on the recipe of every phase. Raises one RecipeError with all problems."""
         names = [phase.name for phase in self.phases]
         return _for_each(names, [phase.recipe for phase in self.phases], do)
 
@@ -79,8 +80,8 @@ def read_phases(
 ) -> PhasedRecipe:
     """Read the recipe at `path`, with or without phases.
 
-    An override such as `phases.0.train.steps=5` changes one phase. One of a key outside of phases
-    reaches the phases that do not give that key themselves; where all do, it is an error.
+    An override such as `phases.0.train.steps=5` changes one phase. An override of a key outside
+    the list reaches the phases that do not set that key themselves; if all do, it is an error.
     Raises RecipeError with the problems of all phases.
     """
     source = read_yaml(Path(path), overrides)
@@ -93,7 +94,7 @@ def read_phases(
     given: list[dict[str, Any]] = source.data[PHASES]
     names = [phase["name"] for phase in given]
     problems += override_problems(source)
-    # What the folder of `init_from` says is the same for all; each phase finds its own problems.
+    # The folder of `init_from` says the same for all phases; each phase reports its problems later.
     shared = replace(source, data=deepcopy(source.data))
     for _ in fill(shared.data):
         pass
@@ -117,12 +118,12 @@ def read_phases(
 
 
 def phase_folder(number: int, name: str) -> str:
-    """The name of the folder in which phase ``number``, counted from 1, has its run."""
+    """The name of the run folder of phase ``number``, which counts from 1."""
     return f"phase_{number}_{name}"
 
 
 def _form_problems(source: YamlSource) -> list[str]:
-    """What keeps `phases` from being a list of mappings with names of their own."""
+    """What keeps `phases` from being a list of mappings with different names."""
     phases = source.data[PHASES]
     if not isinstance(phases, list) or not phases:
         return [source.problem((PHASES,), f"needs a list of phases; got {shown(phases)}")]
@@ -151,7 +152,7 @@ def _form_problems(source: YamlSource) -> list[str]:
 
 
 def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterator[str]:
-    """Phases that lack adapters which an earlier one has trained."""
+    """Phases that lack adapters which an earlier phase trained."""
     for name, (before, after) in zip(names, pairwise(recipes), strict=False):
         for key, earlier in _adapters(before).items():
             later = _adapters(after)[key]
@@ -164,13 +165,13 @@ def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterat
 
 
 def _adapters(recipe: Recipe) -> dict[Location, LoRA | None]:
-    """What is said of adapters, by the key of the module."""
+    """The adapter settings of each module, by its key."""
     encoders = {("encoders", name): encoder.lora for name, encoder in recipe.encoders.items()}
     return {("language",): recipe.language.lora, **encoders}
 
 
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:
-    """The recipe as that of a run of its own, inside the folder of the job."""
+    """The recipe of a phase as a separate run, inside the folder of the job."""
     train = recipe.train.model_copy(update={"run_dir": str(recipe.run_dir)})
     return recipe.model_copy(update={"name": phase_folder(number, name), "train": train})
 
@@ -178,9 +179,9 @@ def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:
 def _for_each[S: Recipe | PhaseSource, T](
     names: Sequence[str], items: Sequence[S], do: Callable[[S], T]
 ) -> list[T]:
-    """`do` for all items, one of each phase. Raises one RecipeError with all problems.
+    """Call `do` on all items, one for each phase. Raises one RecipeError with all problems.
 
-    A line that is the same for all phases is there once.
+    A line that is the same for all phases appears once.
     """
     results: list[T] = []
     found: list[tuple[str, tuple[str, ...]]] = []

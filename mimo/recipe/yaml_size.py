@@ -1,7 +1,7 @@
-"""How large YAML text is once its aliases are followed, found before any of it is built.
+"""How large YAML text becomes once its aliases are followed, found before any of it is built.
 
-Nine levels of nine aliases are a few hundred bytes of text and 387 million values. The parser's
-events come one by one, without recursion, so counting them costs the same for any text.
+Nine levels of nine aliases are a few hundred bytes of text but 387 million values. The parser's
+events come one by one, without recursion, so the cost of counting depends on the text alone.
 """
 
 import re
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FoxX_.+-]*")
 
 
 class YamlTooLarge(ValueError):
-    """YAML text that no recipe can mean. line: counted from 1."""
+    """YAML text larger than any real recipe. line: counts from 1."""
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -30,9 +30,9 @@ class YamlTooLarge(ValueError):
 
 
 def check_size(text: str) -> None:
-    """Raise YamlTooLarge for text of too many values, too deep, or with too long a number.
+    """Raise YamlTooLarge for too many values, too deep nesting, or too long a number.
 
-    Raises ruamel's errors for what is not YAML.
+    Raises ruamel's errors for text that is not YAML.
     """
     expanded: dict[str, int] = {}  # values of each anchored node, aliases followed
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and the count where the node began

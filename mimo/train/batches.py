@@ -1,6 +1,6 @@
 """The global batches of a split, one after another, as one rank sees them.
 
-All ranks plan alike and each reads what it owns; what one of them cannot read, all leave out.
+All ranks make the same plan, and each reads its own part. What one rank cannot read, all leave out.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class RankBatch:
     """What the modules of this rank compute on in one step.
 
-    language: the packed microbatches of its lane, on language ranks. items: by encoder of this
-    rank, those of its lane. name, sample_keys: for messages; the keys are of one microbatch.
+    language: the packed microbatches of its lane, on language ranks. items: those of its lane, by
+    encoder on this rank. name, sample_keys: for messages; the keys are those of one microbatch.
     """
 
     name: str
@@ -43,11 +43,11 @@ class RankBatch:
 
 
 class Batches:
-    """The batches of ``steps`` in order; a context, which every rank of the world enters.
+    """The batches of ``steps`` in order; a context manager that every rank of the world enters.
 
     For each batch call `plan`, then `read`, then `read_next` and `sum_over_world`.
-    name: what messages call one batch, such as "step". samples: those before the first batch.
-    ahead: batches to read ahead of use. encode_group: as of `StepPlanner`.
+    name: what messages call one batch, such as "step". samples: number before the first batch.
+    ahead: batches to read ahead of use. encode_group: as for `StepPlanner`.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Batches:
         return self._planner.samples_before(step)
 
     def plan(self) -> StepPlan:
-        """The plan of the batch at hand, without its unusable samples; the same on all ranks."""
+        """The plan of the current batch, without its unusable samples; the same on all ranks."""
         return self._planner.finish(self._at_hand.microbatches, self._unusable)
 
     def unusable_samples(self) -> set[tuple[int, int]]:
-        """(data source, sample) of the samples of the batch at hand that are left out."""
+        """(data source, sample) of each sample left out of the current batch."""
         found = set()
         for position in self._unusable:
             microbatch, number = divmod(position, self._planner.samples_per_microbatch)
@@ -127,7 +127,7 @@ class Batches:
         return found
 
     def read(self, plan: StepPlan) -> RankBatch:
-        """What this rank needs of the batch at hand, in the order of its plan."""
+        """What this rank needs of the current batch, in the order of its plan."""
         loaded, dataset, language, items = self._at_hand, self.dataset, [], {}
         readers = dataset.readers
         for name in self._layout.modules_of(self._rank):
@@ -145,14 +145,14 @@ class Batches:
         return RankBatch(f"{self.name} {loaded.step}", plan, language, items, sample_keys)
 
     def read_next(self) -> None:
-        """Go on to the next batch, which is being read ahead; after the last there is none."""
+        """Move on to the next batch, which is already being read; after the last there is none."""
         self._loaded = self._loader.next() if self._left > 0 else None
         self._left -= 1
 
     def sum_over_world(self, *values: float) -> list[float]:
         """Sum ``values`` over all ranks, after `read_next`; every rank of the world calls it.
 
-        In the same message the ranks tell which samples of the batch at hand they could not read.
+        The same message carries which samples of the current batch each rank could not read.
         """
         sums = sum_over_world([*values, *self._flags()])
         flags = sums[len(values) :]
@@ -165,7 +165,7 @@ class Batches:
         return self._loaded
 
     def _flags(self) -> list[float]:
-        """For each sample of the batch at hand, 1 if this rank could not read it."""
+        """For each sample of the current batch, 1 if this rank could not read it."""
         if self._loaded is None:
             return []
         flags = [0.0] * self._planner.samples_per_step
@@ -176,7 +176,7 @@ class Batches:
 
 
 def sum_over_world(values: Sequence[float]) -> list[float]:
-    """Element-wise sum over all ranks, in fp64; every rank calls it with as many values."""
+    """Element-wise sum over all ranks, in fp64; every rank calls it with equally many values."""
     if not values:
         return []
     total = torch.tensor(list(values), dtype=torch.float64, device=local_device())

@@ -106,6 +106,6 @@ class Trainer:
             )
 
     def _flops_per_token(self) -> float:
-        """Of the language model, forward and backward."""
+        """FLOPs of the language model, forward and backward."""
         settings = language_settings(self.recipe)
         return settings.flops_per_token(settings.padded_vocab_size(self.chat.vocab_size))

@@ -26,9 +26,9 @@ from mimo.train.run_lock import run_lock
 if TYPE_CHECKING:
     from mimo.launch.meeting import Meeting
 
-# What the forkserver imports once, so that ranks start in a tenth of a second.
+# Imported once by the forkserver, so that ranks start in a tenth of a second.
 PRELOAD = ("mimo.engines.megatron.preload", "mimo.train.rank", "transformers")
-# How far apart ranks may come, where no recipe that can be read says so.
+# How far apart in time ranks may arrive when no readable recipe says so.
 _MEETING_SECONDS = 600.0
 
 
@@ -52,7 +52,7 @@ def main(
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks `mimo train` for."""
+    """What the user asks of `mimo train`."""
 
     path: Path
     overrides: Sequence[str] = ()
@@ -61,9 +61,9 @@ class Request:
     resume_from: Path | None = None
 
     def check(self, environment: RankEnv | None) -> Job:
-        """Check all that can be checked without ranks. Raises RecipeError with all problems.
+        """Check everything that needs no ranks. Raises RecipeError with all problems.
 
-        environment: of this rank, where torchrun or srun has started it.
+        environment: that of this rank if torchrun or srun started it.
         """
         ranks = environment.world_size if environment else self.num_ranks
         phased = load_phases(self.path, self.overrides)
@@ -79,7 +79,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked recipe, on which layout each of its phases trains, and whether it goes on."""
+    """A checked recipe, the layout of each of its phases, and whether it resumes a run."""
 
     phased: PhasedRecipe
     layouts: Sequence[Layout]
@@ -87,7 +87,10 @@ class Job:
     resume_from: Path | None = None
 
     def begin(self) -> list[Run]:
-        """The runs to do, with their folders; called by one process, which holds the run's lock."""
+        """Make the folders of the runs to do; called by the one process that holds the run's lock.
+
+        Returns these runs.
+        """
         runs = runs_to_do(self.phased, self.layouts, self.resume, self.resume_from)
         for run in runs:
             if isinstance(run.start, FromScratch):
@@ -110,9 +113,9 @@ def train_here(job: Job) -> int:
 
 
 def _be_a_rank(request: Request, environment: RankEnv) -> int:
-    """Train as a rank that torchrun or srun has started; returns an exit code.
+    """Train as a rank that torchrun or srun started; returns an exit code.
 
-    All ranks check the recipe; rank 0 makes the run folders, and speaks for all.
+    All ranks check the recipe; rank 0 makes the run folders and speaks for all.
     """
     job, problem = None, ""
     try:
@@ -141,14 +144,14 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
 
 
 def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
-    """The same ranks do all runs, one after another. Does not return when one of them fails."""
+    """Do all runs on the same ranks, one after another. Does not return if one of them fails."""
     from mimo.train.rank import join_world, leave_world, train_in_world
 
     run_dir = runs[0].recipe.run_dir
 
     def end(error: BaseException) -> NoReturn:
         meeting.last_words(error, run_dir)
-        # Not by way of the interpreter, which may wait for a backend that waits for other ranks.
+        # A normal exit of the interpreter could wait for a backend that waits for other ranks.
         os._exit(exit_code_of(error))
 
     end_with_failed_thread(end)

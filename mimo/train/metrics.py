@@ -1,4 +1,4 @@
-"""What a run reports: figures of each step, in metrics.jsonl and TensorBoard, a line and a bar."""
+"""What a run reports: the figures of each step in metrics.jsonl, TensorBoard and on the console."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from mimo.step.plan import StepPlan
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step came to, over the whole world.
+    """The outcome of one training step, over the whole world.
 
-    loss: summed over the global batch. grad_norm: before clipping. rates: learning rate by module
-    that trains. idle_seconds: summed over the ranks of disjoint encoders, which wait for gradients.
+    loss: summed over the global batch. grad_norm: before clipping. rates: learning rate of each
+    module that trains. idle_seconds: summed over the ranks of disjoint encoders, which wait for
+    gradients.
     """
 
     plan: StepPlan
@@ -39,8 +40,8 @@ def step_metrics(
 ) -> dict[str, float | None]:
     """The line of a step in metrics.jsonl, without its number.
 
-    flops_per_token: of the language model. skipped_samples: of the run until now.
-    mfu is None where the device's peak is unknown.
+    flops_per_token: of the language model. skipped_samples: since the run began.
+    mfu is None if the device's peak is unknown.
     """
     plan, seconds = done.plan, done.step_seconds
     waiting = _ranks_that_wait(layout)
@@ -63,7 +64,7 @@ def step_metrics(
 
 
 def _ranks_that_wait(layout: Layout) -> int:
-    """How many ranks send rows and wait; on a GPU waiting does not block the host."""
+    """How many ranks send rows and then wait; on a GPU waiting does not block the host."""
     if has_gpu():
         return 0
     disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]

@@ -1,4 +1,4 @@
-"""Who watches a run: where it stands, and what the steps compute."""
+"""How to watch a run: where it stands, and what its steps compute."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ ACTIVITIES = (
 
 
 class StepObserver(Protocol):
-    """Watches the steps of one rank. Each method does nothing; an observer overrides what it needs.
+    """Watches the steps of one rank. The methods do nothing; an observer overrides those it needs.
 
-    All ranks call in the same order, so an observer that every rank has may use collectives.
+    All ranks call them in the same order, so an observer on every rank may use collectives.
     """
 
     def at(self, step: int, activity: str) -> None:
-        """The rank begins with one of `ACTIVITIES`."""
+        """The rank begins one of `ACTIVITIES`."""
 
     def planned(self, step: int, plan: StepPlan) -> None:
         """The plan of a step is complete; nothing has been computed yet."""
 
     def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
-        """All gradients are summed and divided; they are not clipped.
+        """All gradients are summed and divided, but not yet clipped.
 
-        modules: those that this rank owns a part of, by name.
+        modules: those of which this rank owns a part, by name.
         """
 
     def updated(self, step: int, modules: Mapping[str, Module]) -> None:
-        """The weights are those after the step."""
+        """The weights have been updated by the step."""

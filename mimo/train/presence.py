@@ -1,9 +1,9 @@
-"""Which ranks still answer, and where each of them is: so that a lost one can be named.
+"""Which ranks still answer and where each one is, so that a lost rank can be named.
 
-Each rank keeps a small file in the run folder up to date, from a thread of its own: a rank that
-waits for others still does, a stopped or ended one does not. Where a collective fails, the files
-say who has failed, who does not answer any more, or who is behind. Ages are differences between
-times of files, so clocks of hosts do not matter.
+In each rank a thread keeps a small file in the run folder up to date. It still does so while the
+rank waits for others, but not once the rank is stopped or has ended. When a collective fails, the
+files say who failed, who no longer answers, or who lags behind. Ages are differences between file
+times, so the hosts' clocks do not matter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mimo.launch.processes import is_consequence
 from mimo.layout.grids import Layout
 from mimo.train.observer import ACTIVITIES, StepObserver
 
-# A rank is lost that has missed so many of the times at which it should have written; a busy
-# machine may keep a thread from its turn for seconds.
+# A rank is lost once it has missed this many writes; a busy machine may hold up a thread for
+# seconds.
 _MISSED = 4
 _LOST_SECONDS = 5.0  # at least
 _BEATS_PER_TIMEOUT = 20
@@ -32,7 +32,7 @@ _BEAT_SECONDS = (0.5, 10.0)  # at least, at most
 
 
 class RankLost(RuntimeError):
-    """Other ranks are the reason why this one cannot go on; ``waits_for`` are their numbers."""
+    """This rank cannot go on because of other ranks; ``waits_for`` holds their numbers."""
 
     def __init__(self, message: str, waits_for: Sequence[int]) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class RankLost(RuntimeError):
 
 @dataclass(frozen=True)
 class _Rank:
-    """What the file of ``rank`` says; ``age_seconds`` after it was written."""
+    """What the file of ``rank`` says, written ``age_seconds`` ago."""
 
     rank: int
     who: str
@@ -63,9 +63,10 @@ class _Rank:
 
 
 class Presence(StepObserver):
-    """The file of this ``rank`` in ``folder``, and a look at those of the others.
+    """Writes the file of this ``rank`` in ``folder``, and reads those of the others.
 
-    timeout_seconds: after which transfers fail; what is written in that time tells a lost rank.
+    timeout_seconds: after which transfers fail. How often ranks write, and after what silence one
+    is lost, follow from it.
     """
 
     def __init__(self, folder: Path, layout: Layout, rank: int, timeout_seconds: float) -> None:
@@ -85,15 +86,15 @@ class Presence(StepObserver):
 
     @override
     def at(self, step: int, activity: str) -> None:
-        """Where this rank is from now on; costs nothing, as the thread writes it."""
+        """Set where this rank is from now on; costs nothing, because the thread writes it."""
         assert activity in ACTIVITIES, f"{activity!r} is no activity"
         self._place = (step, activity)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Be present inside; errors that come of another rank name it.
+        """Be present inside; an error caused by another rank names that rank.
 
-        Raises RankLost in place of a backend's error, if there is a rank to name.
+        Raises RankLost in place of a backend's error if there is a rank to name.
         """
         self._folder.mkdir(exist_ok=True)
         self._write()
@@ -101,8 +102,8 @@ class Presence(StepObserver):
         try:
             yield
         except BridgeError as error:
-            # It names a peer, which itself may wait for a rank that is lost. Not to be delayed:
-            # this rank's own end is what its peers hear of next.
+            # The error names a peer, which may itself be waiting for a lost rank. Do not delay:
+            # the next thing the peers hear of is that this rank ended.
             if lost := [one for one in self._lost() if one.rank not in error.waits_for]:
                 error.add_note(_told(lost))
             self._fail(error)
@@ -120,7 +121,7 @@ class Presence(StepObserver):
                     self._file(self._rank).unlink(missing_ok=True)
 
     def _fail(self, error: Exception) -> None:
-        """Leave word of an error of this rank's own."""
+        """Record in this rank's file that it failed."""
         self._failure = f"{type(error).__name__}: {error}"
         self._write()
 
@@ -141,11 +142,11 @@ class Presence(StepObserver):
             try:
                 partial.write_text(json.dumps(state))
                 os.replace(partial, self._file(self._rank))
-            except OSError:  # a full disk is told by what matters more
+            except OSError:  # a full disk is reported by writes that matter more
                 return
 
     def _find(self) -> tuple[str, list[int]] | None:
-        """Who is to blame, in words, and the ranks; None if all ranks are at the same place."""
+        """Who is to blame, in words, and their ranks; None if no rank is behind this one."""
         deadline = time.monotonic() + self._lost_seconds + self._beat_seconds
         while True:
             if failed := [one for one in self._others() if one.failure]:
@@ -169,7 +170,7 @@ class Presence(StepObserver):
         return [one for one in self._others() if one.age_seconds > self._lost_seconds]
 
     def _others(self) -> list[_Rank]:
-        """All ranks but this one that have a file. One that ended well has none."""
+        """All other ranks that have a file. A rank that ended well has none."""
         self._write()
         found, now = [], self._file(self._rank).stat().st_mtime
         for rank in range(self._size):

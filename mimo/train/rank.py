@@ -33,22 +33,22 @@ from mimo.train.presence import Presence
 
 logger = logging.getLogger(__name__)
 
-# Transfers over the bridge say what is missing, so they give up before any other collective does.
+# Bridge transfers say what is missing, so they should time out before other collectives do.
 _COLLECTIVE_PATIENCE = 1.5
 
 
 def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
-    """One rank of a job that was launched on this machine."""
+    """Be one rank of a job launched on this machine."""
     join_world(recipe)
     train_in_world(recipe, layout, run_dir, start)
     leave_world()
 
 
 def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> RankEnv:
-    """Join torch.distributed with the rank that the environment names.
+    """Join torch.distributed as the rank that the environment names.
 
-    later: what the same world trains afterwards; the longest of all timeouts holds. store: where
-    the ranks have met already; else they meet as the environment says.
+    later: what the same world trains afterwards; the longest timeout of all applies. store: where
+    the ranks have already met; without one, they meet as the environment says.
     """
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
@@ -64,16 +64,16 @@ def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> Ra
 
 
 def leave_world() -> None:
-    """The end of a rank; every rank of the world calls it."""
+    """End this rank; every rank of the world calls it."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def train_in_world(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
-    """From building the model to the last checkpoint; every rank of the world calls it.
+    """Train, from building the model to the last checkpoint; every rank of the world calls it.
 
-    layout: the recipe's, for a world of this size; made before the ranks were started.
-    Afterwards only the world's own group is left, so that another run can follow.
+    layout: the recipe's, for a world of this size; made before the ranks started.
+    Afterwards only the world's group is left, so that another run can follow.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     set_threads(recipe.train.threads_per_rank, here)
@@ -92,7 +92,7 @@ def train_in_world(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) 
 def _train(
     recipe: Recipe, topology: Topology, run_dir: Path, start: Start, presence: Presence
 ) -> None:
-    # Where weights come from a checkpoint of ours, those to start from need not be read.
+    # If the weights come from one of our checkpoints, the initial ones need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
     trainer = Trainer(recipe, topology, run_dir, initial)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
@@ -127,9 +127,9 @@ def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Write this process's log and warnings to a file, and not to the console.
+    """Write this process's log and warnings to a file instead of the console.
 
-    A library that logs before any handler is there has given the root logger one for the console.
+    A library that logged before any handler existed has given the root logger a console handler.
     """
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -1,4 +1,4 @@
-"""The folder of a run: whether it can be made, and making it."""
+"""The folder of a run: checks that it can be made, and makes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mimo.recipe.schema import Recipe
 
 
 def check_run_dir(phased: PhasedRecipe) -> None:
-    """Raise RecipeError unless the run's folder can be made. Makes the one that it goes into."""
+    """Raise RecipeError unless the run's folder can be made. Makes its parent folder."""
     parent = phased.run_dir.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,10 @@ def check_run_dir(phased: PhasedRecipe) -> None:
 
 
 def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
-    """The run folder with the resolved recipe in it; an older run of that name steps aside."""
+    """Make the run folder, with the resolved recipe in it; an older run of that name moves aside.
+
+    resumes: leave an existing folder where it is. Returns the folder.
+    """
     run_dir = recipe.run_dir
     if not resumes:
         _step_aside(run_dir)
@@ -38,10 +41,10 @@ def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
 
 
 def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> None:
-    """The folders of all runs that a job has to do.
+    """Make the folders of all runs that a job has to do.
 
-    resumes: whether the job was begun before. Then only what it does anew steps aside; what was
-    ended before its first checkpoint begins again in its folder.
+    resumes: whether the job was begun before. Then only the folders of runs that start over move
+    aside; a run that ended before its first checkpoint starts again in its folder.
     """
     if phased.has_phases:
         if not resumes:

@@ -1,8 +1,8 @@
 """One job at a time writes to a run folder.
 
 The lock is the kernel's (`flock`), so it ends with the process that holds it, however that ends.
-The file beside the run folder only says who holds it. Between hosts it holds on NFS, and on Lustre
-mounted with `flock`; on a file system without locks a warning takes its place.
+The file beside the run folder only says who holds it. Between hosts it works on NFS, and on Lustre
+mounted with `flock`; on a file system without locks there is only a warning.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of ``run_dir``, which need not be there, for one process of a job.
+    """Hold the lock of ``run_dir``, which need not exist, for one process of a job.
 
-    It is on a file beside the folder, as the folder itself may be moved aside.
-    Raises InputError that says who holds it already, or why the file cannot be written.
+    The lock is on a file beside the folder, because the folder itself may be moved aside.
+    Raises InputError saying who already holds it, or why the file cannot be written.
     """
     path = run_dir.with_name(f".{run_dir.name}.lock")
     try:
@@ -47,7 +47,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 def _locked(path: Path, run_dir: Path) -> int:
-    """An open descriptor of the file at ``path``, locked."""
+    """A locked, open descriptor of the file at ``path``."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

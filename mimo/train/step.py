@@ -18,7 +18,7 @@ from mimo.train.batches import Batches, RankBatch
 from mimo.train.metrics import StepResult
 from mimo.train.observer import StepObserver
 
-# Steps in which plan digests are compared over the bridge under `bridge.check: first_steps`.
+# With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
 _CHECKED_STEPS = 3
 _SHOWN_SAMPLES = 16  # in one error message
 
@@ -26,9 +26,9 @@ _SHOWN_SAMPLES = 16  # in one error message
 def train_step(
     step: int, recipe: Recipe, model: MimoModel, batches: Batches, observer: StepObserver
 ) -> StepResult:
-    """Train on the batch at hand; every rank of the world calls it.
+    """Train on the current batch; every rank of the world calls it.
 
-    Raises FloatingPointError for a loss or a norm that is no number.
+    Raises FloatingPointError for a loss or a norm that is not finite.
     """
     synchronize()
     started = time.perf_counter()
@@ -37,19 +37,19 @@ def train_step(
     plan = batches.plan()
     observer.planned(step, plan)
 
-    # ---- read: what this rank owns of the batch
+    # ---- read: this rank's part of the batch
     batch = batches.read(plan)
 
     # ---- forward and backward of the modules of this rank
     observer.at(step, "forward and backward")
     loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
 
-    # ---- complete gradients: sums over lanes, one division by the tokens of the whole batch
+    # ---- complete the gradients: sum over lanes, divide once by the tokens of the whole batch
     observer.at(step, "gradients")
     model.finish_gradients(plan.num_loss_tokens)
     observer.gradients_complete(step, model.modules)
 
-    # ---- norm: one over all modules; loss and unusable samples of the next batch travel along
+    # ---- norm: one over all modules; the loss and the next batch's unusable samples travel along
     observer.at(step, "data of the next step")
     batches.read_next()
     idle = sum(sender.take_waited_seconds() for sender in model.senders.values())
@@ -59,7 +59,7 @@ def train_step(
     norm = math.sqrt(squared_norm)
     _check_finite(step, {"loss": loss, "gradient norm": norm})
 
-    # ---- update: clip all modules alike, each learns at its own rate
+    # ---- update: clip all modules by one factor; each learns at its own rate
     observer.at(step, "update")
     factor = _clip_factor(recipe.train, norm)
     for module in model.modules.values():
@@ -89,12 +89,12 @@ def run_modules(
 
 @contextmanager
 def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
-    """Bridge errors inside get a note with the batch and the samples of their microbatch.
+    """Add the batch and the samples of the microbatch, as a note, to bridge errors raised inside.
 
-    An error about one sample gets that one alone.
+    An error about one sample names only that sample.
 
-    The model's watch notes it until the next batch: on a device, transfers that were asked for
-    inside may be late long after.
+    Until the next batch the model's watch adds the note too: on a device, transfers started
+    inside may turn out to be late long afterwards.
     """
 
     def note(error: BridgeError) -> None:
@@ -121,13 +121,13 @@ def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
 
 
 def _checks(recipe: Recipe, steps_done: int) -> bool:
-    """Whether plans are compared in a step. steps_done: since the run began or was resumed."""
+    """Whether this step compares plans. steps_done: since the run began or was resumed."""
     check = recipe.bridge.check
     return check == "always" or (check == "first_steps" and steps_done < _CHECKED_STEPS)
 
 
 def _squared_norm(modules: Mapping[str, Module]) -> float:
-    """This rank's share; the sum over all ranks is the squared norm of the whole gradient."""
+    """This rank's share; summed over all ranks it is the squared norm of the whole gradient."""
     return math.fsum(
         squared_gradient_norm(module.optimizer, module.groups)
         for module in modules.values()
@@ -150,9 +150,10 @@ def _check_finite(step: int, values: Mapping[str, float]) -> None:
 
 
 def learning_rate(train: Train, peak: float, step: int) -> float:
-    """The rate of ``step``, from 0: linear up to ``peak``, then down half a cosine to a part of it.
+    """The learning rate of ``step``, which counts from 0.
 
-    peak: the module's own learning rate.
+    It rises linearly to ``peak``, then falls along half a cosine to a fraction of it.
+    peak: the module's learning rate.
     """
     if step < train.warmup_steps:
         return peak * (step + 1) / train.warmup_steps

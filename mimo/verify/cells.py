@@ -26,16 +26,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """All layouts of one command. notes: for the report, how they came about."""
+    """All layouts of one command. notes: how they were chosen, for the report."""
 
     cells: tuple[Cell, ...]
     notes: tuple[str, ...]
 
 
 def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bool) -> Cells:
-    """The recipe's own layout: shrunk to ``max_ranks``, or as it is.
+    """The recipe's layout, shrunk to ``max_ranks``, or in full size.
 
-    Raises InputError for a recipe that cannot run, or that cannot be shrunk far enough.
+    Raises InputError for a recipe that cannot run or cannot be shrunk far enough.
     """
     layout = check_recipe(recipe, num_ranks)
     if full:
@@ -65,7 +65,7 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     check_recipe(recipe, None)
     built = [Cell(cell.name, *sweep_recipe(recipe, cell)) for cell in SWEEP]
     larger = [cell for cell in built if cell.layout.world_size > max_ranks]
-    # Megatron's distributed optimizer has none; without it such a cell would show nothing.
+    # Megatron's distributed optimizer has no fp64; without it such a cell would show nothing.
     no_fp64 = [c for c in built if precision == "fp64" and c.recipe.train.distributed_optimizer]
     fitting = [cell for cell in built if cell not in larger and cell not in no_fp64]
     if not fitting:
@@ -95,7 +95,7 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
 
 
 def _refusal(cell: Cell, precision: str) -> str | None:
-    """Why a family of the recipe cannot work on a layout of the matrix, if so."""
+    """Why a family of the recipe cannot work on a layout of the matrix; None if all can."""
     try:
         scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
     except RecipeError as error:
@@ -104,7 +104,7 @@ def _refusal(cell: Cell, precision: str) -> str | None:
 
 
 def describe(layout: Layout) -> str:
-    """All grids of a layout and the kinds of its lane ratios, on one line."""
+    """On one line, all grids of a layout and the kinds of its lane ratios."""
     parts = []
     for name, grid in layout.encoders.items():
         placement = " colocated" if name in layout.colocated else ""

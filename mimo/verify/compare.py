@@ -17,14 +17,14 @@ _SCALARS = ("loss_tokens", "loss", "grad_norm")
 
 
 class IncomparableError(Exception):
-    """A layout's parameters are not those of one rank: some are missing, or of another shape."""
+    """A layout's parameters are not those of one rank: some are missing or differ in shape."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a layout first leaves the one-rank run.
+    """Where a layout first departs from the one-rank run.
 
-    step: from 1. what: "gradient", "weight", or the name of a number of the step.
+    step: counts from 1. what: "gradient", "weight", or the name of one of the step's metrics.
     where: module, rank and pipeline stage. index: of the largest difference in the rank's part.
     """
 
@@ -49,11 +49,11 @@ class Difference:
 class Comparison:
     """Errors of a layout against one rank.
 
-    scalars: error by step and name. gradients, weights: by parameter, one per step, the worst of
-    all ranks.
-    first: the first difference above the tolerance; in a step, gradients before weights, both in
-    the order of the model. largest: the largest difference of the same step and kind; an error of
-    the forward pass reaches every gradient, and this is often nearer to its origin.
+    scalars: error by step and name. gradients, weights: by parameter, the worst error of all ranks
+    in each step.
+    first: the first difference above the tolerance; within a step gradients come before weights,
+    both in model order. largest: the largest difference of the same step and kind. An error in the
+    forward pass reaches every gradient, and the largest is often nearer to its origin.
     """
 
     scalars: list[dict[str, float]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Comparison:
         return largest(self.worst(what) for what in ("gradients", "weights", *_SCALARS))
 
     def worst(self, what: str) -> float:
-        """The largest error of any step: of "gradients", "weights" or a number of the steps."""
+        """The largest error over all steps, in "gradients", "weights" or a metric of the steps."""
         if what in _SCALARS:
             return largest(step[what] for step in self.scalars)
         errors: dict[str, list[float]] = getattr(self, what)
@@ -76,17 +76,17 @@ class Comparison:
 
 
 def largest(errors: Iterable[float]) -> float:
-    """The maximum, where not-a-number is larger than anything; 0 of nothing."""
+    """The maximum, where NaN is larger than anything; 0 if there are no errors."""
     return max(errors, key=lambda e: math.inf if math.isnan(e) else e, default=0.0)
 
 
 def is_worse(error: float, than: float) -> bool:
-    """Whether ``error`` is larger, where not-a-number is larger than anything."""
+    """Whether ``error`` is larger than ``than``, where NaN is larger than anything."""
     return not math.isnan(than) and (math.isnan(error) or error > than)
 
 
 def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
-    """1e-6 of the global norm: below it a tensor is rounding noise, such as a key bias' gradient.
+    """1e-6 of the global norm; a tensor below it is rounding noise, such as a key bias's gradient.
 
     gradients: of the one-rank run.
     """
@@ -94,12 +94,12 @@ def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
 
 
 def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
-    """What the optimizer makes in one step of a gradient at `gradient_floor`.
+    """How far the optimizer moves a weight in one step for a gradient at `gradient_floor`.
 
-    What is zero at first, a bias or the norms of some families, is nothing but its updates: where
-    its gradients are rounding noise, so is the weight. SGD moves it by rate · g, Adam by about
-    rate · g / (g + eps). The sum over all steps is the floor of the weight, which is so judged no
-    more strictly than the gradients that moved it.
+    A weight that starts at zero, such as a bias or the norms of some families, is the sum of its
+    updates: if its gradients are rounding noise, so is the weight. SGD moves it by rate · g, Adam
+    by about rate · g / (g + eps). The sum over all steps is the weight's floor, so that a weight is
+    judged no more strictly than the gradients that moved it.
 
     gradient_norm: of all modules. eps: Adam's, or None for SGD.
     """
@@ -113,9 +113,9 @@ def tensor_error(got: np.ndarray, expected: np.ndarray, scale: float) -> float:
 
 
 def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
-    """Every number and every rank's part of every tensor, after every step.
+    """Compare every metric and every rank's part of every tensor, after every step.
 
-    Raises IncomparableError when a layout has not the parameters of one rank.
+    Raises IncomparableError if the layout's parameters are not those of one rank.
     """
     found = Comparison()
     shards: dict[str, list[Shard]] = {}
@@ -147,9 +147,9 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
 
 
 def assembled(results: Sequence[RankSteps], like: Reference) -> Reference:
-    """What a layout's ranks hold, as whole tensors, to compare another layout of the same with.
+    """What a layout's ranks hold, as whole tensors, as a reference for another run of the layout.
 
-    Of replicas the last rank's. like: the one-rank run, which `compare` has found comparable.
+    Of replicas the last rank's counts. like: the one-rank run, already found comparable.
     """
     parts: dict[str, dict[int, Shard]] = {}
     for result in results:
@@ -169,7 +169,7 @@ def assembled(results: Sequence[RankSteps], like: Reference) -> Reference:
 
 
 def _join(parts: Sequence[np.ndarray], shard: Shard) -> np.ndarray:
-    """The tensor that `slice_of` cuts into these parts, those of all tp ranks."""
+    """The inverse of `slice_of`: the whole tensor from the parts of all tp ranks."""
     if shard.tp_size == 1:
         return parts[0]
     blocks = zip(*(np.split(part, shard.stride, shard.dim) for part in parts), strict=True)
@@ -177,7 +177,7 @@ def _join(parts: Sequence[np.ndarray], shard: Shard) -> np.ndarray:
 
 
 def _note(found: Comparison, difference: Difference, tolerance: float) -> None:
-    # Written so that not-a-number is a difference.
+    # Written so that NaN counts as a difference.
     if difference.error <= tolerance:
         return
     if found.first is None:
@@ -189,7 +189,7 @@ def _note(found: Comparison, difference: Difference, tolerance: float) -> None:
 
 
 def _reference_name(shard: Shard, reference: Reference) -> str:
-    """The last stage's copy of a tied embedding has no name of its own on one rank."""
+    """The name on one rank, where the last stage's copy of a tied embedding has none."""
     is_copy = shard.name == _TIED_COPY and _TIED_COPY not in reference.parameters
     return _EMBEDDING if is_copy else shard.name
 
@@ -197,7 +197,7 @@ def _reference_name(shard: Shard, reference: Reference) -> str:
 def _compare_parameter(
     shards: Sequence[Shard], reference: Reference, name: str, step: int, what: str, floor: float
 ) -> Difference | None:
-    """The worst of all ranks' parts of one parameter; None when it is frozen in both."""
+    """The worst difference over all ranks' parts of a parameter; None if frozen in both runs."""
     expected = reference.parameters[name]
     whole = expected.gradients if what == "gradient" else expected.weights
     worst = None
@@ -205,7 +205,7 @@ def _compare_parameter(
         parts = shard.gradients if what == "gradient" else shard.weights
         if not parts and not whole:
             continue
-        # A gradient that only one of both has is a difference from zero.
+        # If only one of the two has a gradient, the other's is zero.
         wanted = slice_of(whole[step], shard) if whole else np.zeros_like(parts[step])
         if parts and parts[step].shape != wanted.shape:
             raise IncomparableError(

@@ -34,9 +34,9 @@ def main(
     precision: str,
     json: Path | None,
 ) -> int:
-    """Print a table of errors; 0 when every layout of every phase equals one rank, else 1.
+    """Print a table of errors; 0 if every layout of every phase equals one rank, else 1.
 
-    sweep: run the built-in matrix in place of the recipe's own layout. full: do not shrink it.
+    sweep: run the built-in matrix instead of the recipe's layout. full: do not shrink that layout.
     Raises InputError for bad input, before any rank starts.
     """
     phased = load_phases(path, overrides)
@@ -44,7 +44,7 @@ def main(
     if sweep and (full or num_ranks is not None):
         raise InputError("--layouts sweep has its own layouts; remove --full and --num-ranks")
     if sweep:
-        # The matrix has its own layouts and freezing: one phase stands for all.
+        # The matrix sets layouts and freezing itself, so one phase stands for all.
         phases = phased.phases[-1:]
         chosen = [sweep_cells(phases[0].recipe, max_ranks, precision)]
     else:
@@ -53,10 +53,10 @@ def main(
     cells, notes = _of_phases(phases, chosen, precision)
     for cell in cells:
         check_processes(cell.recipe, cell.layout.world_size, machine_memory())
-    for cell in cells:  # what a family refuses is said before anything runs
+    for cell in cells:  # report what a family refuses before anything runs
         scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
     warm_up_on_cpu(PRELOAD)
-    # A log file has no width of its own.
+    # A log file has no width.
     console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
@@ -78,7 +78,7 @@ def main(
 def _of_phases(
     phases: Sequence[Phase], chosen: Sequence[Cells], precision: str
 ) -> tuple[list[Cell], list[str]]:
-    """The layouts of all phases, and the notes; both say which phase, if there are several."""
+    """The layouts and notes of all phases; with several phases, both say which one."""
     cells: list[Cell] = []
     notes: list[str] = []
     for phase, own in zip(phases, chosen, strict=True):
@@ -91,7 +91,7 @@ def _of_phases(
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise InputError now, not after the last layout, for a file that cannot be written."""
+    """Raise InputError for a file that cannot be written: now, not after the last layout."""
     if path is None:
         return
     try:

@@ -14,9 +14,9 @@ from mimo.step.plan import StepPlan
 
 
 def check_minimums(recipe: Recipe, layout: Layout, plan: StepPlan) -> None:
-    """Raise AssertionError when the comparison would be a toy: that is our own bug.
+    """Raise AssertionError if the comparison would be trivial: that is a bug of ours.
 
-    Every chunk of a stage has a layer of every kind; there are more microbatches than pipeline
+    Every pipeline chunk has a layer of every kind; there are more microbatches than pipeline
     depth and run-ahead; language lanes differ in rows and loss tokens, encoder lanes in rows;
     samples have several items, one or none, one microbatch has none at all, and a lane packs
     several samples.
@@ -89,7 +89,7 @@ def _check_lanes(layout: Layout, plan: StepPlan) -> None:
             own = planned.encoders[name]
             weights = planned.samples.item_rows[own.item]
             encoded.append(np.bincount(own.lane, weights=weights, minlength=grid.dp))
-        # Items are balanced over the lanes, so they differ where there are few.
+        # Items are balanced over the lanes, so lanes differ only where items are few.
         rows_of_lanes = np.array(encoded)
         uneven = (rows_of_lanes != rows_of_lanes[:, :1]).any()
         assert uneven or grid.dp == 1, f"{name}: all lanes have equal rows in every microbatch"

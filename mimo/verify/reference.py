@@ -1,7 +1,7 @@
 """The same steps on one rank: plain autograd and a plain optimizer.
 
-No DDP, no bridge, no schedule, no Megatron optimizer: what a layout is compared with shares as
-little as it can with what it checks.
+No DDP, no bridge, no schedule, no Megatron optimizer: the reference shares as little as possible
+with the layouts that it checks.
 
 Letters: P patches, I items, T packed tokens, N rows.
 """
@@ -31,7 +31,7 @@ from mimo.verify.workload import Workload
 
 
 def run_reference(recipe: Recipe, num_steps: int, workload: Workload | None = None) -> Reference:
-    """The one rank of a world that is launched for it. ``workload``: written first, if given."""
+    """Be the only rank of a world launched for this. ``workload``: written first, if given."""
     join_world(recipe)
     if workload is not None:
         workload.write(Path(recipe.data.tokenizer).parent)
@@ -87,9 +87,9 @@ def reference_steps(
 
 
 def scheduled_rate(train: Train, peak: float, step: int) -> float:
-    """The learning rate of ``step``, from 0, of a module with the rate ``peak``.
+    """The learning rate of ``step``, which counts from 0, for a module with the rate ``peak``.
 
-    A formula of its own, so that an error in the schedule that ranks follow is seen.
+    A separate formula, so that an error in the schedule of the ranks shows.
     """
     ramp = np.linspace(0.0, peak, train.warmup_steps + 1)[1:]
     if step < len(ramp):
@@ -107,7 +107,7 @@ def _choose_trained(recipe: Recipe, local: LocalModel) -> None:
 
 
 def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The recipe's optimizer; a module has its own rate, matrices decay and vectors don't."""
+    """The recipe's optimizer, with each module's rate; matrices decay, vectors don't."""
     train, groups = recipe.train, []
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
@@ -131,7 +131,7 @@ def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> tor
 def _sum_of_losses(
     recipe: Recipe, local: LocalModel, dataset: Dataset, step: int, unusable: Collection[str]
 ) -> tuple[Tensor, int]:
-    """The summed loss of a global batch, and its tokens."""
+    """The summed loss of a global batch, and its number of tokens."""
     together = recipe.train.micro_batch_size
     first = step * recipe.train.global_batch_size
     losses: Any = 0.0
@@ -150,7 +150,10 @@ def _loss(
     count: int,
     unusable: Collection[str],
 ) -> tuple[Tensor, int]:
-    """The summed loss of ``count`` samples from position ``first`` on, in one forward."""
+    """The summed loss of ``count`` samples from position ``first`` on, and its number of tokens.
+
+    All of them run in one forward pass.
+    """
     samples = plan_microbatch(dataset.indexes, dataset.order, first, 1, count)
     blank = [n for n, key in enumerate(dataset.sample_keys(samples)) if key in unusable]
     samples = samples.without(blank)

@@ -27,9 +27,7 @@ def print_progress(console: Console, result: CellResult, done: int, total: int) 
 
 
 def print_table(console: Console, results: Sequence[CellResult], tolerance: float) -> None:
-    """Errors of every layout; below it, what fp64 decided, and the first difference of those that
-    differ.
-    """
+    """Errors of every layout; below, what fp64 decided, and the first difference where any is."""
     table = Table(title=f"errors against one rank (tolerance {tolerance:g})")
     table.add_column("layout", overflow="fold")
     for column in ("ranks", "loss", "norm", "gradients", "weights", "result"):
@@ -56,7 +54,7 @@ def print_table(console: Console, results: Sequence[CellResult], tolerance: floa
 
 
 def _doubts(result: CellResult, tolerance: float) -> list[str]:
-    """How a layout was judged that fp32 left open."""
+    """How a layout was judged if fp32 left it open."""
     if result.comparison is None or result.repeated is None:
         return []
     exact = TOLERANCE["fp64"]
@@ -85,7 +83,7 @@ def write_json(
     tolerance: float,
     notes: Sequence[str],
 ) -> None:
-    """Everything: every error of every tensor of every layout."""
+    """Write every error of every tensor of every layout."""
     document = {
         "recipe": str(recipe),
         "precision": precision,
@@ -99,7 +97,7 @@ def write_json(
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """A JSON file in which infinity and not-a-number are text."""
+    """Write a JSON file, with infinity and NaN as text."""
     text = json.dumps(finite(document), indent=1, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -127,7 +125,7 @@ def _as_json(result: CellResult) -> dict[str, Any]:
 
 
 def _errors(found: Comparison | None) -> dict[str, Any]:
-    """Every error of every tensor and every number of the steps."""
+    """Every error of every tensor and every metric of the steps."""
     return {
         "steps": found.scalars if found else [],
         "gradients": found.gradients if found else {},
@@ -136,7 +134,7 @@ def _errors(found: Comparison | None) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no number for infinity or not-a-number: they become text."""
+    """Turn infinity and NaN, which JSON does not have, into text."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What ranks hand back to be compared: plain arrays, so that comparing needs no engine."""
+"""What ranks return for comparison: plain arrays, so that comparing needs no engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Shard:
     """This rank's part of one parameter.
 
     name: in the whole model, such as `language.decoder.layers.3.mlp.linear_fc1.weight`.
-    tp_size: 1 where the whole parameter is on every tensor-parallel rank; else it is cut along
-    ``dim`` into ``stride`` matrices that are each split over the ranks.
-    gradients, weights: of each step, before clipping. A frozen parameter has no gradients.
+    tp_size: 1 if every tensor-parallel rank has the whole parameter; else it is cut along ``dim``
+    into ``stride`` matrices, each of which is split over the ranks.
+    gradients, weights: of each step, gradients before clipping; a frozen parameter has none.
     """
 
     name: str
@@ -53,9 +53,9 @@ class RankSteps:
 
 @dataclass
 class ReferenceParameter:
-    """Of each step: the gradient before clipping, none for a frozen parameter, and the weights.
+    """For each step, the gradient before clipping (none if frozen) and the weights.
 
-    weight_floors: below it weights are rounding noise; without, the gradients' floor stands in.
+    weight_floors: weights below it are rounding noise; without one the gradients' floor applies.
     """
 
     gradients: list[np.ndarray] = field(default_factory=list)

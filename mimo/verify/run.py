@@ -1,4 +1,4 @@
-"""What each rank of a compared layout runs: the training loop itself, and a look at its tensors."""
+"""What each rank of a compared layout runs: the training loop itself, with its tensors copied."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from mimo.verify.minimums import check_minimums
 from mimo.verify.results import Fault, RankSteps, Shard
 
 Check = Callable[[Recipe, Layout, StepPlan], None]
-"""Given the plan of the first step, it may refuse the data."""
+"""Gets the plan of the first step, and may refuse the data."""
 
 
 def run_layout(
     recipe: Recipe, layout: Layout, num_steps: int, fault: Fault | None = None
 ) -> RankSteps:
-    """One rank of a layout in a world that is launched for it."""
+    """Be one rank of a layout, in a world launched for this."""
     if fault is not None:
         fault()
     join_world(recipe)
@@ -60,7 +60,7 @@ def layout_steps(
 class WatchedSteps(StepObserver):
     """Copies every gradient before clipping, and every weight after the update.
 
-    check(plan of the first step) may refuse the data.
+    check: gets the plan of the first step, and may refuse the data.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class WatchedSteps(StepObserver):
 
 
 def numpy_copy(tensor: Tensor) -> np.ndarray:
-    """Also of bf16, which numpy has not; fp32 holds the same numbers."""
+    """A copy; bf16, which numpy lacks, becomes fp32, which holds the same numbers."""
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     return tensor.detach().to(copy=True, dtype=dtype).numpy()
 
@@ -136,9 +136,10 @@ def shards_of(name: str, module: Module, rank: int) -> Iterator[tuple[Shard, Any
 
 
 def gather_gradients(module: Module) -> None:
-    """Make every `main_grad` complete where a distributed optimizer left each rank a shard.
+    """Complete every `main_grad` if a distributed optimizer left each rank only a shard of it.
 
-    Every rank of the module calls it, once the gradients are reduced. Without one nothing happens.
+    Every rank of the module calls it, once the gradients are reduced. Without such an optimizer it
+    does nothing.
     """
     for chunk in module.chunks if module.optimizer is not None else []:
         ddp = cast("Any", chunk)

@@ -1,4 +1,4 @@
-"""The recipe that is run in place of a recipe: tiny modules, synthetic data, a given layout."""
+"""The stand-in that is run for a recipe: tiny modules, synthetic data, a given layout."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mimo.recipe.schema import Encoder, Language, Recipe
 from mimo.recipe.source import dotted
 from mimo.verify.workload import Items, Workload
 
-NUM_STEPS = 2  # the second step finds stale state
+NUM_STEPS = 2  # the second step reveals stale state
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
-# An fp32 error up to so many tolerances may be rounding, which fp64 decides; a larger one is none.
+# An fp32 error up to this many tolerances may be rounding: fp64 decides. A larger one is not.
 DOUBTFUL = 10.0
 
-# Few different depths and widths, so that layouts share the one-rank run that they are compared to.
+# Few different depths and widths, so that layouts can share the one-rank run as a reference.
 _USUAL_STAGES = 4
 _USUAL_ENCODER_STAGES = 2
 _USUAL_TP = 2
 _USUAL_MICROBATCHES = 8
 _USUAL_SAMPLES = 6  # of all lanes together, in a microbatch
 _SEQUENCE_LENGTH = 192
-_GROUP = 3  # microbatches that a colocated encoder encodes in one go, where they are several
+_GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
 
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
 _LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
@@ -39,7 +39,7 @@ _SMALLEST_RATE = 0.1  # of a module, as a share of the largest: weights have to 
 _WARMUP_STEPS = 2  # half of the rate in the first step, all of it in the second
 _LARGER_WEIGHT = 3.0  # of two data sources: the ratio in which samples are drawn
 _ADAM_EPS = 1e-3
-# Adapters begin at 0: all of their weight is steps, and so is all of its rounding noise.
+# Adapters begin at 0: their weights are nothing but updates, with all the rounding noise of these.
 _ADAM_EPS_OF_ADAPTERS = 1e-2
 
 
@@ -54,10 +54,10 @@ class ScaledRecipe:
 
 
 def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -> ScaledRecipe:
-    """The recipe with tiny modules on ``layout``; nothing of its own sizes or data is touched.
+    """The recipe with tiny modules on ``layout``; the recipe's sizes and data are not used.
 
-    folder: where the data of all workloads go. Raises RecipeError when a family cannot work on
-    the layout's grids.
+    folder: where the data of all workloads go. Raises RecipeError if a family cannot work on the
+    layout's grids.
     """
     microbatches = _num_microbatches(recipe, layout)
     lanes, samples = layout.language.dp, _samples_per_microbatch(layout)
@@ -76,7 +76,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "model": _scaled(settings, layout.encoders[name]),
             "encode_group": _encode_group(encoder.encode_group, layout.language),
             "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
-            # The recipe's may be a word of the data that are made here.
+            # The recipe's placeholder may be a word in the data made here.
             "placeholder": f"<|{name}_pad|>",
             "template_token": None,
             "item_text": "{placeholder}",
@@ -117,7 +117,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
 
 
 def changes(recipe: Recipe, precision: str) -> list[str]:
-    """What differs from the recipe beside sizes, data and layout, one sentence each."""
+    """What differs from the recipe besides sizes, data and layout, one sentence each."""
     train, optimizer = recipe.train, recipe.train.optimizer
     found = [
         f"{precision} instead of {train.precision}" if train.precision != precision else "",
@@ -139,14 +139,14 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
 
 
 def _eps(recipe: Recipe) -> float:
-    """The same in every precision, so that fp64 tells what fp32 left open."""
+    """Adam's eps; the same in every precision, so that fp64 settles what fp32 left open."""
     modules = [recipe.language, *recipe.encoders.values()]
     adapts = any(module.lora is not None for module in modules)
     return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if adapts else _ADAM_EPS)
 
 
 def _source_weights(recipe: Recipe) -> tuple[float, ...]:
-    """Of one data source, or of two as the recipe's: equal, or one larger."""
+    """Weights of one data source, or of two like the recipe's: equal, or one larger."""
     weights = [source.weight for source in recipe.data.sources]
     if len(weights) == 1:
         return (1.0,)
@@ -161,9 +161,10 @@ def _modules(recipe: Recipe) -> dict[str, Language | Encoder]:
 
 
 def _scaled_rate(recipe: Recipe, own: float | None) -> float:
-    """A module's ``own`` learning rate, or `train.learning_rate`, where the largest is a large one.
+    """A module's learning rate, scaled so that the largest of all modules makes weights move.
 
-    The others keep their ratio to it, down to `_SMALLEST_RATE`.
+    The others keep their ratio to it, down to `_SMALLEST_RATE`. own: the module's rate, or None for
+    `train.learning_rate`.
     """
     train = recipe.train
     used = [part.learning_rate or train.learning_rate for part in _modules(recipe).values()]
@@ -172,14 +173,14 @@ def _scaled_rate(recipe: Recipe, own: float | None) -> float:
 
 
 def _of_modules(recipe: Recipe) -> str:
-    """For example ` (vision 0.001)`: the modules that have another rate."""
+    """The modules with another rate, for example ` (vision 0.001)`."""
     rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in _modules(recipe).items()}
     others = [f"{name} {rate:g}" for name, rate in rates.items() if rate < max(rates.values())]
     return f" ({', '.join(others)})" if others else ""
 
 
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
-    """Optimizer settings under which a difference shows."""
+    """Set the optimizer so that a difference shows."""
     for name, own in _modules(recipe).items():
         part = data["language"] if name == LANGUAGE else data["encoders"][name]
         if own.learning_rate is not None:
@@ -198,7 +199,7 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
 
 
 def _is_distributed(recipe: Recipe, precision: str) -> bool:
-    """Megatron's distributed optimizer has no fp64."""
+    """Whether to use Megatron's distributed optimizer, which has no fp64."""
     return recipe.train.distributed_optimizer and precision != "fp64"
 
 
@@ -209,19 +210,19 @@ def _grid(layout: Layout, module: str) -> dict[str, Any]:
 
 
 def _scaled(settings: Any, grid: GridSpec) -> dict[str, Any]:
-    """The family's tiny settings for a grid, of few different depths and widths."""
+    """The family's tiny settings for a grid, with few different depths and widths."""
     usual = _USUAL_STAGES if grid.module == LANGUAGE else _USUAL_ENCODER_STAGES
     stages = _multiple(usual, grid.pp * grid.vpp)
     return settings.scaled_down(stages, _multiple(_USUAL_TP, grid.tp)).model_dump(mode="json")
 
 
 def _multiple(usual: int, size: int) -> int:
-    """``usual`` where ``size`` divides it, else ``size``."""
+    """``usual`` if ``size`` divides it, else ``size``."""
     return usual if usual % size == 0 else size
 
 
 def _num_microbatches(recipe: Recipe, layout: Layout) -> int:
-    """Enough for the pipeline to be full and every encoder as far ahead as it may get."""
+    """Enough to fill the pipeline and let every encoder run as far ahead as it may."""
     language, step = layout.language, layout.language.pp if layout.language.vpp > 1 else 1
     count = math.lcm(step, _USUAL_MICROBATCHES)
     # One more than needed is what `run_ahead: auto` means.
@@ -256,9 +257,9 @@ def _encode_group(value: int | str, language: GridSpec) -> int | str:
 
 
 def reference_recipe(scaled: ScaledRecipe) -> Recipe:
-    """The recipe without anything that says how it is spread over ranks.
+    """The recipe without anything about how it is spread over ranks.
 
-    Layouts with equal ones are compared with one and the same run on one rank.
+    Layouts for which it is equal share one run on one rank.
     """
     data = scaled.recipe.model_dump(mode="json")
     alone = {"grid": {"dp": 1}, "recompute": "none"}

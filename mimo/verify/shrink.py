@@ -1,8 +1,8 @@
-"""Scales a layout down and keeps what is characteristic of it: pure integers.
+"""Scales a layout down but keeps its character, in pure integers.
 
 Every axis above 1 stays above 1. Placements, SP, interleaving and the kind of lane ratio between
-each encoder and the language model stay. What still needs too many ranks is covered by several
-layouts, each with some of the parallel axes.
+each encoder and the language model stay. A layout that still needs too many ranks is covered by
+several layouts, each with some of the parallel axes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Axis = tuple[str, str]
 """A module and one of its axes, such as ("language", "tp")."""
 
 _AXES = ("tp", "cp", "pp", "dp")
-_SMALL = (2, 3, 4)  # sizes to try for an axis above 1, before its own
+_SMALL = (2, 3, 4)  # sizes to try for an axis above 1, before its actual size
 _FEW_LANES = range(2, 9)  # of a disjoint encoder
 
 
@@ -38,7 +38,7 @@ class Part:
 class Cover:
     """Layouts that together cover a layout that is too large.
 
-    uncovered: pairs of axes that are together in none of them.
+    uncovered: pairs of axes that occur together in none of them.
     """
 
     parts: tuple[Part, ...]
@@ -46,7 +46,7 @@ class Cover:
 
 
 def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
-    """The kind of lane ratio, which decides how rows and gradients are routed."""
+    """The kind of lane ratio, which determines how rows and gradients are routed."""
     if encoder_lanes == language_lanes:
         return "equal"
     if encoder_lanes % language_lanes == 0:
@@ -62,9 +62,9 @@ def place(
     colocated: Iterable[str],
     order: Iterable[str],
 ) -> Layout:
-    """A layout of these grids, whose own offsets do not count.
+    """A layout of these grids, ignoring their offsets.
 
-    order: the disjoint modules, in the order in which they take the ranks.
+    order: the disjoint modules, in the order in which they take ranks.
     """
     colocated = frozenset(colocated)
     grids, start = {LANGUAGE: language, **encoders}, 0
@@ -88,9 +88,9 @@ def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
 
 
 def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
-    """The layout with all other parallel axes set to 1.
+    """The layout with all parallel axes but ``axes`` set to 1.
 
-    None when a colocated encoder would not fit its ranks then.
+    None if a colocated encoder would then not fit its ranks.
     """
 
     def reduced(grid: GridSpec) -> GridSpec:
@@ -111,7 +111,7 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
 def shrink(layout: Layout) -> Layout:
     """The smallest layout of the same kind.
 
-    Each axis has the smallest size above 1 with which all lane ratios keep their kind.
+    Each axis above 1 gets the smallest size above 1 that keeps the kind of every lane ratio.
     """
     language, found = layout.language, []
     for sizes in product(*(_sizes(getattr(language, axis)) for axis in _AXES)):
@@ -159,18 +159,18 @@ def _pairs(axes: frozenset[Axis]) -> Iterator[frozenset[Axis]]:
 
 
 def _order(layout: Layout) -> list[str]:
-    """The disjoint modules by their ranks."""
+    """The disjoint modules in the order of their ranks."""
     names = [name for name in layout.grids if name not in layout.colocated]
     return sorted(names, key=lambda name: layout.grids[name].rank_offset)
 
 
 def _sizes(size: int) -> tuple[int, ...]:
-    """Sizes to try in place of ``size``: small ones, and itself."""
+    """Sizes to try in place of ``size``: small ones, and ``size`` itself."""
     return (1,) if size == 1 else tuple(sorted({*_SMALL, size}))
 
 
 def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec | None:
-    """The encoder's smallest grid beside this language model's; None when there is none."""
+    """The encoder's smallest grid that goes with this language grid; None if there is none."""
     grid = layout.encoders[name]
     kind = lane_ratio(grid.dp, layout.language.dp)
 

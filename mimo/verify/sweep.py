@@ -1,6 +1,6 @@
 """The built-in matrix of layouts: one line each, on up to eight ranks.
 
-Applied to a recipe's own families and settings; only the layout keys are the matrix's.
+They are applied to a recipe's families and settings; only the layout keys come from the matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mimo.recipe.source import YamlSource
 from mimo.verify.shrink import place
 
 _COLOCATED = "colocated"
-_SECOND = "second"  # the name of an encoder that a cell needs and the recipe has not
+_SECOND = "second"  # the name of an encoder that a cell needs and the recipe lacks
 _OPTIONS = {
     "frozen encoder": ("encoders.{first}.freeze=true",),
     "frozen language": ("language.freeze=true",),
@@ -56,9 +56,9 @@ _RESET_ENCODER = (
 
 @dataclass(frozen=True)
 class SweepCell:
-    """Grids as people say them: `tp2 sp pp2`, `dp3`, `colocated tp2`; "" is one rank.
+    """Grids in shorthand: `tp2 sp pp2`, `dp3`, `colocated tp2`; "" is one rank.
 
-    second: of a second encoder, if the cell has one.
+    second: the grid of a second encoder, if the cell has one.
     """
 
     language: str
@@ -89,7 +89,7 @@ SWEEP = (
     SweepCell("tp2 sp dp2", "dp3"),
     SweepCell("tp2 sp dp2", "tp2 dp2", ("replicated",)),
     SweepCell("tp4 sp", "tp2"),
-    # Pipelines, interleaved ones too, and encoders with stages.
+    # Pipelines, also interleaved, and encoders with several stages.
     SweepCell("pp2", "dp2"),
     SweepCell("pp3", "dp2", ("selective recompute",)),
     SweepCell("pp3", "pp2"),
@@ -122,14 +122,14 @@ SWEEP = (
     SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "overlap")),
     SweepCell("tp2 sp pp2", "dp2", ("distributed optimizer", "clipped")),
     SweepCell("tp2 sp dp2", "colocated tp2 sp", ("distributed optimizer",)),
-    # What does not learn.
+    # Frozen parts.
     SweepCell("pp3", "dp2", ("only the projector learns",)),
     SweepCell("cp2", "pp2", ("only the projector learns",)),
     SweepCell("dp2", "dp2", ("frozen encoder",)),
     SweepCell("tp2 sp pp2", "dp2", ("frozen language",)),
     SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),
     SweepCell("pp3", "", ("frozen language",)),
-    # Adapters alone learn, of both modules or of the language model.
+    # Only adapters learn, those of both modules or of the language model.
     SweepCell("tp2 sp pp2", "dp2", ("adapters",)),
     SweepCell("tp2 cp2", "colocated", ("adapters", "recompute")),
     SweepCell("pp2 vpp2", "tp2", ("adapters", "overlap")),
@@ -151,7 +151,7 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
     source = YamlSource(Path("sweep"), recipe.model_dump(mode="json"))
     encoders = source.data["encoders"]
     if _SECOND in names and _SECOND not in encoders:
-        # Its data are a media of their own, whatever the first one's is.
+        # Its data are a separate media, whatever the first encoder's is.
         own = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
         own |= {"template_token": None, "other_media": {}}
         encoders[_SECOND] = {**encoders[names[0]], **own}

@@ -21,7 +21,7 @@ from mimo.verify.scale import (
     scale_recipe,
 )
 
-# Named, not imported: the engine is loaded in the fork server only.
+# Named, not imported: only the fork server loads the engine.
 _LAYOUT, _REFERENCE = "mimo.verify.run:run_layout", "mimo.verify.reference:run_reference"
 PRELOAD = (
     "mimo.engines.megatron.preload",
@@ -34,11 +34,11 @@ _TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class CellResult:
-    """comparison: None when the run failed; then ``failure`` says how.
+    """comparison: None if the run failed; then ``failure`` says how.
 
-    repeated: the same layout in fp64, where fp32 left open whether it is rounding; it decides.
-    plain: where that is without the recipe's distributed optimizer, which has no fp64, the
-    layout with it against the layout without, in fp32; it decides too.
+    repeated: the same layout in fp64, if fp32 left open whether the error is rounding; it decides.
+    plain: the recipe's distributed optimizer has no fp64, so if the fp64 run had to do without
+    it, this compares the layout with it to the layout without, in fp32; it decides too.
     """
 
     cell: Cell
@@ -50,7 +50,7 @@ class CellResult:
 
     @property
     def deciding(self) -> list[Comparison]:
-        """What has to be equal; nothing when the run failed."""
+        """The comparisons that must show equality; none if the run failed."""
         last = [one for one in (self.repeated, self.plain) if one is not None]
         return [] if self.failure or not self.comparison else last or [self.comparison]
 
@@ -67,9 +67,9 @@ class CellResult:
 
 
 class Verifier:
-    """Compares layouts; the run on one rank is kept for all that share model and batches.
+    """Compares layouts; layouts that share model and batches share the run on one rank.
 
-    folder: for the data, written once. Start the fork server (`warm_up_on_cpu`) before.
+    folder: for the data, written once. Start the fork server (`warm_up_on_cpu`) first.
     """
 
     def __init__(self, folder: Path, precision: str) -> None:
@@ -81,10 +81,11 @@ class Verifier:
     def run(self, cell: Cell, fault: Fault | None = None) -> CellResult:
         """Run one layout. ``fault``: a deliberate bug of the layout's ranks, for tests.
 
-        An fp32 error between the tolerance and `DOUBTFUL` tolerances is rounding or a small
-        error. Then everything runs again in fp64, where rounding shrinks and an error does not.
+        A difference in fp32 between the tolerance and `DOUBTFUL` tolerances is either rounding or
+        a small bug. Then everything runs again in fp64: rounding shrinks, the effect of a bug does
+        not.
 
-        Raises RecipeError when a family cannot work on the layout's grids.
+        Raises RecipeError if a family cannot work on the layout's grids.
         """
         started = time.monotonic()
         scaled = self._scaled(cell, self.precision)
@@ -105,7 +106,7 @@ class Verifier:
         return replace(result, seconds=time.monotonic() - started)
 
     def _is_doubtful(self, result: CellResult) -> bool:
-        """Whether rounding could be all that differs. Not-a-number could not."""
+        """Whether the differences could be rounding alone; NaN could not."""
         assert result.comparison is not None
         differs = result.comparison.first is not None
         small = result.comparison.error <= DOUBTFUL * self.tolerance
@@ -115,7 +116,7 @@ class Verifier:
         return scale_recipe(cell.recipe, cell.layout, self.folder, precision)
 
     def _reference(self, scaled: ScaledRecipe) -> Reference:
-        """The run on one rank, from before where there is one."""
+        """The run on one rank; an earlier one is used again."""
         alone = reference_recipe(scaled)
         key = alone.to_yaml()
         if key not in self._references:
@@ -125,17 +126,17 @@ class Verifier:
 
 
 def _run(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps]:
-    """The layout on its ranks."""
+    """Run the layout on its ranks."""
     args = (scaled.recipe, scaled.layout, NUM_STEPS, fault)
     return run_on_cpu(_LAYOUT, args, scaled.layout.world_size, _TIMEOUT_SECONDS)
 
 
 def _undistributed(scaled: ScaledRecipe) -> ScaledRecipe:
-    """The same with every rank keeping all of Adam's state."""
+    """The same recipe with all of Adam's state on every rank."""
     train = scaled.recipe.train.model_copy(update={"distributed_optimizer": False})
     return replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
 
 
 def failed(results: Sequence[CellResult]) -> list[CellResult]:
-    """Those that differ from one rank, or did not run to the end."""
+    """The layouts that differ from one rank or did not finish."""
     return [result for result in results if not result.passed]

@@ -1,11 +1,11 @@
 """The data that layouts and one rank are compared on: small, but never a toy.
 
-Noise of several sizes in chats with answers of several lengths, in tar shards like any
-other data, and a tokenizer that has a placeholder for each media. In every step there are samples
-with several items, with one and with none, items of every media in one sample, a microbatch
-without any item, and one with a single item, which leaves all but one encoder lane empty.
+Noise of several sizes in chats with answers of several lengths, in tar shards like any other data,
+and a tokenizer with a placeholder for each media. Every step has samples with several items, with
+one and with none, items of every media in one sample, a microbatch without any item, and one with
+a single item, which leaves all but one encoder lane empty.
 
-Several data sources take turns within a step, and in the middle of a microbatch too.
+Several data sources take turns within a step, even in the middle of a microbatch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ITEMS = (2, 0, 1, 3, 0, 1)  # items of a media in a microbatch's samples, befor
 _QUESTIONS = ("read the digits", "what is this ?", "there are digits in order .")
 _MAX_ANSWER = 6  # words
 _EMPTY, _SINGLE = 1, 2  # microbatches of a step without items, and with one
-_SEEDS = 1000  # a tenth would do for any weights that are used
-_TURN = 3.5  # microbatches that a source gives in turn: those two, and part of another
+_SEEDS = 1000  # a tenth of these is enough for any weights in use
+_TURN = 3.5  # microbatches per turn of a source: the two above, one more, and part of another
 
 
 @dataclass(frozen=True)
 class Items:
-    """Items of one encoder. media: the type of their content parts. files: how they are made."""
+    """Items of one encoder. media: the type of their content parts. files: makes their files."""
 
     media: str
     placeholder: str
@@ -62,7 +62,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the data depends on; equal workloads are equal files.
+    """What the data depends on; equal workloads have equal files.
 
     weights: of the data sources.
     """
@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """A folder name, another one for any other workload."""
+        """A folder name, different for every workload."""
         own = [(one.media, one.placeholder, one.files.fingerprint()) for one in self.items]
         sizes = (self.steps, self.microbatches, self.samples_per_microbatch, self.weights)
         return f"data_{hashlib.sha256(repr((own, sizes)).encode()).hexdigest()[:16]}"
@@ -87,15 +87,16 @@ class Workload:
 
     @property
     def block(self) -> int:
-        """Samples of a source that stay together: of one source all, in order."""
+        """Number of samples of a source that stay together; if there is one source, all of them."""
         if len(self.weights) == 1:
             return self.steps * self._samples_per_step
         return int(_TURN * self.samples_per_microbatch)
 
     def seed(self, first: int) -> int:
-        """The first seed from ``first`` on with which both sources, and their weights, show.
+        """The first seed from ``first`` on that shows both sources and their weights.
 
-        A microbatch of the first step then mixes them, and not all is drawn as with equal weights.
+        A microbatch of the first step mixes the sources, and unequal weights draw from other
+        sources than equal ones would.
         """
         if len(self.weights) == 1:
             return first
@@ -147,7 +148,7 @@ class Workload:
         pattern = np.resize(_ITEMS, self.samples_per_microbatch)
         for own in counts:
             own[:] = rng.permutation(pattern)
-        if microbatch == 0:  # whatever the shuffling: one sample with items of every media
+        if microbatch == 0:  # however it is shuffled, one sample has items of every media
             for own in counts:
                 own[[0, own.argmax()]] = own[[own.argmax(), 0]]
         return counts
@@ -167,7 +168,7 @@ class Workload:
         )
 
     def write(self, directory: Path) -> None:
-        """Write the shards and ``tokenizer/``; does nothing when they are there."""
+        """Write the shards and ``tokenizer/``; does nothing if they are already there."""
         if (directory / self.shards[-1]).exists():
             return
         directory.mkdir(parents=True, exist_ok=True)
