@@ -17,7 +17,10 @@ def evaluate(
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-new-tokens", min=1, help="Tokens of an answer; default: of the longest expected."
+            "--max-new-tokens",
+            min=1,
+            max=2**20,
+            help="Tokens of an answer; default: of the longest expected.",
         ),
     ] = None,
 ) -> int | None:

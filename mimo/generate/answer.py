@@ -6,6 +6,7 @@ It computes what training computes, item attention and windows included, and is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,15 +132,16 @@ class Generator:
         rows = [self._encode(media, prompts) for media in self.processors if media in mentioned]
 
         sequences = [prompt.sample.input_ids.tolist() for prompt in prompts]
-        open_requests = list(range(len(requests)))
-        for _ in range(max_new_tokens):
+        limit = math.inf if max_length is None else max_length
+        open_requests = [r for r, sequence in enumerate(sequences) if len(sequence) < limit]
+        for _ in range(max_new_tokens if open_requests else 0):
             nexts = self._next_tokens(open_requests, sequences, prompts, rows)
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
             open_requests = [
                 r
                 for r, token in zip(open_requests, nexts, strict=True)
-                if token not in self.chat.stop_token_ids and len(sequences[r]) != max_length
+                if token not in self.chat.stop_token_ids and len(sequences[r]) < limit
             ]
             if not open_requests:
                 break

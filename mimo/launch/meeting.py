@@ -33,7 +33,11 @@ _LEAVE_SECONDS = 3.0  # how long rank 0, which hosts the store, waits for the ot
 
 
 class Refused(Exception):
-    """The job cannot begin because of its input. Rank 0 has said why; there is no more to print."""
+    """The job cannot begin. Rank 0 has said why; all that is left is to end with ``exit_code``."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 class Meeting:
@@ -83,7 +87,7 @@ class Meeting:
     def from_rank_0[T](self, do: Callable[[], T]) -> T:
         """What ``do`` returns on rank 0, the only rank that calls it; every rank calls this.
 
-        If ``do`` raises InputError, rank 0 prints it and all ranks raise Refused.
+        If ``do`` raises, rank 0 prints the error and all ranks raise Refused with its exit code.
         """
         self._rounds += 1
         key = f"from rank 0, {self._rounds}"
@@ -91,21 +95,22 @@ class Meeting:
             self._words.set(key, pickle.dumps(self._outcome(do)).hex())
         else:
             self._words.wait([key], 2 * self._timeout)  # rank 0 may wait for others
-        value, refused = pickle.loads(bytes.fromhex(self._words.get(key).decode()))
-        if refused:
+        value, exit_code = pickle.loads(bytes.fromhex(self._words.get(key).decode()))
+        if exit_code:
             self._leave()
-            raise Refused
+            raise Refused(exit_code)
         return value
 
-    def _outcome[T](self, do: Callable[[], T]) -> tuple[T | None, bool]:
-        """What ``do`` returns, and whether it refused; if so, the reason is printed."""
+    def _outcome[T](self, do: Callable[[], T]) -> tuple[T | None, int]:
+        """What ``do`` returns, and 0; or nothing and an exit code, with the reason printed."""
         try:
-            return do(), False
+            return do(), 0
         except InputError as error:
             print(error, file=sys.stderr, flush=True)
+            return None, error.exit_code
         except Exception:  # unexpected, but the others must not wait in vain
             traceback.print_exc()
-        return None, True
+            return None, 1
 
     def last_words(self, error: BaseException, log_dir: Path) -> None:
         """Report the ``error`` that ends this rank: to a file, and to stderr if it is the first.
@@ -203,7 +208,11 @@ def _open_door(host: str, port: int) -> socket.socket:
 def _answer(door: socket.socket, answer: bytes) -> None:
     """Tell every visitor where the store is, for as long as this process runs."""
     while True:
-        visitor, _ = door.accept()
+        try:
+            visitor, _ = door.accept()
+        except OSError:  # a visitor that has left already, or no file is free: no reason to end
+            time.sleep(_POLL_SECONDS)
+            continue
         with visitor:
             try:
                 visitor.sendall(answer)

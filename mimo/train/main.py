@@ -137,8 +137,8 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
         try:
             meeting.agree(problem)
             runs = meeting.from_rank_0(begin)
-        except Refused:
-            return InputError.exit_code
+        except Refused as refused:
+            return refused.exit_code
         _train_in_place(runs, meeting)
     return 0
 

@@ -31,6 +31,10 @@ _BEATS_PER_TIMEOUT = 20
 _BEAT_SECONDS = (0.5, 10.0)  # at least, at most
 
 
+RANKS = "ranks"
+"""The folder of those files, in the run folder."""
+
+
 class RankLost(RuntimeError):
     """This rank cannot go on because of other ranks; ``waits_for`` holds their numbers."""
 
@@ -172,7 +176,11 @@ class Presence(StepObserver):
     def _others(self) -> list[_Rank]:
         """All other ranks that have a file. A rank that ended well has none."""
         self._write()
-        found, now = [], self._file(self._rank).stat().st_mtime
+        try:
+            now = self._file(self._rank).stat().st_mtime
+        except OSError:  # a full disk, or the folder is gone: then nothing can be said of others
+            return []
+        found = []
         for rank in range(self._size):
             if rank == self._rank:
                 continue

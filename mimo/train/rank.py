@@ -29,7 +29,7 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, open_dataset
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
-from mimo.train.presence import Presence
+from mimo.train.presence import RANKS, Presence
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def train_in_world(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) 
         rank = dist.get_rank()
         if (memory := gpu_memory()) is not None:
             check_memory(recipe, layout, range(rank, rank + 1), memory)
-        presence = Presence(run_dir / "ranks", layout, rank, recipe.bridge.timeout_seconds)
+        presence = Presence(run_dir / RANKS, layout, rank, recipe.bridge.timeout_seconds)
         with presence.watched():
             topology = build_topology(layout)
             _train(recipe, topology, run_dir, start, presence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from mimo.checkpoint.start import FromScratch
 from mimo.errors import RecipeError
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
+from mimo.train.presence import RANKS
 
 
 def check_run_dir(phased: PhasedRecipe) -> None:
@@ -36,6 +38,8 @@ def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
     if not resumes:
         _step_aside(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    # A rank that failed in an earlier start has left word of it, which must not be taken for news.
+    shutil.rmtree(run_dir / RANKS, ignore_errors=True)
     (run_dir / "recipe.yaml").write_text(recipe.to_yaml())
     return run_dir
 

@@ -56,15 +56,15 @@ def test_an_equal_layout_ends_with_0_and_every_error_in_the_json(
     assert 0 < max(errors) <= 1e-5
 
 
-def test_every_stage_is_compared_on_its_own_layout_with_its_own_freezing(
+def test_every_phase_is_compared_on_its_own_layout_with_its_own_freezing(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     adapt, everything = "language: {freeze: true}", "language: {grid: {pp: 2, dp: 1}}"
-    stages = f"stages=[{{name: adapt, {adapt}}}, {{name: all, {everything}}}]"
+    phases = f"phases=[{{name: adapt, {adapt}}}, {{name: all, {everything}}}]"
     path = tmp_path / "report.json"
-    result = verify(stages, "--json", str(path))
+    result = verify(phases, "--json", str(path))
     assert result.exit_code == 0, result.output
-    assert "stage 1 of 2, adapt\nthe recipe: vision 1 rank" in result.output
+    assert "phase 1 of 2, adapt\nthe recipe: vision 1 rank" in result.output
     assert "[2/2] equal   all: the recipe's layout" in result.output
     first, second = json.loads(path.read_text())["layouts"]
     assert (first["name"], second["name"]) == (
