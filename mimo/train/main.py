@@ -72,8 +72,9 @@ class Request:
         if environment is None and (note := choose_before_fork(num_ranks)) is not None:
             print(note)
         check_room(phased, layouts, environment)
+        if environment is None or environment.rank == 0:
+            check_run_dir(phased)
         phased.each(check_data)
-        check_run_dir(phased)  # last, as it may make the folder that the run's goes into
         return Job(phased, layouts, self.resume, self.resume_from)
 
 

@@ -17,12 +17,15 @@ from mimo.train.presence import RANKS
 
 
 def check_run_dir(phased: PhasedRecipe) -> None:
-    """Raise RecipeError unless the run's folder can be made. Makes its parent folder."""
+    """Raise RecipeError unless the run's folder can be made; one process calls it."""
     parent = phased.run_dir.parent
     try:
+        made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=parent, prefix=".mimo-"):
             pass
+        for folder in made:  # what is wrong beside it may yet keep the run from beginning
+            folder.rmdir()
     except OSError as error:
         message = f"no folder can be made in {parent} ({error.strerror}); name another"
         recipe = phased.phases[0].recipe
