@@ -155,6 +155,7 @@ _HALF = [0.5, 0.5, 0.5]
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"min_pixels": 3136, "max_pixels": 12845056},
     "qwen3_vl": {
+        "patch_size": 16,
         "size": {"shortest_edge": 65536, "longest_edge": 16777216},
         "image_mean": _HALF,
         "image_std": _HALF,
