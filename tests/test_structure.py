@@ -1,4 +1,4 @@
-"""What import-linter cannot see: who may create groups, and who may name a device."""
+"""What import-linter cannot see: who creates groups, names a device, or imports in a function."""
 
 import ast
 import re
@@ -31,6 +31,14 @@ KNOW_PIXELS = (
     "mimo/hf/",
     "mimo/bench/",
 )
+
+# Imports of another room inside a function: `file` or `file:function`, and why.
+MAY_IMPORT_LATE = {
+    "mimo/commands/": "--help and typing mistakes are answered at once",
+    "mimo/languages/": "the engine takes ten seconds; recipes and checks need settings alone",
+    "mimo/train/main.py:_be_a_rank": "torch takes seconds; the starter of ranks needs none",
+    "mimo/recipe/modules.py:_item_text": "data loads numpy",
+}
 
 
 def test_only_the_topology_creates_process_groups() -> None:
@@ -91,6 +99,35 @@ def test_pixels_are_known_to_the_media_and_the_encoders_alone() -> None:
 def test_files_stay_small_enough_to_read() -> None:
     sizes = {_name(path): len(path.read_text().splitlines()) for path in FILES}
     assert not {name: size for name, size in sizes.items() if size > MAX_LINES}
+
+
+def test_rooms_are_imported_at_the_top_but_for_a_few_that_cost_seconds() -> None:
+    found = [(where, room) for path in FILES for where, room in _late_imports(path)]
+    allowed = tuple(MAY_IMPORT_LATE)
+    refused = [f"{where}: {room}" for where, room in found if not where.startswith(allowed)]
+    assert not refused, "\n".join(refused)
+    for where in allowed:
+        assert any(one.startswith(where) for one, _ in found), f"{where} no longer needs leave"
+
+
+@pytest.mark.parametrize(
+    ("checked", "rooms"),
+    [
+        ("def f():\n    from mimo.hf.tiny import main", ["mimo.hf"]),
+        ("class A:\n    async def f(self):\n        if x:\n            import data", ["data"]),
+        ("def f():\n    from mimo import device", ["mimo.device"]),
+        ("def f():\n    def g():\n        from ..hf import tiny", ["mimo.hf"]),
+        ("def f():\n    from mimo.train.rank import run_rank", []),
+        ("def f():\n    from . import rank", []),
+        ("def f():\n    import torch", []),
+        ("from mimo.hf.tiny import main", []),
+        ("if TYPE_CHECKING:\n    from mimo.hf.tiny import main", []),
+        ("def f():\n    if TYPE_CHECKING:\n        from mimo.hf.tiny import main", []),
+    ],
+)
+def test_the_search_for_late_imports_finds_them(checked: str, rooms: list[str]) -> None:
+    path = ROOT / "mimo" / "train" / "x.py"
+    assert [room for _, room in _late_imports(path, checked)] == rooms
 
 
 @pytest.mark.parametrize("checked", ["dist.new_group([0])", "HyperCommGrid([1], ['tp'])"])
@@ -179,3 +216,39 @@ def _device_names(path: Path) -> Iterator[tuple[str, str]]:
             and node.value.partition(":")[0] in DEVICE_NAMES
         ):
             yield f"{_name(path)}:{node.lineno}", repr(node.value)
+
+
+def _late_imports(path: Path, text: str | None = None) -> Iterator[tuple[str, str]]:
+    """`file:function` and the other room, for every import of one inside a function."""
+    own = path.relative_to(ROOT).with_suffix("").parts
+
+    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from walk(child, function or child.name)
+            elif isinstance(child, ast.Import | ast.ImportFrom) and function:
+                rooms = {_room(name) for name in _imported(child, own)}
+                for room in sorted(rooms - {None, _room(own)}, key=str):
+                    yield f"{_name(path)}:{function}", str(room)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                for other in child.orelse:
+                    yield from walk(ast.Module([other], []), function)
+            else:
+                yield from walk(child, function)
+
+    yield from walk(ast.parse(path.read_text() if text is None else text, str(path)), "")
+
+
+def _imported(node: ast.Import | ast.ImportFrom, own: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The parts of every imported name; own: those of the importing file."""
+    for alias in node.names:
+        start = own[: -node.level] if isinstance(node, ast.ImportFrom) and node.level else ()
+        module = node.module if isinstance(node, ast.ImportFrom) else None
+        yield (*start, *(module.split(".") if module else ()), *alias.name.split("."))
+
+
+def _room(parts: tuple[str, ...]) -> str | None:
+    """The room of a module of ours, such as `mimo.hf` or `data`; else None."""
+    if parts[0] not in FOLDERS:
+        return None
+    return ".".join(parts[:2]) if parts[0] == "mimo" else parts[0]

@@ -45,16 +45,11 @@ _WIDTH = 140
 _SECOND_SIZE = 4  # how many times fewer rows the second size has
 
 
-def check_sizes(rows: int, hidden: int, cases: Sequence[Case] = CASES) -> None:
+def check_rows(rows: int, cases: Sequence[Case] = CASES) -> None:
     """Raise InputError if lanes cannot get equal rows in both sizes."""
-    problems = []
     step = _SECOND_SIZE * max(case.lanes_once for case in cases)
     if rows < 4 * step or rows % step:
-        problems.append(f"--rows: got {rows}, needs a multiple of {step} from {4 * step} on")
-    if hidden < 1:
-        problems.append(f"--hidden: got {hidden}, needs at least 1")
-    if problems:
-        raise InputError("\n".join(problems))
+        raise InputError(f"--rows: got {rows}, needs a multiple of {step} from {4 * step} on")
 
 
 class RanksFailed(RuntimeError):
@@ -142,7 +137,7 @@ def main(
     cases: Sequence[Case] = CASES,
 ) -> int:
     """Measure, print, draw and judge; returns 1 when a bound is missed."""
-    check_sizes(rows, hidden, cases)
+    check_rows(rows, cases)
     # In a file, tables may be as wide as they need.
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     try:

@@ -19,6 +19,7 @@ from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
 from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.initial import initial_weights
+from mimo.hf.recipe_keys import fill_recipe
 from mimo.progress import counter_of
 from mimo.recipe.schema import LANGUAGE, Recipe
 
@@ -63,8 +64,6 @@ def minimal_recipe(source: Path) -> Recipe:
 
     Raises InputError for a folder that is no checkpoint of a model that we know.
     """
-    from mimo.hf.recipe_keys import fill_recipe
-
     if not source.is_dir():
         raise InputError(f"{source}: no such folder; give a checkpoint in Hugging Face format")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", source.resolve().name)

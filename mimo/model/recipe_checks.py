@@ -28,7 +28,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     """
     layout = build_layout(recipe, num_ranks)
     problems: list[str] = []
-    if not recipe.language.trains and not any(e.trains for e in recipe.encoders.values()):
+    if not any(module.trains for module in recipe.modules.values()):
         problems.append(
             recipe.problem(("language", "freeze"), "every module is frozen; train at least one")
         )

@@ -218,6 +218,11 @@ class Recipe(Section):
         return self.language if name == LANGUAGE else self.encoders[name]
 
     @property
+    def modules(self) -> dict[str, Language | Encoder]:
+        """The same part of every module, by its name; the language model first."""
+        return {LANGUAGE: self.language, **self.encoders}
+
+    @property
     def run_dir(self) -> Path:
         """Where the run of this recipe lives."""
         return Path(self.train.run_dir) / self.name

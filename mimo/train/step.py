@@ -11,7 +11,6 @@ from bridge import BridgeError
 from mimo.device import synchronize
 from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import squared_gradient_norm, step_optimizer
-from mimo.layout.grids import LANGUAGE
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe, Train
 from mimo.train.batches import Batches, RankBatch
@@ -165,9 +164,9 @@ def learning_rate(train: Train, peak: float, step: int) -> float:
 
 def _rates(recipe: Recipe, step: int) -> dict[str, float]:
     """The learning rate of every module that trains, whichever rank owns it."""
-    train, parts = recipe.train, {LANGUAGE: recipe.language, **recipe.encoders}
+    train = recipe.train
     return {
         name: learning_rate(train, part.learning_rate or train.learning_rate, step)
-        for name, part in parts.items()
+        for name, part in recipe.modules.items()
         if part.trains
     }

@@ -15,7 +15,7 @@ from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import minimum_run_ahead
 from mimo.layout.padding import sequence_multiple
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Encoder, Language, Recipe
+from mimo.recipe.schema import Recipe
 from mimo.recipe.source import dotted
 from mimo.verify.workload import Items, Workload
 
@@ -140,8 +140,7 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
 
 def _eps(recipe: Recipe) -> float:
     """Adam's eps; the same in every precision, so that fp64 settles what fp32 left open."""
-    modules = [recipe.language, *recipe.encoders.values()]
-    adapts = any(module.lora is not None for module in modules)
+    adapts = any(module.lora is not None for module in recipe.modules.values())
     return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if adapts else _ADAM_EPS)
 
 
@@ -156,10 +155,6 @@ def _source_weights(recipe: Recipe) -> tuple[float, ...]:
     return (1.0, _LARGER_WEIGHT) if small < large else (_LARGER_WEIGHT, 1.0)
 
 
-def _modules(recipe: Recipe) -> dict[str, Language | Encoder]:
-    return {LANGUAGE: recipe.language, **recipe.encoders}
-
-
 def _scaled_rate(recipe: Recipe, own: float | None) -> float:
     """A module's learning rate, scaled so that the largest of all modules makes weights move.
 
@@ -167,21 +162,21 @@ def _scaled_rate(recipe: Recipe, own: float | None) -> float:
     `train.learning_rate`.
     """
     train = recipe.train
-    used = [part.learning_rate or train.learning_rate for part in _modules(recipe).values()]
+    used = [part.learning_rate or train.learning_rate for part in recipe.modules.values()]
     share = (own or train.learning_rate) / max(used)
     return _LEARNING_RATE[train.optimizer] * max(share, _SMALLEST_RATE)
 
 
 def _of_modules(recipe: Recipe) -> str:
     """The modules with another rate, for example ` (vision 0.001)`."""
-    rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in _modules(recipe).items()}
+    rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in recipe.modules.items()}
     others = [f"{name} {rate:g}" for name, rate in rates.items() if rate < max(rates.values())]
     return f" ({', '.join(others)})" if others else ""
 
 
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
     """Set the optimizer so that a difference shows."""
-    for name, own in _modules(recipe).items():
+    for name, own in recipe.modules.items():
         part = data["language"] if name == LANGUAGE else data["encoders"][name]
         if own.learning_rate is not None:
             part["learning_rate"] = _scaled_rate(recipe, own.learning_rate)

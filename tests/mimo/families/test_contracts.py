@@ -6,16 +6,19 @@ Families are found by name, so that they keep it is asked here; that its users d
 from __future__ import annotations
 
 import inspect
+import io
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from annotated_types import Ge, Gt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from data import Media
+from data import Media, Part
 from mimo import bounds
 from mimo.families import contracts
 from mimo.families.item_rules import ItemRules
@@ -208,6 +211,40 @@ def test_an_encoder_says_how_items_of_its_media_become_patches(name: str) -> Non
     for processor in (settings.processor(), settings.processor("image")):
         for member in wanted:
             assert callable(getattr(processor, member))
+
+
+@every_encoder
+@pytest.mark.parametrize("media", [None, "image", "video"])
+def test_items_of_a_random_file_are_as_large_as_planned(name: str, media: str | None) -> None:
+    settings = settings_of(ENCODERS[name])
+    processor = settings.processor() if media is None else settings.processor(media)
+    assert processor.suffixes
+    assert all(re.fullmatch("[a-z0-9]+", suffix) for suffix in processor.suffixes)
+    assert processor.patch_dim > 0
+    rng = np.random.default_rng(1)
+    patches_per_row = set()
+    for frames in (1,) * 8 + (3,):
+        file = processor.random_file(rng)
+        decoded = processor.decode(file)
+        size = processor.probe(io.BytesIO(file))
+        assert size == processor.size_of(decoded)
+        part = Part(size, frames)
+        try:
+            plan = processor.plan(part)
+        except ValueError:
+            assert frames > 1, "a part of one file is refused"
+            continue
+        assert plan.num_items >= 1
+        assert plan.cost > 0
+        # A row is made of equally many patches, whatever the item's size.
+        patches_per_row.add(math.prod(plan.grid) / plan.num_rows)
+        for item in range(plan.num_items):
+            own = processor.item_files(part, item)
+            assert {*own} <= {*range(frames)}
+            patches = processor.item_patches([decoded for _ in own], part, item)
+            assert patches.dtype == np.float32
+            assert patches.shape == (math.prod(plan.grid), processor.patch_dim)
+    assert len(patches_per_row) == 1
 
 
 @every_language

@@ -59,6 +59,21 @@ def train(port: int, folder: Path, arguments: list[str], broken_rank: int | None
         return app(["train", *arguments], standalone_mode=False) or 0
 
 
+def train_while_a_thread_fails(port: int, folder: Path, arguments: list[str]) -> int:
+    """Like `train`, but the training is stuck for good and a thread beside it fails."""
+    from mimo.train import rank
+
+    def stuck(*_: object) -> None:
+        threading.Thread(target=fail).start()
+        time.sleep(60)
+
+    def fail() -> None:
+        raise ValueError("no such luck")
+
+    rank.train_in_world = stuck
+    return train(port, folder, arguments)
+
+
 def meet(port: int) -> tuple[str, float]:
     """What rank 0 says to all, or the error; and the seconds until then."""
     from mimo.launch.ranks import rank_environment
@@ -211,6 +226,19 @@ def test_an_error_that_all_ranks_meet_in_the_run_is_printed_by_one_of_them(
     text = "".join(printed)
     assert text.count("more than data.max_skipped_samples 0") == 1
     assert text.count("Traceback") == 1
+
+
+def test_a_thread_that_fails_ends_its_rank_though_the_main_thread_is_stuck(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    arguments = [str(recipe), "language.grid.dp=2", "train.micro_batch_size=2"]
+    given = (free_port(), recipe.parent, arguments)
+    with pytest.raises(RanksFailed) as caught:
+        run_on_cpu(train_while_a_thread_fails, given, RANKS, timeout_seconds=30)
+    assert all("ended with exit code 1" in error.reason for error in caught.value.errors)
+    text = "".join((recipe.parent / f"printed_{rank}").read_text() for rank in range(RANKS))
+    assert text.count("Traceback") == 1
+    assert text.count("ValueError: no such luck\nrank ") == 1
 
 
 def test_ranks_that_fail_differently_all_have_their_say(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def test_a_recipe_is_read_with_its_defaults(path: Path) -> None:
     assert recipe.data.sources[0].weight == 2.0
     assert recipe.encoders["vision"].run_ahead == "auto"
     assert recipe.train.adam_beta2 == 0.95
+    assert [*recipe.modules] == ["language", "vision"]
+    assert all(recipe.module(name) is part for name, part in recipe.modules.items())
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "0.001", "1.0E-03"])
