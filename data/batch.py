@@ -5,7 +5,7 @@ What every rank needs to know of a global microbatch comes from the index alone
 
 Samples are packed one after the other into one sequence per lane, each a segment of its own. With
 packing off, every sample is a sequence of its own and a lane's sequences are equally long; they
-stand one after the other all the same, so positions mean the same either way.
+are still concatenated, so positions mean the same either way.
 
 Letters: n samples and m items of one global microbatch, L language lanes, T tokens of one lane.
 """
@@ -41,7 +41,7 @@ class Padding:
 class GlobalMicrobatch:
     """What all language lanes together process in one microbatch step.
 
-    Samples stand lane after lane, items in sample order.
+    Samples are ordered by lane, items by sample.
 
     source, sample: (n,) which sample of which data source.
     lane: (n,) its language lane. start: (n,) its first token among those of the lane.
@@ -201,7 +201,7 @@ class PackedLane:
     input_ids, labels: (T,) int64. loss_mask: (T,) float32. position_ids: (3, T) int64.
     lengths: tokens per segment with its padding; their sum is T. Padding at the end of a packed
         sequence is a segment of its own.
-    real_lengths: tokens per segment without padding behind its own.
+    real_lengths: tokens per segment without its padding.
     packed: whether all segments are one sequence; else each is one, all equally long.
     items: first token and number of tokens of each item, in order.
     """

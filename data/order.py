@@ -41,7 +41,7 @@ def _finish(x: np.ndarray) -> np.ndarray:
 
 
 class SampleOrder:
-    """Which sample of which source stands at a position of the run.
+    """Which sample of which source is at a position of the run.
 
     num_samples: samples per source. weights: relative share of each source, 0 turns it off.
     seed: any integer. block: samples that stay together; shuffling is done on blocks.
@@ -154,7 +154,7 @@ class SampleOrder:
         for chosen in np.split(by_epoch, cuts):  # a tiny source has very many epochs: no full scans
             place = rest[chosen]
             order, short_slot = self._permutation(source, int(epochs[chosen[0]]))
-            # One block may be short; what stands behind it is shifted by what it lacks.
+            # One block may be short; what comes after it is shifted by what it lacks.
             missing = len(order) * self.block - count
             behind = place >= (short_slot + 1) * self.block - missing
             slot, inside = np.divmod(place + missing * behind, self.block)

@@ -19,7 +19,7 @@ def mrope_position_ids(
     """int64 (3, L): temporal, height and width position of each token of one sample.
 
     A text token has three equal positions, one more than the largest before it. The rows of an
-    item lie on a grid that starts there: time, height and width counting up. The text behind an
+    item lie on a grid that starts there: time, height and width counting up. The text after an
     item goes on from its height and width alone, however long it lasts.
     Source: `get_rope_index` of Qwen2.5-VL and Qwen3-VL in transformers.
 

@@ -21,7 +21,7 @@ ITEM_SLOT = "{item}"  # in the text of a part: once per item that the part becom
 
 @dataclass(frozen=True)
 class MediaText:
-    """How items of one media stand in the text.
+    """How items of one media appear in the text.
 
     placeholder: the token that is repeated once per row.
     template_token: what the chat template writes per content part; None for the placeholder.
@@ -65,7 +65,7 @@ def write_items(
 ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text with the k-th token that the template wrote replaced by the k-th part.
 
-    Also where each part stands in it: characters [start, end).
+    Also where each part is in it: characters [start, end).
     parts: (media, text of the part) in order of mention. key: names the sample in errors.
 
     Raises PlaceholderError when tokens and parts differ in number, as when a user's text contains

@@ -24,7 +24,7 @@ class LevelPlace(NamedTuple):
 class Link:
     """The bridge between an encoder and one stage of the language model that needs its rows.
 
-    levels: ascending; their rows stand side by side in one message. chunks: for each level, the
+    levels: ascending; their rows are side by side in one message. chunks: for each level, the
     chunk of the stage that needs it, ascending.
     """
 
