@@ -269,6 +269,7 @@ print(peak - before)
 """
 
 
+@pytest.mark.slow
 def test_conversion_needs_far_less_memory_than_the_model(tmp_path: Path) -> None:
     """A checkpoint of 300 MB in which no tensor has more than 8 MB."""
     small = folders.make("qwen3_vl", tmp_path / "small")

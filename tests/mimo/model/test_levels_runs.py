@@ -21,6 +21,7 @@ def recipe(tmp_path: Path) -> Path:
     return tiny.write_recipe(tmp_path)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_an_interleaved_layout_resumes_in_others(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

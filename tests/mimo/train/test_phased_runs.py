@@ -227,6 +227,7 @@ def interrupted(whole: Path, name: str, phase: str, step: int) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_or_srun_run_all_phases_in_their_one_world(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_rank_that_failed_is_named_with_its_error_at_once(
     assert LOST in str(caught.value.__cause__)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_behind_is_named_though_it_answers(
     present: Callable[[int], Presence],
 ) -> None:

@@ -181,6 +181,7 @@ def test_validation_loss_is_the_mean_over_held_out_tokens(
     assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path) -> None:
     corrupt(recipe)
     done = mimo("train", recipe, "data.max_skipped_samples=0")

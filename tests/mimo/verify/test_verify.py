@@ -104,6 +104,7 @@ def test_in_fp64_errors_are_those_of_fp64(
     check(exact, Cell(cell.name, *sweep_recipe(load_recipe(RECIPE), cell)))
 
 
+@pytest.mark.slow
 def test_layouts_with_the_same_model_and_batches_share_the_run_on_one_rank(
     verifier: Verifier,
 ) -> None:

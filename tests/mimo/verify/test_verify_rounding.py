@@ -121,6 +121,7 @@ def test_a_small_error_differs_in_fp64_too(verifier: Verifier) -> None:
     assert f"first:   {decides.first}" in printed(result)
 
 
+@pytest.mark.slow
 def test_rounding_under_a_distributed_optimizer_is_judged_with_the_plain_one(
     verifier: Verifier,
 ) -> None:
@@ -131,6 +132,7 @@ def test_rounding_under_a_distributed_optimizer_is_judged_with_the_plain_one(
     assert "with the plain optimizer: the engine's distributed one has no fp64" in printed(result)
 
 
+@pytest.mark.slow
 def test_a_small_error_of_the_distributed_optimizer_is_not_lost_in_fp64(
     verifier: Verifier,
 ) -> None:

@@ -280,6 +280,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
         np.testing.assert_allclose(value, one_rank, rtol=0, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.slow
 def test_bf16_steps_follow_those_in_fp32(
     run_ranks: RunRanks, recipe: Path, expected: Reference
 ) -> None:
