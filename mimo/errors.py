@@ -57,4 +57,4 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
     match = nearest(name, choices)
     if match is not None:
         return f"did you mean '{match}'?"
-    return f"choose from {', '.join(choices)}" if choices else "nothing is known here"
+    return f"choose from {', '.join(choices)}" if choices else "none are known here"

@@ -94,7 +94,7 @@ def build_index(
             f"{len(mismatched)} samples have more or fewer placeholders than items (shard: key: "
             f"placeholders / items):\n  {listed(mismatched)}\n"
             f'need one content part such as {{"type": "{(media or ["..."])[0]}"}} per item, or one '
-            'with "frames": 8 for so many, and items named <key>.0.<suffix>, <key>.1.<suffix>, ... '
+            'with "frames": 8 for 8 items, and files named <key>.0.<suffix>, <key>.1.<suffix>, ... '
             f"in order of mention (suffixes: {', '.join(suffixes) or 'none'}); the cause may also "
             f"be a text that contains the token itself ("
             f"{', '.join(sorted(_tokens(chat))) or 'none'}); correct these samples or leave them "

@@ -124,8 +124,8 @@ class AudioClips:
         samples, rate = size
         if not 0 < samples <= self.max_seconds * rate:
             raise ValueError(
-                f"a clip of {samples / rate:.2f} s, need one of at most max_seconds, "
-                f"{self.max_seconds:g}, that is not empty; cut it, or raise max_seconds"
+                f"the clip lasts {samples / rate:.2f} s, needs more than 0 and at most "
+                f"max_seconds, {self.max_seconds:g}; cut it, or raise max_seconds"
             )
         return -(-resampled_length(samples, rate) // self._row_samples)
 

@@ -62,8 +62,8 @@ def notes() -> list[str]:
         f"{backend()}, the backend of ours.",
         "Bytes are what the language model's ranks receive from anyone, their own module's ranks "
         "included, until each holds its first layer's input.",
-        "Megatron's ranks were given complete gradients for nothing; with SP a gather over the "
-        "TP group would come first, so its backward is flattered.",
+        "Megatron's ranks were given complete gradients at no cost. With SP, a gather over the TP "
+        "group would come first, so this flatters Megatron's backward.",
         "Megatron's bridge sums the tensors that it receives for its debug log, also when that log "
         "is off; this is part of its time.",
         "Bare messages are those of our bridge by isend and irecv alone, in memory that is there "

@@ -117,7 +117,7 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path) -> None:
             key = dotted(key_of(name))
             raise ValueError(
                 f"checkpoint {checkpoint} has adapters of {name}, but the recipe has no "
-                f"{key}.lora: what they learned would be lost; give that of their training"
+                f"{key}.lora: what they learned would be lost; give it the lora of their training"
             )
 
 

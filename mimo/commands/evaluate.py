@@ -20,7 +20,7 @@ def evaluate(
             "--max-new-tokens",
             min=1,
             max=2**20,
-            help="Tokens of an answer; default: of the longest expected.",
+            help="Most tokens of an answer; default: those of the longest expected one.",
         ),
     ] = None,
 ) -> int | None:

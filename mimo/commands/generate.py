@@ -39,7 +39,7 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, max=2**20, help="Length of the answer.")
+        int, typer.Option("--max-new-tokens", min=1, max=2**20, help="Most tokens of the answer.")
     ] = 64,
 ) -> int | None:
     """Answer a question about images, a video or other items with a trained checkpoint.

@@ -36,7 +36,7 @@ def verify(
     max_ranks: Annotated[
         int,
         typer.Option(
-            "--max-ranks", min=1, max=1024, help="Shrink larger layouts to so many ranks."
+            "--max-ranks", min=1, max=1024, help="Shrink larger layouts to this many ranks."
         ),
     ] = 8,
     full: Annotated[

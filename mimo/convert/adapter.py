@@ -168,8 +168,8 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
             advance()
     if others:
         raise RecipeError(
-            f"{trained.checkpoint}: more has learned than adapters and projectors, and --adapter "
-            f"would leave it behind; leave --adapter out to write the whole model:",
+            f"{trained.checkpoint}: other weights than adapters and projectors were trained, and "
+            f"an adapter folder would lack them; leave --adapter out to write the whole model:",
             *(f"  {key}" for key in others[:_LISTED]),
             *([f"  and {len(others) - _LISTED} more"] if len(others) > _LISTED else []),
         )

@@ -160,22 +160,6 @@ def fused_qkv(name: str, key: str, num_heads: int, head_size: int, *columns: int
     )
 
 
-def check_complete(weights: Sequence[Weight]) -> None:
-    """Assert that every source is used by just one weight, and each of its rows once."""
-    owners: dict[str, str] = {}
-    for weight in weights:
-        for source in weight.sources:
-            owner = owners.setdefault(source.key, weight.name)
-            assert owner == weight.name, f"{source.key} is part of {owner} and of {weight.name}"
-            runs = sorted(r.start for r in weight.runs if r.source == source)
-            counts = {r.start: r.count for r in weight.runs if r.source == source}
-            position = 0
-            for start in runs:
-                assert start == position, f"rows of {source.key} are missing or used twice"
-                position += counts[start]
-            assert position == source.num_rows, f"{source.key}: {position} of {source.num_rows}"
-
-
 def num_elements(weights: Sequence[Weight]) -> int:
     """The number of elements of all their tensors together."""
     return sum(math.prod(source.shape) for weight in weights for source in weight.sources)

@@ -162,7 +162,7 @@ def _answer_limit(dataset: Dataset, max_new_tokens: int | None) -> int:
     if too_long:
         print(
             f"{too_long} of {answers} expected answers are longer than --max-new-tokens "
-            f"{max_new_tokens}, the longest has {longest}; what is given for them is cut",
+            f"{max_new_tokens}, the longest has {longest}; the model's are cut short",
             flush=True,
         )
     return max_new_tokens or max(longest, 1)

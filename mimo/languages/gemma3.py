@@ -167,7 +167,7 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
     }
     if list(Settings(**found).layer_kinds()) != kinds:
         raise ValueError(
-            f"text_config.layer_types is {text['layer_types']}; only one global layer behind each "
+            f"text_config.layer_types is {text['layer_types']}; only one global layer after each "
             f"{found['sliding_window_pattern'] - 1} sliding ones is supported"
         )
     return found

@@ -179,7 +179,7 @@ def _address(environment: RankEnv) -> tuple[str, int] | None:
             return None  # torchrun's, already open
         port = os.environ.get("MASTER_PORT", "")
         if not port.isdecimal():
-            raise InputError(f"MASTER_PORT: needs the number of a port of rank 0; got {port!r}")
+            raise InputError(f"MASTER_PORT: needs a port of the host of rank 0; got {port!r}")
         return os.environ["MASTER_ADDR"], int(port)
     url = urlsplit(environment.rendezvous)
     return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else None

@@ -34,7 +34,7 @@ def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
         if recipe.encoders[name].grid.rank_offset is not None:
             yield recipe.problem(
                 (*key_of(name), "grid", "rank_offset"),
-                "a colocated encoder stands where the language model does; remove rank_offset",
+                "a colocated encoder has the ranks of the language model; remove rank_offset",
             )
         group, first = (
             recipe.encoders[n].encode_group for n in (name, sorted(layout.colocated)[0])

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import override
@@ -123,6 +123,8 @@ class Presence(StepObserver):
             if not self._failure:
                 with self._writing:
                     self._file(self._rank).unlink(missing_ok=True)
+                with suppress(OSError):  # others are still there
+                    self._folder.rmdir()
 
     def _fail(self, error: Exception) -> None:
         """Record in this rank's file that it failed."""

@@ -78,8 +78,8 @@ def test_rows_follow_from_the_number_of_samples_alone(samples: int, rows: int) -
 @pytest.mark.parametrize(
     ("part", "problem"),
     [
-        (Part((32_001, 16_000)), r"a clip of 2\.00 s, need one of at most max_seconds, 2, that is"),
-        (Part((0, 16_000)), r"a clip of 0\.00 s"),
+        (Part((32_001, 16_000)), r"lasts 2\.00 s, needs more than 0 and at most max_seconds, 2"),
+        (Part((0, 16_000)), r"the clip lasts 0\.00 s"),
         (Part((16_000, 16_000), frames=2), "a part of 2 files, but a clip is one file"),
     ],
 )

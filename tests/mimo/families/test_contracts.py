@@ -22,9 +22,10 @@ from data import Media, Part
 from mimo import bounds
 from mimo.families import contracts
 from mimo.families.item_rules import ItemRules
-from mimo.families.keymap import check_complete, num_elements
+from mimo.families.keymap import num_elements
 from mimo.families.registry import encoder_families, language_families
 from mimo.hf.architectures import ARCHITECTURES
+from tests.mimo.families.test_keymap import check_complete
 
 ENCODERS: dict[str, Any] = dict(encoder_families())
 LANGUAGES: dict[str, Any] = dict(language_families())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,27 @@ from hypothesis import strategies as st
 
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors
-from mimo.families.keymap import Weight, check_complete, fused_qkv, grouped_qkv, plain, stacked
+from mimo.families.keymap import Weight, fused_qkv, grouped_qkv, plain, stacked
 from mimo.hf.architectures import ARCHITECTURES
 from tests.mimo.hf import folders
 
 SIZES = st.integers(1, 4)
+
+
+def check_complete(weights: Sequence[Weight]) -> None:
+    """Assert that every source is used by just one weight, and each of its rows once."""
+    owners: dict[str, str] = {}
+    for weight in weights:
+        for source in weight.sources:
+            owner = owners.setdefault(source.key, weight.name)
+            assert owner == weight.name, f"{source.key} is part of {owner} and of {weight.name}"
+            runs = sorted(r.start for r in weight.runs if r.source == source)
+            counts = {r.start: r.count for r in weight.runs if r.source == source}
+            position = 0
+            for start in runs:
+                assert start == position, f"rows of {source.key} are missing or used twice"
+                position += counts[start]
+            assert position == source.num_rows, f"{source.key}: {position} of {source.num_rows}"
 
 
 @st.composite

@@ -76,7 +76,7 @@ def test_an_error_of_this_rank_alone_stays_as_it_is_and_ranks_that_ended_leave_n
         fail(present(1), ValueError("own"))
     with present(1).watched():
         pass
-    assert not list((tmp_path / "ranks").iterdir())
+    assert not (tmp_path / "ranks").exists()
 
 
 def test_an_error_of_the_bridge_is_not_delayed_and_names_a_lost_rank_as_well(
