@@ -178,7 +178,12 @@ def wanted_rows(runs: ItemRuns, lane: int, t: int, tp: int, delivery: str) -> li
 @pytest.mark.parametrize("delivery", ["sp", "gathered", "replicated"])
 @pytest.mark.parametrize(
     ("encoder", "language"),
-    [((2, 4), (4, 2)), ((4, 2), (2, 4)), ((8, 1), (2, 4)), ((2, 4), (8, 1))],
+    [
+        ((2, 4), (4, 2)),
+        ((4, 2), (2, 4)),
+        pytest.param((8, 1), (2, 4), marks=pytest.mark.slow),
+        pytest.param((2, 4), (8, 1), marks=pytest.mark.slow),
+    ],
 )
 def test_rows_and_gradients_change_between_colocated_grids_bit_for_bit(
     run_ranks: RunRanks, encoder: tuple[int, int], language: tuple[int, int], delivery: str
@@ -188,7 +193,12 @@ def test_rows_and_gradients_change_between_colocated_grids_bit_for_bit(
 
 @pytest.mark.parametrize("delivery", ["sp", "gathered", "replicated"])
 @pytest.mark.parametrize(
-    ("encoder", "language"), [((2, 4), (4, 2)), ((4, 2), (2, 4)), ((1, 8), (2, 4))]
+    ("encoder", "language"),
+    [
+        ((2, 4), (4, 2)),
+        pytest.param((4, 2), (2, 4), marks=pytest.mark.slow),
+        pytest.param((1, 8), (2, 4), marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_are_cut_over_the_encoders_ranks_go_there_and_back_bit_for_bit(
     run_ranks: RunRanks, encoder: tuple[int, int], language: tuple[int, int], delivery: str

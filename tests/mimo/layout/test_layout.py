@@ -187,7 +187,7 @@ def test_automatic_run_ahead_is_one_more_than_the_least_that_does_not_deadlock(
     [
         (
             ["encoders.vision.grid={tp: 1, rank_offset: 1}"],
-            "encoders.vision.grid.rank_offset: a colocated encoder stands where",
+            "encoders.vision.grid.rank_offset: a colocated encoder has the ranks",
         ),
         (
             [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -48,7 +49,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_recipe(directory)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    quick(LAYOUTS, "cp2 tp2 with sp", "encoder output cut over tp2", "colocated with other tp"),
+)
 def test_both_deliveries_give_the_same_forward_bit_for_bit_and_the_same_gradients(
     run_ranks: RunRanks, recipe: Path, layout: str
 ) -> None:

@@ -69,7 +69,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", quick(LAYOUTS, "cp2 tp2 with sp", "colocated pp2, stages unlike", "3 lanes to 2")
+    "layout", quick(LAYOUTS, "cp2 tp2 with sp", "colocated pp2, stages unlike")
 )
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]

@@ -192,11 +192,6 @@ def two_encoder_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quick(
         LAYOUTS,
         "interleaved pp2 vpp2 with tp2 and sp",
-        "cp2 pp2, unpacked, recompute",
-        "replicated, tp2 with sp, pp2",
-        "3 lanes to 2",
-        "encoder pp2 tp2 with sp",
-        "frozen tower to interleaved",
         "colocated in groups with pp2",
     ),
 )

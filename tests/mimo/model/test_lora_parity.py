@@ -133,12 +133,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "layout",
     quick(
         LAYOUTS,
-        "language tp2 with sp",
         "cp2",
-        "interleaved pp2 vpp2",
         "encoder pp2 tp2 with sp, recomputed",
         "colocated tp2 with sp",
-        "frozen language",
     ),
 )
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:

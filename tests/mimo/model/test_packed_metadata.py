@@ -12,6 +12,7 @@ from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.step.plan import StepPlanner
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_parity import TOLERANCE
@@ -65,7 +66,7 @@ def read_lengths(path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("grid", ["{cp: 2}", "{cp: 2, tp: 2, sp: true}"])
+@pytest.mark.parametrize("grid", quick(["{cp: 2}", "{cp: 2, tp: 2, sp: true}"], "{cp: 2}"))
 def test_metrics_count_each_real_token_of_a_packed_step_once_and_no_padding(
     run_ranks: RunRanks, tmp_path: Path, grid: str
 ) -> None:
@@ -90,7 +91,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "pp3 with tp2 and sp"))
 def test_every_stage_and_rank_has_them_and_the_loss_is_that_of_one_rank(
     run_ranks: RunRanks, tmp_path: Path, layout: str
 ) -> None:

@@ -111,7 +111,13 @@ def run_shard(rank: int, cp: int, tp: int, sp: bool, packed: bool, length: int =
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
-    ("cp", "tp", "sp"), [(1, 2, True), (2, 1, False), (2, 2, True), (2, 2, False)]
+    ("cp", "tp", "sp"),
+    [
+        pytest.param(1, 2, True, marks=pytest.mark.slow),
+        pytest.param(2, 1, False, marks=pytest.mark.slow),
+        (2, 2, True),
+        (2, 2, False),
+    ],
 )
 def test_every_rank_gets_its_slice_of_embeddings_and_of_labels(
     run_ranks: RunRanks, cp: int, tp: int, sp: bool, packed: bool

@@ -11,6 +11,7 @@ import pytest
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.parity.report import verdict
 from mimo.parity.runner import ParityRunner
+from tests.cases import quick
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
 
@@ -73,7 +74,14 @@ FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("what", FOLDERS)
+@pytest.mark.parametrize(
+    "what",
+    quick(
+        FOLDERS,
+        "rotary sections that are not said to be interleaved",
+        "one number for all channels",
+    ),
+)
 def test_what_decides_in_transformers_decides_here(what: str, tmp_path: Path) -> None:
     family, changes = FOLDERS[what]
     folder = tmp_path / "checkpoint"

@@ -152,7 +152,7 @@ def compare(
             )
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     ("causal", "window"),
     [(True, None), (False, None), (True, 1), (True, 7), (True, 1000)],
