@@ -7,7 +7,8 @@ point-to-point calls in one rank, Megatron's as well as the bridge's, by calls u
 - Order: a group's batches run one after the other, whoever their peers are. So do the single
   messages of a pair of ranks, which have a communicator of their own.
 - Connections: the first message from one rank to another in a communicator blocks both hosts
-  until the other one makes its call for it, too. A collective makes no such connection.
+  until the other one makes its call for it, too. A collective makes no such connection. One in
+  the middle of a step is refused at once, unless a test wants to see what comes of it.
 - Devices: `torch.cuda.synchronize` waits for every message that was started, receives that were
   posted ahead of their use included.
 - One queue, on request: with CUDA_DEVICE_MAX_CONNECTIONS=1 a message that waits for the one
@@ -108,8 +109,11 @@ class _Stream:
         self._queue: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"stream {name}", daemon=True).start()
 
-    def start(self, calls: Sequence[_Call], one_queue: bool) -> _Work:
-        self._connect(calls)
+    def start(self, calls: Sequence[_Call], one_queue: bool, may_connect: bool) -> _Work:
+        missing = [call for call in calls if call.pair not in self._connected]
+        if missing and not may_connect:
+            raise Deadlock(f"connects in the middle of a step: {', '.join(map(str, missing))}")
+        self._connect(missing)
         work = _Work(calls, next(self._numbers))
         if one_queue and self.last is not None and not self.last.done.wait(LIMIT_SECONDS):
             raise Deadlock(f"the device's one queue is held up: {work} comes after {self.last}")
@@ -117,8 +121,7 @@ class _Stream:
         self._queue.put(work)
         return work
 
-    def _connect(self, calls: Sequence[_Call]) -> None:
-        missing = [call for call in calls if call.pair not in self._connected]
+    def _connect(self, missing: Sequence[_Call]) -> None:
         handshakes = []
         for call in missing:
             tag = zlib.crc32(repr((self.name, call.pair)).encode()) % _FIRST_CONNECTION_TAG
@@ -155,6 +158,7 @@ class _Device:
 
     def __init__(self, one_queue: bool) -> None:
         self.one_queue = one_queue
+        self.may_connect = True
         self._streams: dict[tuple[Any, ...], _Stream] = {}
         self._started: list[_Work] = []
 
@@ -166,7 +170,7 @@ class _Device:
         if key not in self._streams:
             tag = _SINGLE_TAG if single else _BATCH_TAG
             self._streams[key] = _Stream(" ".join(map(str, key)), tag)
-        work = self._streams[key].start(calls, self.one_queue)
+        work = self._streams[key].start(calls, self.one_queue, self.may_connect)
         self._started = [one for one in self._started if not one.is_completed()] + [work]
         return work
 
@@ -182,11 +186,19 @@ class _Device:
         self._started.clear()
 
 
-def behave_like_nccl(one_queue: bool = False) -> None:
+def behave_like_nccl(one_queue: bool = False, connects_late: bool = False) -> None:
     """Put this rank's messages under NCCL's rules, until its process ends."""
     from mimo.engines.megatron.cpu import adapt_to_machine
+    from mimo.model.modules import MimoModel
 
     device = _Device(one_queue)
+    run = MimoModel.run
+
+    def step(*given: Any, **named: Any) -> float:
+        device.may_connect = connects_late
+        return run(*given, **named)
+
+    MimoModel.run = step  # type: ignore[method-assign]
 
     def single(incoming: bool) -> Callable[..., _Work]:
         def start(tensor: Any, peer: Any = None, group: Any = None, tag: int = 0, **named: Any):
