@@ -35,9 +35,6 @@ from bridge.transfer import (
 )
 from bridge.waiting import BridgeError
 
-# Microbatches whose receives are posted before they are needed, so transfer overlaps compute.
-_POSTED_AHEAD = 2
-
 
 def _check_gradient_path(
     end: BridgeEnd, microbatch: int, tensor: Tensor, expects_gradients: bool
@@ -57,7 +54,12 @@ def _check_gradient_path(
 
 
 class BridgeSender:
-    """The encoder's end, on every rank of the encoder's last pipeline stage."""
+    """The encoder's end, on every rank of the encoder's last pipeline stage.
+
+    run_ahead: microbatches that are sent before the gradients of the first one are waited for.
+    Gradients are asked for when they are wanted and never before: whatever waits for the whole
+    device would also wait for gradients that the language model cannot have yet.
+    """
 
     def __init__(self, end: BridgeEnd, lane: int, run_ahead: int) -> None:
         self.end = end
@@ -66,7 +68,7 @@ class BridgeSender:
         self._memory = RowMemory(end.device)
         self._plans: Sequence[BridgePlan] = ()
         self._sent: deque[Transfer] = deque()
-        self._gradients: dict[int, Transfer] = {}
+        self._without_gradient: set[int] = set()
         self._expects_gradients = False
         self._waited_seconds = 0.0
 
@@ -82,7 +84,7 @@ class BridgeSender:
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
         """Start a step of ``len(plans)`` microbatches."""
-        assert not self._sent and not self._gradients, "the previous step has not been finished"
+        assert not self._sent and not self._without_gradient, "the last step has not been finished"
         self._plans = plans
         self._expects_gradients = self.end.trainable and not forward_only
 
@@ -115,21 +117,18 @@ class BridgeSender:
             self._wait(self._sent.popleft())
         self._sent.append(start_sending(end, microbatch, "rows", exchange, values.detach()))
         if self._expects_gradients:
-            held = plan.held_rows[self.lane]
-            gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
-            self._gradients[microbatch] = start_receiving(
-                end, microbatch, "gradients", plan.collects(end.rank), gradient
-            )
+            self._without_gradient.add(microbatch)
         return values.new_zeros(())
 
     def _backward(self, microbatch: int) -> Tensor:
         plan, end = self._plans[microbatch], self.end
-        transfer = self._gradients.pop(microbatch)
-        self._wait(transfer)
+        held = plan.held_rows[self.lane]
+        gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
+        collects = plan.collects(end.rank)
+        self._wait(start_receiving(end, microbatch, "gradients", collects, gradient))
+        self._without_gradient.remove(microbatch)
         # A rank that sends back the gradient of rows has received them, so their buffer is free.
         self._wait(self._sent.popleft())
-        gradient = transfer.into
-        assert gradient is not None
         share_gradient(end, end.gather, microbatch, gradient, lambda r: plan.collects(r).index)
         return gradient.to(end.dtype)
 
@@ -137,17 +136,27 @@ class BridgeSender:
         """Wait until everything sent has left; call after the module's schedule."""
         while self._sent:
             self._wait(self._sent.popleft())
-        assert not self._gradients, "a backward pass was skipped: gradients are still under way"
+        assert not self._without_gradient, "a backward pass was skipped: gradients never asked for"
 
 
 class BridgeReceiver:
-    """The language model's end, on every rank of the pipeline stage of its link."""
+    """The language model's end, on every rank of the pipeline stage of its link.
 
-    def __init__(self, end: BridgeEnd) -> None:
+    run_ahead: the encoder's.
+    posted_ahead: microbatches whose rows are asked for before they are needed, so that transfer
+        overlaps compute. With no more than the encoder's run-ahead exceeds the least that cannot
+        deadlock, rows that are asked for come without anything that this rank does later. So even
+        a wait for the whole device ends.
+    """
+
+    def __init__(self, end: BridgeEnd, run_ahead: int, posted_ahead: int) -> None:
         self.end = end
+        self.run_ahead = run_ahead
+        self.posted_ahead = posted_ahead
         self._memory = RowMemory(end.device)
         self._plans: Sequence[BridgePlan] = ()
         self._expects_gradients = False
+        self._num_posted = 0
         self._rows: dict[int, Transfer] = {}
         self._gradients: deque[Transfer] = deque()
         # Puts the rows into the graph although nothing that precedes them is on this rank.
@@ -158,15 +167,21 @@ class BridgeReceiver:
         assert not self._rows and not self._gradients, "the previous step has not been finished"
         self._plans = plans
         self._expects_gradients = self.end.trainable and not forward_only
-        for microbatch in range(min(_POSTED_AHEAD, len(plans))):
-            self._post(microbatch)
+        self._num_posted = 0
+        self._post(self.posted_ahead)
 
-    def _post(self, microbatch: int) -> None:
-        """Receive this rank's share straight into its place among all rows of the lane."""
-        plan, end = self._plans[microbatch], self.end
-        rows = self._memory.empty(int(end.bounds(plan)[-1]), end.hidden_size, end.wire_dtype)
-        exchange = replace(plan.receives(end.rank), index=ints(end.own_rows(plan)))
-        self._rows[microbatch] = start_receiving(end, microbatch, "rows", exchange, rows)
+    def _post(self, stop: int) -> None:
+        """Ask for the rows of all microbatches before ``stop``.
+
+        This rank's share arrives straight in its place among all rows of the lane.
+        """
+        end = self.end
+        for microbatch in range(self._num_posted, min(stop, len(self._plans))):
+            plan = self._plans[microbatch]
+            rows = self._memory.empty(int(end.bounds(plan)[-1]), end.hidden_size, end.wire_dtype)
+            exchange = replace(plan.receives(end.rank), index=ints(end.own_rows(plan)))
+            self._rows[microbatch] = start_receiving(end, microbatch, "rows", exchange, rows)
+            self._num_posted += 1
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """Rows (n, H) in the model's dtype and their local positions (n,) int64.
@@ -183,12 +198,16 @@ class BridgeReceiver:
         return rows, self.end.positions(self._plans[microbatch])
 
     def _forward(self, microbatch: int) -> Tensor:
-        transfer, end = self._rows.pop(microbatch), self.end
+        end = self.end
+        self._post(microbatch + 1)
+        transfer = self._rows.pop(microbatch)
         transfer.wait()
         rows = transfer.into
         assert rows is not None
-        if microbatch + _POSTED_AHEAD < len(self._plans):
-            self._post(microbatch + _POSTED_AHEAD)
+        self._post(microbatch + 1 + self.posted_ahead)
+        # Before an encoder sends these rows, it has taken all gradients but those of its run-ahead.
+        while self._gradients and self._gradients[0].microbatch < microbatch - self.run_ahead:
+            self._gradients.popleft().wait()
         share_rows(end, microbatch, self._plans[microbatch], rows)
         return rows.to(end.dtype)
 
@@ -196,9 +215,6 @@ class BridgeReceiver:
         plan, end = self._plans[microbatch], self.end
         own = end.own_rows(plan)
         received = gradient.detach()[own.start : own.stop]
-        # The encoder asks for gradients when it sends rows, so they leave without delay.
-        while len(self._gradients) >= _POSTED_AHEAD:
-            self._gradients.popleft().wait()
         self._gradients.append(
             start_sending(end, microbatch, "gradients", plan.returns(end.rank), received)
         )

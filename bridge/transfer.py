@@ -20,7 +20,7 @@ from torch import Tensor
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import Ints, ints, offsets
 from bridge.waiting import Message, wait_for
-from bridge.watch import TransferWatch
+from bridge.watch import TransferWatch, Watched
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class BridgeEnd:
     gather: this rank's tensor-parallel group if the rows of a lane are shared out over it and
         each rank needs all of them (forward on the receiver, backward on the sender).
     timeout_seconds: how long a transfer may take once it is waited for; None asks the backend.
-    watch: enforces the timeout where waiting does not block the host; None where it does.
+    watch: enforces the timeout where waiting does not block the host, from the start of a
+        transfer on; None where it does.
     """
 
     name: str
@@ -48,17 +49,6 @@ class BridgeEnd:
     gather: dist.ProcessGroup | None = None
     timeout_seconds: float | None = None
     watch: TransferWatch | None = None
-
-    def wait(self, messages: Sequence[Message], what: str, microbatch: int) -> None:
-        """Return once all messages are done, or on the device once all later work waits for them.
-
-        Raises BridgeError; ``what`` names the transfer in it.
-        """
-        if self.watch is None or self.timeout_seconds is None:
-            wait_for(messages, what, microbatch, self.timeout_seconds)
-            return
-        self.watch.add(messages, what, microbatch, self.timeout_seconds)
-        wait_for(messages, what, microbatch, None)
 
     def sharers(self) -> list[int]:
         """Ranks whose received rows make up this rank's rows, in order."""
@@ -95,7 +85,8 @@ class Transfer:
 
     parts: the memory of the messages, held here so that nobody frees what is being sent.
     into: the buffer (N, H) that received rows belong in; None when sending. apart: messages that
-    arrive outside of it, each with the places (n,) of its rows. what: names the transfer.
+    arrive outside of it, each with the places (n,) of its rows. what: names the transfer, its edge
+    first.
     """
 
     end: BridgeEnd
@@ -106,9 +97,22 @@ class Transfer:
     into: Tensor | None = None
     apart: Sequence[tuple[Tensor, Tensor]] = ()
 
+    def __post_init__(self) -> None:
+        watch, seconds = self.end.watch, self.end.timeout_seconds
+        self._watched: Watched | None = None
+        if watch is not None and seconds is not None:
+            self._watched = watch.add(self.messages, self.what, self.microbatch, seconds)
+
     def wait(self) -> None:
-        """Return once every message has left, or is where it belongs; raises BridgeError."""
-        self.end.wait(self.messages, self.what, self.microbatch)
+        """Return once every message has left, or is where it belongs; raises BridgeError.
+
+        With a watch that is so on the device: all later work there waits for it.
+        """
+        seconds = self.end.timeout_seconds
+        if self._watched is not None:
+            self._watched.is_wanted()
+            seconds = None
+        wait_for(self.messages, self.what, self.microbatch, seconds)
         if self.into is not None:
             for index, part in self.apart:
                 self.into[index] = part

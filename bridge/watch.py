@@ -5,6 +5,8 @@ in a call that knows nothing of the bridge, until the backend's own watchdog abo
 that names neither edge nor rows. Nothing can be raised in a thread that is stuck there. So a
 separate thread looks at what is under way and, when time is up, raises the same BridgeError as a
 rank on the CPU does. Whoever runs the ranks has to end a rank when one of its threads fails.
+
+Transfers are watched from their start, as the host may get stuck before it waits for them.
 """
 
 from __future__ import annotations
@@ -24,15 +26,24 @@ _POLL_SECONDS = 1.0
 _POLLS_PER_TIMEOUT = 10  # at least; short timeouts are looked at more often
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """Messages that must be done at ``deadline``, on the monotonic clock."""
+@dataclass
+class Watched:
+    """Messages that must be done ``timeout_seconds`` after ``since``, on the monotonic clock."""
 
     messages: Sequence[Message]
     what: str
     microbatch: int | None
     timeout_seconds: float
-    deadline: float
+    since: float
+
+    @property
+    def edge(self) -> str:
+        """Transfers over one edge take place in the order of their starts."""
+        return self.what.partition(":")[0]
+
+    def is_wanted(self) -> None:
+        """Start its time anew: waiting for it has been requested."""
+        self.since = time.monotonic()
 
 
 class TransferWatch:
@@ -43,7 +54,7 @@ class TransferWatch:
 
     def __init__(self) -> None:
         self.tell_where: Callable[[BridgeError], None] | None = None
-        self._new: queue.SimpleQueue[_Watched] = queue.SimpleQueue()
+        self._new: queue.SimpleQueue[Watched] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(
@@ -52,39 +63,46 @@ class TransferWatch:
         what: str,
         microbatch: int | None,
         timeout_seconds: float,
-    ) -> None:
-        """Watch ``messages`` from now on; waiting for them has been requested already.
+    ) -> Watched:
+        """Watch ``messages``, which have just been started; ``what`` begins with their edge.
 
-        The time includes what the device still has to do before it, so it must be longer than a
-        step.
+        Their time begins when they are started, again when they are waited for, and again when
+        the transfer before them on their edge is done: one that is posted ahead of its use has
+        its turn only then. It includes what the device still has to do before it, so it must be
+        longer than a step.
         """
-        deadline = time.monotonic() + timeout_seconds
-        self._new.put(_Watched(messages, what, microbatch, timeout_seconds, deadline))
+        watched = Watched(messages, what, microbatch, timeout_seconds, time.monotonic())
+        self._new.put(watched)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="bridge watch", daemon=True)
             self._thread.start()
+        return watched
 
     def _run(self) -> None:
         """Sleep while nothing is under way; raise BridgeError when something is too late."""
-        watched: list[_Watched] = []
+        watched: list[Watched] = []  # in the order in which they were started
         while True:
             if not watched:
                 watched.append(self._new.get())
             while not self._new.empty():
                 watched.append(self._new.get())
             now = time.monotonic()
-            still = []
+            still, moving = [], set()
             for one in watched:
                 missing = [m for m in one.messages if not m.work.is_completed()]
-                if missing and now > one.deadline:
+                if not missing:
+                    moving.add(one.edge)
+                    continue
+                if one.edge in moving:
+                    one.since = now
+                if now > one.since + one.timeout_seconds:
                     raise self._error(one, missing)
-                if missing:
-                    still.append(one)
+                still.append(one)
             watched = still
             shortest = min((one.timeout_seconds for one in watched), default=0.0)
             time.sleep(min(_POLL_SECONDS, shortest / _POLLS_PER_TIMEOUT))
 
-    def _error(self, one: _Watched, missing: Sequence[Message]) -> BridgeError:
+    def _error(self, one: Watched, missing: Sequence[Message]) -> BridgeError:
         error = too_late(one.what, one.microbatch, one.timeout_seconds, missing)
         if self.tell_where is not None:
             self.tell_where(error)

@@ -178,6 +178,7 @@ class Tower[P](nn.Module):
         self.tokens_per_row = tokens_per_row
         self.level_blocks = level_blocks
         self.is_first_stage, self.is_last_stage = ctx.is_first_stage, ctx.is_last_stage
+        self.layers = engine.layers_here(config, ctx.groups, ctx.chunk)
         self._received: Tensor | None = None
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
@@ -219,6 +220,25 @@ class Tower[P](nn.Module):
         """
         raise NotImplementedError
 
+    def stage_shapes(self, grids: Tensor) -> engine.StageShapes:
+        """Shapes of what this stage receives and passes on for items with these ``grids`` (I, 3).
+
+        Both are hidden states (T', 1, (1 + l)·D), as in `forward`.
+        """
+        tokens = self._tokens_with_blank(grids) // self.part.count
+        received, sent = (
+            1 + sum(level < stop for level in self.level_blocks)
+            for stop in (self.layers.start, self.layers.stop)
+        )
+        width = self.config.hidden_size
+        return engine.StageShapes((tokens, 1, received * width), (tokens, 1, sent * width))
+
+    def _tokens_with_blank(self, grids: Tensor) -> int:
+        """T of items with these ``grids`` (I, 3), blank tokens at the end included."""
+        tokens = sum(self.num_tokens(grids))
+        num_blank = self.part.num_blank(tokens // self.tokens_per_row)
+        return tokens + num_blank * self.tokens_per_row
+
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Called by the schedule with what the previous stage sent; None on the first."""
         self._received = input_tensor[0]
@@ -236,7 +256,8 @@ class Tower[P](nn.Module):
         parameter gets its (zero) gradient and data-parallel hooks fire.
         """
         tokens = self.num_tokens(grids)
-        num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
+        in_all = self._tokens_with_blank(grids)
+        num_blank = (in_all - sum(tokens)) // self.tokens_per_row
         with_blank = grids
         if num_blank:
             with_blank = torch.cat((grids, torch.tensor([self.blank_grid(num_blank)])))
@@ -250,7 +271,6 @@ class Tower[P](nn.Module):
             assert self._received is not None, "a later stage needs the previous one's output"
             hidden = list(self._received.split(self.config.hidden_size, dim=-1))
             self.blocks.set_input_tensor(hidden[0])
-        in_all = sum(tokens) + num_blank * self.tokens_per_row
         held = len(hidden[0]) * self.part.count
         assert held == in_all, f"{held} tokens on {self.part.count} ranks, needed are {in_all}"
         hidden = self._run_blocks(hidden, packed)

@@ -83,6 +83,15 @@ def initialize_distributed(
     )
 
 
+def barrier() -> None:
+    """Wait until every rank of the world is here; each of them calls it.
+
+    NCCL's barrier is a sum on a device. Told none, it guesses one from the rank's number.
+    """
+    device = local_device()
+    dist.barrier(device_ids=None if device.index is None else [device.index])
+
+
 @dataclass(frozen=True)
 class Memory:
     """A memory that one or more ranks share.

@@ -175,16 +175,16 @@ class Trainer:
             step_optimizer,
             zero_gradients,
         )
-        from mimo.engines.megatron.schedule import run_schedule
+        from mimo.engines.megatron.schedule import hidden_shapes, run_schedule
 
         for chunk in self.chunks:
             chunk.train()
         zero_gradients(self.chunks, self.optimizer)
         lanes = range(self.groups.dp.rank(), NUM_LANES, self.groups.dp.size())
         batch = [one for lane in lanes for one in microbatches(step, lane, self.job.dense)]
-        logged = run_schedule(
-            self._forward_step, batch, self.chunks, self.groups, sequence_length=sum(LENGTHS)
-        )
+        config = self.raw[0].config
+        shapes = [hidden_shapes(config, self.groups, *one.ids.shape[::-1]) for one in batch]
+        logged = run_schedule(self._forward_step, batch, self.chunks, self.groups, shapes)
         finish_gradients(self.chunks, self.groups, count_loss_tokens(self.job, step))
         norm = squared_gradient_norm(self.optimizer, self.groups)
         step_optimizer(self.optimizer, self.job.learning_rate, 1.0)

@@ -21,7 +21,14 @@ from mimo.bench.bare_messages import BareMessages
 from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_workload import ENCODER, Case, Delivery, Workload
 from mimo.bench.received import count_received
-from mimo.device import backend, initialize_distributed, local_device, set_threads, synchronize
+from mimo.device import (
+    backend,
+    barrier,
+    initialize_distributed,
+    local_device,
+    set_threads,
+    synchronize,
+)
 from mimo.engines.megatron.rival_bridge import MegatronBridge
 from mimo.launch.ranks import rank_environment
 from mimo.layout.grids import LANGUAGE
@@ -81,7 +88,7 @@ class OurBridge:
             self.sender = BridgeSender(self.end, self.lane, run_ahead=1)
             self.values = workload.encoder_values(self.lane).to(self.end.device).requires_grad_()
         else:
-            self.receiver = BridgeReceiver(self.end)
+            self.receiver = BridgeReceiver(self.end, run_ahead=1, posted_ahead=1)
         self.gradient: Tensor | None = None
 
     def prepare(self) -> None:
@@ -181,7 +188,7 @@ def _seconds(contestant: Contestant, backward: bool) -> float:
     """From a common start to the end of this rank's part of one run."""
     contestant.prepare()
     synchronize()
-    dist.barrier()
+    barrier()
     start = _common_start()
     contestant.run(backward)
     synchronize()
@@ -209,7 +216,7 @@ def alternate(
 def received_bytes(contestant: Contestant, backward: bool) -> list[int]:
     """Bytes that each rank of the world receives in one run."""
     contestant.prepare()
-    dist.barrier()
+    barrier()
     with count_received() as received:
         contestant.run(backward)
     return _everyone(received.num_bytes)
@@ -276,7 +283,8 @@ def in_world(write: Path, case: Case, rows: int, hidden: int, repeats: int, riva
         _TIMEOUT_SECONDS,
         environment.local_rank,
     )
-    found = compete(case, rows, hidden, repeats, rival, build_topology(case.layout))
+    topology = build_topology(case.layout, _TIMEOUT_SECONDS)
+    found = compete(case, rows, hidden, repeats, rival, topology)
     if environment.rank == 0:
         write.write_text(json.dumps(asdict(found)))
-    dist.barrier()
+    barrier()

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from mimo.errors import InputError
+from mimo.launch import preloaded
 
 END_SECONDS = 3.0  # that a rank gets between SIGTERM and SIGKILL
 STACKS_SIGNAL = signal.SIGUSR2  # prints the Python stacks of a rank's threads
@@ -93,9 +94,13 @@ def warm_up(preload: Sequence[str]) -> None:
 
     Only the first call in a process decides what is imported.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
-    with _without_main():
-        forkserver.ensure_running()
+    multiprocessing.get_context("forkserver").set_forkserver_preload([preloaded.__name__])
+    os.environ[preloaded.MODULES] = " ".join(preload)
+    try:
+        with _without_main():
+            forkserver.ensure_running()
+    finally:
+        del os.environ[preloaded.MODULES]
 
 
 class RankProcesses:
@@ -277,6 +282,11 @@ def _rank_main(
         lambda error: _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)
     )
     try:
+        if preloaded.initialised_cuda is not None:
+            raise RuntimeError(
+                f"importing {preloaded.initialised_cuda} initialised CUDA in the process that "
+                f"ranks are forked from, so none of them could use it; do not preload that module"
+            )
         target, args = pickle.loads(payload)
         message = pickle.dumps((_resolve(target)(*args),))
     except BaseException as error:

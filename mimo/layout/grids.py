@@ -10,7 +10,15 @@ from typing import NamedTuple
 from mimo.layout.levels import Link, minimum_run_ahead
 from mimo.recipe.schema import LANGUAGE, Recipe
 
-__all__ = ["LANGUAGE", "Coords", "GridSpec", "Layout", "num_microbatches", "run_ahead"]
+__all__ = [
+    "LANGUAGE",
+    "Coords",
+    "GridSpec",
+    "Layout",
+    "num_microbatches",
+    "posted_ahead",
+    "run_ahead",
+]
 
 
 class Coords(NamedTuple):
@@ -118,5 +126,18 @@ def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
     value = recipe.encoders[encoder].run_ahead
     if value != "auto":
         return value
+    return _least_run_ahead(recipe, layout) + 1
+
+
+def posted_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
+    """Microbatches whose rows the language model asks for before it needs them, at most one.
+
+    None if `encoder` works ahead no more than it must: a wait for the device, which includes what
+    is asked for, could then wait for rows that the encoder sends only after a later gradient.
+    """
+    return min(1, run_ahead(recipe, layout, encoder) - _least_run_ahead(recipe, layout))
+
+
+def _least_run_ahead(recipe: Recipe, layout: Layout) -> int:
     language, microbatches = layout.language, num_microbatches(recipe, layout)
-    return minimum_run_ahead(language.pp, language.vpp, microbatches) + 1
+    return minimum_run_ahead(language.pp, language.vpp, microbatches)

@@ -6,14 +6,16 @@ Each module is a separate Megatron job on its own grid of ranks, so each gets a
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from mimo.device import local_device
+from mimo.device import barrier, local_device
 from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
+from mimo.layout.connections import bridge_ends, connect_all, connect_bridge, connect_stages
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link
 
@@ -81,18 +83,27 @@ class Topology:
 
         Every rank of the world calls it. The world may then build another topology.
         """
-        dist.barrier()
+        barrier()
         for group in self.groups:
             dist.destroy_process_group(group)
         self.groups.clear()
 
 
 class _GroupFactory:
-    """Creates groups by their ranks, each set of ranks once. Every rank makes the same calls."""
+    """Creates groups by their ranks, each set of ranks once. Every rank makes the same calls.
 
-    def __init__(self, rank: int, groups: list[dist.ProcessGroup]) -> None:
+    timeout: of each group's collectives; None for the backend's, which may be far longer.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        groups: list[dist.ProcessGroup],
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
         self.rank = rank
         self.groups = groups
+        self.timeout = timeout
         self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def mine(self, enumeration: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
@@ -108,7 +119,7 @@ class _GroupFactory:
 
     def fresh(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
         """A separate group, even if another with the same ranks exists."""
-        group = dist.new_group(list(ranks), group_desc=name)
+        group = dist.new_group(list(ranks), timeout=self.timeout, group_desc=name)
         if not isinstance(group, dist.ProcessGroup):
             return None
         self.groups.append(group)
@@ -144,46 +155,50 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
     return groups
 
 
-def build_topology(layout: Layout) -> Topology:
-    """Create every group. Every rank of the world calls it, once, after joining the world."""
+def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topology:
+    """Create every group, and connect the ranks that may exchange messages in it.
+
+    Every rank of the world calls it, once, after joining the world.
+    timeout_seconds: how long a collective call may take; None leaves that to the backend.
+    """
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world_size, "the layout was made for another world"
     topology = Topology(layout, rank)
-    factory = _GroupFactory(rank, topology.groups)
+    timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
+    factory = _GroupFactory(rank, topology.groups, timeout)
     for name, spec in layout.grids.items():
         groups = _module_groups(spec, factory)
         if groups is not None:
             topology.modules[name] = groups
+            _connect_module(layout, spec, groups)
     for name, spec in layout.encoders.items():
         for link in layout.links_of(name):
             _add_bridge(topology, factory, spec, link)
     return topology
 
 
+def _connect_module(layout: Layout, spec: GridSpec, groups: ProcessGroupCollection) -> None:
+    """Connect this rank with the stages next to it, and with ranks that it shares out rows with."""
+    if spec.pp > 1:
+        connect_stages(groups.pp, interleaved=spec.vpp > 1)
+    if spec.tp > 1 and not spec.sp and layout.encoders:
+        connect_all(groups.tp)
+
+
 def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, link: Link) -> None:
-    """Create the groups of one bridge; every rank of the world calls it."""
-    language = topology.layout.language
-    senders = [
-        encoder.rank(dp=d, pp=encoder.pp - 1, tp=t)
-        for d in range(encoder.dp)
-        for t in range(encoder.tp)
-    ]
-    receivers = [
-        language.rank(dp=d, pp=link.stage, cp=c, tp=t)
-        for d in range(language.dp)
-        for c in range(language.cp)
-        for t in range(language.tp)
-    ]
+    """Create and connect the groups of one bridge; every rank of the world calls it."""
+    senders, receivers = bridge_ends(encoder, topology.layout.language, link)
     ends = sorted({*senders, *receivers})
-    pair = [
+    forward, backward = (
         factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}")
         for way in ("forward", "backward")
-    ]
+    )
     if topology.rank not in ends:
         return
-    assert pair[0] is not None and pair[1] is not None
-    for group in pair:
+    assert forward is not None and backward is not None
+    for group in (forward, backward):
         # NCCL wants all ranks of a group in its first call; later messages go only between peers
         # that have rows to exchange.
         dist.all_reduce(torch.zeros(1, device=local_device()), group=group)
-    topology.bridges[link] = BridgeGroups(pair[0], pair[1])
+    connect_bridge(forward, backward, senders, receivers)
+    topology.bridges[link] = BridgeGroups(forward, backward)

@@ -35,7 +35,7 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.hf.initial import InitialWeights
-from mimo.layout.grids import LANGUAGE, run_ahead
+from mimo.layout.grids import LANGUAGE, posted_ahead, run_ahead
 from mimo.layout.groups import Topology
 from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel
@@ -216,4 +216,6 @@ def _add_bridges(
             receives = topology.modules[LANGUAGE].pp.rank() == link.stage
             model.colocated[link] = ColocatedBridge(end, lane, receives, shares)
         else:
-            model.receivers[link] = LevelReceiver(BridgeReceiver(end), link.chunks)
+            layout = topology.layout
+            ahead = (run_ahead(recipe, layout, name), posted_ahead(recipe, layout, name))
+            model.receivers[link] = LevelReceiver(BridgeReceiver(end, *ahead), link.chunks)

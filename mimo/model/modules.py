@@ -39,7 +39,7 @@ from data.batch import PackedLane
 from mimo.engines.megatron.deepstack import level_inputs
 from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import finish_gradients, zero_gradients
-from mimo.engines.megatron.schedule import accumulate_only, run_schedule
+from mimo.engines.megatron.schedule import accumulate_only, hidden_shapes, run_schedule
 from mimo.engines.megatron.segments import PackedSegments
 from mimo.families.item_rules import ItemRules
 from mimo.layout.grids import LANGUAGE
@@ -158,12 +158,17 @@ class MimoModel:
             ]
             return torch.stack(tokens).sum(), pass_token
 
+        tower = cast("Any", module.raw[0])
+        shapes = []
+        if module.groups.pp.size() > 1:
+            shapes = [tower.stage_shapes(torch.from_numpy(own.grids)) for own in items]
         with torch.set_grad_enabled(module.trains and not forward_only):
             run_schedule(
                 forward_step,
                 list(enumerate(items)),
                 module.chunks,
                 module.groups,
+                shapes,
                 forward_only=forward_only or not module.trains,
                 run_ahead=module.run_ahead,
             )
@@ -255,16 +260,19 @@ class MimoModel:
             )
             return output, masked_sum(own.loss_mask)
 
-        sequences = batches[group.start].num_sequences
+        config = cast("Any", module.raw[0]).config
+        shapes = []
+        for lane in (batches[number] for number in group):
+            length = len(lane.input_ids) // lane.num_sequences
+            shapes.append(hidden_shapes(config, module.groups, length, lane.num_sequences))
         with torch.set_grad_enabled(trains and not forward_only):
             logged = run_schedule(
                 forward_step,
                 list(group),
                 module.chunks,
                 module.groups,
+                shapes,
                 forward_only=forward_only or not trains,
-                sequence_length=max(len(batches[m].input_ids) for m in group) // sequences,
-                num_sequences=sequences,
             )
         counts = module.groups.tp.rank() == 0
         return float(torch.stack(logged).sum()) if logged and counts else 0.0

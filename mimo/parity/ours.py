@@ -25,7 +25,7 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
 from mimo.train.loop import Trainer
-from mimo.train.rank import join_world
+from mimo.train.rank import collective_timeout, join_world
 from mimo.verify.results import Fault, RankSteps
 from mimo.verify.run import WatchedSteps
 
@@ -40,7 +40,7 @@ def run_ours(
     if fault is not None:
         fault()
     join_world(recipe)
-    topology = build_topology(layout)
+    topology = build_topology(layout, collective_timeout(recipe))
     trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None

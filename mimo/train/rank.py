@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from mimo.checkpoint.contents import begin
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
+    barrier,
     gpu_memory,
     initialize_distributed,
     local_device,
@@ -52,20 +53,24 @@ def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> Ra
     """
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
-    timeout_seconds = max(one.bridge.timeout_seconds for one in (recipe, *later))
     initialize_distributed(
         environment.rank,
         environment.world_size,
         store or environment.rendezvous,
-        timeout_seconds * _COLLECTIVE_PATIENCE,
+        max(collective_timeout(one) for one in (recipe, *later)),
         environment.local_rank,
     )
     return environment
 
 
+def collective_timeout(recipe: Recipe) -> float:
+    """Seconds that a collective call may take, in the world's group and in all others."""
+    return recipe.bridge.timeout_seconds * _COLLECTIVE_PATIENCE
+
+
 def leave_world() -> None:
     """End this rank; every rank of the world calls it."""
-    dist.barrier()
+    barrier()
     dist.destroy_process_group()
 
 
@@ -83,7 +88,7 @@ def train_in_world(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) 
             check_memory(recipe, layout, range(rank, rank + 1), memory)
         presence = Presence(run_dir / RANKS, layout, rank, recipe.bridge.timeout_seconds)
         with presence.watched():
-            topology = build_topology(layout)
+            topology = build_topology(layout, collective_timeout(recipe))
             _train(recipe, topology, run_dir, start, presence)
             topology.close()
     release_memory()

@@ -21,7 +21,7 @@ from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
 from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
-from mimo.train.rank import join_world
+from mimo.train.rank import collective_timeout, join_world
 from mimo.verify.minimums import check_minimums
 from mimo.verify.results import Fault, RankSteps, Shard
 
@@ -46,7 +46,8 @@ def layout_steps(
     check: Check | None = None,
 ) -> RankSteps:
     """Train ``num_steps`` steps; every rank of the world calls it."""
-    trainer = Trainer(recipe, build_topology(layout), Path(recipe.train.run_dir))
+    topology = build_topology(layout, collective_timeout(recipe))
+    trainer = Trainer(recipe, topology, Path(recipe.train.run_dir))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     checked = None if check is None else partial(check, recipe, layout)

@@ -302,7 +302,7 @@ def levels_to_their_stages(rank: int) -> list[int]:
             assert torch.equal(gradient, 2 * values)
             sender.finish()
         elif rank in stages[number]:
-            receiver = BridgeReceiver(end)
+            receiver = BridgeReceiver(end, run_ahead=2, posted_ahead=1)
             receiver.begin([plan])
             arrived, positions = receiver.receive(0)
             shift = (rank - int(stages[number][0, 0, 0])) * TOKENS // 2

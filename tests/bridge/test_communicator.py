@@ -235,7 +235,7 @@ def test_rows_that_disagree_with_the_plan_about_gradients_are_refused(trainable:
 
 def test_receiving_without_autograd_is_refused_when_the_plan_expects_gradients() -> None:
     case = Case(1, 1, 1, 1)
-    receiver = BridgeReceiver(make_end(case, 1, None, None))
+    receiver = BridgeReceiver(make_end(case, 1, None, None), run_ahead=2, posted_ahead=1)
     receiver.begin([case.plan(TEXT_ONLY)])
     with torch.no_grad(), pytest.raises(BridgeError, match="but the rows require none"):
         receiver.receive(0)

@@ -98,7 +98,7 @@ def run_chunks(rank: int, rows_of_microbatch: list[int], trainable: bool) -> lis
         sender.finish()
         return []
     log: list[str] = []
-    inner = BridgeReceiver(end)
+    inner = BridgeReceiver(end, run_ahead=2, posted_ahead=1)
     receiver = LevelReceiver(inner, CHUNKS)
     sent = inner._backward
     inner._backward = lambda m, gradient: (log.append(f"sent {m}"), sent(m, gradient))[1]  # type: ignore[method-assign]

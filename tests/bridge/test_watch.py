@@ -25,6 +25,7 @@ from tests.bridge.two_grids import (
     build_end,
     local_slice,
     receive_all,
+    rows_of,
     send_all,
 )
 from tests.conftest import RunRanks
@@ -89,6 +90,15 @@ def wait_for_rank_0(rank: int, case: Case) -> None:
     side.end.watch.tell_where = lambda error: error.add_note(f"in step 7, {error.microbatch}")
     side.begin(case.plans())
     receive_all(side, case)
+
+
+def send_and_never_wait(rank: int, case: Case) -> None:
+    """The host of rank 0 is stuck elsewhere; rank 1 never asks for its rows."""
+    side = watched(rank, case)
+    if rank == 0:
+        side.begin(case.plans())
+        side.send(0, rows_of(case, 0, rank))
+    time.sleep(30)
 
 
 def stuck_on_the_device() -> None:
@@ -174,6 +184,44 @@ def test_transfers_that_finish_in_time_are_forgotten(failures: list[BaseExceptio
     watch.add([message(Work(done=True), 0)], "rows", 3, 0.4)
     time.sleep(0.2)
     assert not failures
+
+
+def test_a_transfer_behind_another_has_its_own_time_once_that_one_is_done(
+    failures: list[BaseException],
+) -> None:
+    watch, before, after, elsewhere = TransferWatch(), Work(), Work(), Work(done=True)
+    watch.add([message(before, 1)], "bridge a -> b: rows of microbatch 0", 0, 0.6)
+    watch.add([message(after, 1)], "bridge a -> b: rows of microbatch 1", 1, 0.6)
+    time.sleep(0.4)
+    before.done = True
+    time.sleep(0.4)  # longer than its timeout after its start
+    assert not failures
+    watch.add([message(elsewhere, 1)], "bridge b -> a: gradients of microbatch 0", 0, 0.6)
+    wait_until(lambda: failures)
+    assert str(failures[0]).startswith("bridge a -> b: rows of microbatch 1 did not arrive")
+
+
+def test_waiting_for_a_transfer_starts_its_time_anew(failures: list[BaseException]) -> None:
+    watch, work = TransferWatch(), Work()
+    posted = watch.add([message(work, 1)], "bridge a -> b: rows of microbatch 5", 5, 0.6)
+    time.sleep(0.4)
+    posted.is_wanted()
+    time.sleep(0.4)
+    assert not failures
+    wait_until(lambda: failures)
+
+
+def test_rows_that_nobody_takes_are_named_although_their_sender_never_waits(
+    run_ranks: RunRanks,
+) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(send_and_never_wait, 2, Case(1, 1, 1, 1, timeout_seconds=0.5))
+    (error,) = caught.value.errors
+    assert (error.rank, error.waits_for) == (0, (1,))
+    assert (
+        "bridge vision -> language: rows of microbatch 0 were not taken within "
+        "bridge.timeout_seconds 0.5; still waiting for rank 1 to take 23 rows"
+    ) in error.reason
 
 
 def test_watched_transfers_move_the_same_rows_and_gradients(run_ranks: RunRanks) -> None:

@@ -160,7 +160,11 @@ def build_end(rank: int, case: Case) -> BridgeSender | BridgeReceiver:
     if case.sequence_sharded if sends else case.sequence_parallel:
         gather = None
     end = make_end(case, rank, forward, backward, gather)
-    return BridgeSender(end, rank // case.tp, run_ahead=2) if sends else BridgeReceiver(end)
+    return (
+        BridgeSender(end, rank // case.tp, run_ahead=2)
+        if sends
+        else BridgeReceiver(end, run_ahead=2, posted_ahead=1)
+    )
 
 
 def make_end(case: Case, rank: int, forward: Any, backward: Any, gather: Any = None) -> BridgeEnd:

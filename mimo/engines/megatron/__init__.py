@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from mimo.engines.megatron.layers.norms import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
     from mimo.engines.megatron.layers.rope import ContiguousMRope, InterleavedMRope
     from mimo.engines.megatron.layers.windows import WindowedSegments
+    from mimo.engines.megatron.schedule import StageShapes
     from mimo.engines.megatron.segments import PackedSegments
     from mimo.engines.megatron.sequence import gather_sequence
-    from mimo.engines.megatron.stack import ModuleSpec, ParallelMLP, build_stack
+    from mimo.engines.megatron.stack import ModuleSpec, ParallelMLP, build_stack, layers_here
 
 _HOME = {
     "ContiguousMRope": "layers.rope",
@@ -41,6 +42,7 @@ _HOME = {
     "ProcessGroupCollection": "groups",
     "RMSNorm": "layers.norms",
     "StackShape": "config",
+    "StageShapes": "schedule",
     "TransformerConfig": "config",
     "WindowedSegments": "layers.windows",
     "ZeroCenteredRMSNorm": "layers.norms",
@@ -48,6 +50,7 @@ _HOME = {
     "build_stack": "stack",
     "gather_sequence": "sequence",
     "initialize_parameters": "initialize",
+    "layers_here": "stack",
     "transformer_config": "config",
 }
 
@@ -64,6 +67,7 @@ __all__ = [
     "ProcessGroupCollection",
     "RMSNorm",
     "StackShape",
+    "StageShapes",
     "TransformerConfig",
     "WindowedSegments",
     "ZeroCenteredRMSNorm",
@@ -71,6 +75,7 @@ __all__ = [
     "build_stack",
     "gather_sequence",
     "initialize_parameters",
+    "layers_here",
     "transformer_config",
 ]
 

@@ -144,15 +144,14 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         pipeline_dtype=ctx.dtype,
         bf16=ctx.dtype == torch.bfloat16,
         fp16=ctx.dtype == torch.float16,
-        # Packed microbatches differ in length; the dispatcher is named because Megatron checks
-        # it for every model with variable lengths, dense ones too. Interleaved pipelines get
-        # equal lengths: with two stages their exchange of shapes would mix up the two directions.
-        variable_seq_lengths=ctx.num_chunks == 1,
+        # Lengths differ, but `PlannedCommunicator` knows them: no shapes are exchanged, and nothing
+        # waits for the whole device, which may be waiting for rows that are received ahead.
+        variable_seq_lengths=False,
+        batch_p2p_sync=False,
         # With two stages, batched transfers of an interleaved pipeline would silently swap the
         # two messages between the same pair of ranks.
         overlap_p2p_comm=ctx.num_chunks > 1,
         batch_p2p_comm=ctx.num_chunks == 1,
-        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         # Weights are drawn by `initialize_parameters`, the same in every layout.
         perform_initialization=False,

@@ -2,13 +2,24 @@
 
 Importing the engine costs about ten seconds; forked ranks inherit it. Only imports happen here:
 a tensor operation before the fork would start thread pools that do not survive it.
+
+Megatron imports Transformer Engine, which asks for the device's capability. That initialises CUDA,
+and forked ranks could not use it. So where both may be at hand each rank imports the engine itself.
 """
 
-import megatron.core.dist_checkpointing
-import megatron.core.distributed
-import megatron.core.models.gpt
-import megatron.core.optimizer
-import megatron.core.pipeline_parallel.schedules  # noqa: F401
+import os
+import sys
+from importlib.util import find_spec
+
 import torch
 
 torch.set_num_threads(1)
+
+if find_spec("transformer_engine") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # its import fails from here on
+else:
+    import megatron.core.dist_checkpointing
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel.schedules  # noqa: F401

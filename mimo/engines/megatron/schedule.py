@@ -5,32 +5,73 @@ The bridge hides in autograd, so the schedules run unmodified: see docs/parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import torch.distributed as dist
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
+    get_schedule_table,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[..., Any]]]
 
+Shape = tuple[int, int, int]
 
-class RunAheadCommunicator(P2PCommunicator):
-    """Makes 1F1B run ``run_ahead`` forward passes of an encoder before its first backward.
 
-    The warm-up of 1F1B is ``total_stages - current_stage - 1``. An encoder on one stage pretends
-    to be that many stages before the last, because the language model's pipeline after it
-    returns its first gradient only after that many microbatches.
+class StageShapes(NamedTuple):
+    """Shapes of one microbatch's tensors on a stage, sequence first and cut as this rank has them.
+
+    received: from the stage before; its gradient goes back there. sent: to the stage after; its
+    gradient comes back from there.
     """
 
-    def __init__(self, pp_group, config, run_ahead: int) -> None:
+    received: Shape
+    sent: Shape
+
+
+def hidden_shapes(
+    config: TransformerConfig, groups: ProcessGroupCollection, length: int, num_sequences: int
+) -> StageShapes:
+    """Shapes of hidden states of ``num_sequences`` sequences, ``length`` tokens each, not cut."""
+    parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    shape = (length // parts, num_sequences, config.hidden_size)
+    return StageShapes(shape, shape)
+
+
+class PlannedCommunicator(P2PCommunicator):
+    """Knows the shape of every tensor beforehand, so each of them is a single message.
+
+    Megatron would exchange shapes before tensors that differ in length, and wait for the whole
+    device around each exchange. That includes receives of the bridge that are posted ahead, whose
+    senders may be waiting for what this rank would do next.
+
+    shapes: of the tensors that come from the stage before, and of the gradients that come from
+        the stage after, each in the order of their arrival.
+    run_ahead: forward passes of an encoder before its first backward. The warm-up of 1F1B is
+        ``total_stages - current_stage - 1``. An encoder pretends to be so many stages before the
+        last, because the language model's pipeline after it returns its first gradient only after
+        that many microbatches.
+    """
+
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: ModelParallelConfig,
+        shapes: tuple[Iterable[Shape], Iterable[Shape]],
+        run_ahead: int = 0,
+    ) -> None:
+        assert not config.variable_seq_lengths, "shapes are planned, not exchanged"
         super().__init__(pp_group, config)
+        self._forward, self._backward = map(iter, shapes)
         self._run_ahead = run_ahead
 
     @property
@@ -38,50 +79,78 @@ class RunAheadCommunicator(P2PCommunicator):
         """The number of stages that 1F1B is told."""
         return self.pp_group.size() + self._run_ahead
 
+    def _communicate(self, *, recv_prev: bool, recv_next: bool, tensor_shape: Any, **others: Any):
+        """Every method of the base class that receives anything comes through here."""
+        assert not (recv_prev and recv_next), "one call receives in one direction"
+        if recv_prev or recv_next:
+            tensor_shape = next(self._forward if recv_prev else self._backward)
+        return super()._communicate(
+            recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape, **others
+        )
+
 
 def run_schedule(
     forward_step: ForwardStep,
     microbatches: Sequence[Any],
     chunks: Sequence[nn.Module],
     groups: ProcessGroupCollection,
+    shapes: Sequence[StageShapes] = (),
     forward_only: bool = False,
     run_ahead: int | None = None,
-    sequence_length: int = 0,
-    num_sequences: int = 1,
 ) -> list[Any]:
     """Run all microbatches of one module through its pipeline; every rank of the module calls it.
 
     forward_step: as in Megatron: (iterator, chunk) -> (output, loss function).
+    shapes: of each microbatch, the same for all chunks; needed with several stages.
     run_ahead: for an encoder, forward passes before its first backward; None for a language
         model.
-    sequence_length, num_sequences: S and B of every microbatch, not cut; used with an interleaved
-        pipeline only. Elsewhere lengths vary and Megatron exchanges shapes itself.
     Returns what the loss function logged, on the last stage; else an empty list.
     """
-    config = chunks[0].config
+    config = cast("TransformerConfig", chunks[0].config)
     common: dict[str, Any] = {
         "forward_step_func": forward_step,
         "num_microbatches": len(microbatches),
-        "seq_length": sequence_length,
-        "micro_batch_size": num_sequences,
+        # The communicator knows them.
+        "seq_length": 0,
+        "micro_batch_size": 0,
         "forward_only": forward_only,
         "pg_collection": groups,
     }
+    pipeline = cast("dist.ProcessGroup", groups.pp)
+    assert pipeline.size() == 1 or len(shapes) == len(microbatches), "a microbatch without shapes"
     if len(chunks) > 1:
+        arriving = _interleaved(pipeline, config, len(chunks), shapes)
         return forward_backward_pipelining_with_interleaving(
             data_iterator=[iter(microbatches) for _ in chunks],
             model=list(chunks),
-            p2p_communicator=P2PCommunicator(groups.pp, config),  # type: ignore[arg-type]
+            p2p_communicator=PlannedCommunicator(pipeline, config, arriving),
             **common,
         )
     common |= {"data_iterator": iter(microbatches), "model": chunks[0]}
-    if run_ahead is not None:
-        communicator = RunAheadCommunicator(groups.pp, config, run_ahead)
-    elif groups.pp.size() == 1:
+    if run_ahead is None and pipeline.size() == 1:
         return forward_backward_no_pipelining(**common)
-    else:
-        communicator = P2PCommunicator(groups.pp, config)  # type: ignore[arg-type]
+    arriving = [one.received for one in shapes], [one.sent for one in shapes]
+    communicator = PlannedCommunicator(pipeline, config, arriving, run_ahead or 0)
     return forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **common)
+
+
+def _interleaved(
+    pipeline: dist.ProcessGroup,
+    config: TransformerConfig,
+    num_chunks: int,
+    shapes: Sequence[StageShapes],
+) -> tuple[list[Shape], list[Shape]]:
+    """Shapes of tensors, and of gradients, in the order in which other stages send them.
+
+    All stages run the chunks of microbatches in one order, backward with the chunks reversed. What
+    the last stage's last chunk makes goes nowhere, nor do gradients from the first stage's first.
+    """
+    order = get_schedule_table(len(shapes), num_chunks, config.microbatch_group_size_per_vp_stage)
+    every = [number for number, _ in order]
+    passed_on = [number for number, chunk in order if chunk < num_chunks - 1]
+    first, last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
+    forward, backward = passed_on if first else every, passed_on if last else every
+    return [shapes[m].received for m in forward], [shapes[m].sent for m in backward]
 
 
 @contextmanager

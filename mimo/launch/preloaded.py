@@ -1,0 +1,28 @@
+"""What the fork server imports: the modules that ranks need, and a look at CUDA after each.
+
+A process that has initialised CUDA must not fork: its children could not use the device.
+"""
+
+import os
+import sys
+from importlib import import_module
+
+MODULES = "MIMO_PRELOAD"  # the environment variable with their names
+
+initialised_cuda: str | None = None
+"""The module whose import initialised CUDA; the ones after it were not imported."""
+
+for _name in os.environ.get(MODULES, "").split():
+    try:
+        import_module(_name)
+    except ImportError:  # the ranks will see it, and say so
+        continue
+    _torch = sys.modules.get("torch")
+    if _torch is not None and _torch.cuda.is_initialized():
+        initialised_cuda = _name
+        break
+
+if MODULES in os.environ:
+    # Modules that were kept from being imported here: ranks may import them.
+    for _name in [name for name, module in sys.modules.items() if module is None]:
+        del sys.modules[_name]

@@ -1,0 +1,103 @@
+"""First messages: every pair of ranks that may ever exchange one does so when groups are made.
+
+NCCL connects two ranks at the first message from one to the other in a group, and blocks both
+hosts until each has made its call. Inside a step that could close a circle: a language rank would
+wait for an encoder that waits for another language rank's gradient, which waits for this rank.
+A collective makes no such connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from mimo.device import local_device
+from mimo.layout.grids import GridSpec
+from mimo.layout.levels import Link
+
+
+def bridge_ends(encoder: GridSpec, language: GridSpec, link: Link) -> tuple[list[int], list[int]]:
+    """Ranks that may send rows over a link, and ranks that may receive them."""
+    senders = [
+        encoder.rank(dp=d, pp=encoder.pp - 1, tp=t)
+        for d in range(encoder.dp)
+        for t in range(encoder.tp)
+    ]
+    receivers = [
+        language.rank(dp=d, pp=link.stage, cp=c, tp=t)
+        for d in range(language.dp)
+        for c in range(language.cp)
+        for t in range(language.tp)
+    ]
+    return senders, receivers
+
+
+def connect_bridge(
+    forward: dist.ProcessGroup,
+    backward: dist.ProcessGroup,
+    senders: Collection[int],
+    receivers: Collection[int],
+) -> None:
+    """Connect every sender with every receiver, and back for gradients.
+
+    Every rank of the two groups calls it, and no other.
+    """
+    rank = dist.get_rank()
+    receivers_of_mine = receivers if rank in senders else ()
+    senders_of_mine = senders if rank in receivers else ()
+    _connect(forward, receivers_of_mine, senders_of_mine)
+    _connect(backward, senders_of_mine, receivers_of_mine)
+
+
+def connect_all(group: dist.ProcessGroup) -> None:
+    """Connect every pair of ranks of a group: those that share out rows. All of them call it."""
+    ranks = dist.get_process_group_ranks(group)
+    _connect(group, ranks, ranks)
+
+
+def connect_stages(pipeline: dist.ProcessGroup, interleaved: bool) -> None:
+    """Connect the stages of a pipeline with their neighbours; every stage calls it.
+
+    Batches of messages have the whole group's connections. An interleaved pipeline, whose last
+    stage also sends to the first, sends messages one by one. A pair of ranks has connections of
+    its own for those; with two stages Megatron also takes the world's for one direction.
+    """
+    ranks = dist.get_process_group_ranks(pipeline)
+    own, last = pipeline.rank(), len(ranks) - 1
+    if not interleaved:
+        beside = [ranks[stage] for stage in (own - 1, own + 1) if 0 <= stage <= last]
+        _connect(pipeline, beside, beside)
+        return
+    world = dist.group.WORLD
+    assert world is not None, "the world exists before its groups"
+    pairs = {(stage, stage + 1) for stage in range(last)} | {(0, last)}
+    # Pair after pair in one order everywhere, so that no two ranks wait for each other's next one.
+    for pair in sorted(pair for pair in pairs if own in pair):
+        (other,) = {ranks[stage] for stage in pair} - {ranks[own]}
+        for group in (pipeline, world) if last == 1 else (pipeline,):
+            sent, received = _word(), _word()
+            calls = [(dist.isend, sent), (dist.irecv, received)]
+            works = [
+                call(word, other, group) for call, word in calls[:: 1 if own == pair[0] else -1]
+            ]
+            for work in works:
+                assert work is not None, "both ranks are in the group"
+                work.wait()
+
+
+def _connect(group: dist.ProcessGroup, to: Collection[int], source: Collection[int]) -> None:
+    """One batch of a word to each rank of ``to`` and from each of ``source``, but to itself.
+
+    As one batch, because one after another ranks could wait for each other in a circle.
+    """
+    rank = dist.get_rank()
+    calls = [(dist.irecv, peer) for peer in source] + [(dist.isend, peer) for peer in to]
+    operations = [dist.P2POp(call, _word(), peer, group) for call, peer in calls if peer != rank]
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+
+
+def _word() -> torch.Tensor:
+    return torch.zeros(1, device=local_device())

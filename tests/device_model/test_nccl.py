@@ -1,0 +1,186 @@
+"""No layout deadlocks where NCCL's rules hold, and each way in which one did is noticed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.hf.recipes import load_recipe
+from mimo.verify.cells import Cell
+from mimo.verify.results import Fault
+from mimo.verify.sweep import SWEEP, SweepCell, sweep_recipe
+from mimo.verify.verifier import CellResult, Verifier
+from tests.cases import quick_values
+from tests.conftest import RunRanks
+from tests.device_model.nccl import behave_like_nccl
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+SWEPT = {cell.name: cell for cell in SWEEP}
+# Cells with an encoder on ranks of its own; other bridges exchange everything in one batch.
+WITH_BRIDGE = {
+    name: cell
+    for name, cell in SWEPT.items()
+    if not all(grid.startswith("colocated") for grid in (cell.encoder, cell.second or cell.encoder))
+}
+
+
+# ---------------------------- defects as they once were, put back inside ranks like a GPU's
+
+
+def exchange_shapes() -> None:
+    """Stages tell each other shapes and wait for the device, with receives far ahead."""
+    behave_like_nccl()
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from bridge import BridgeReceiver
+    from mimo.engines.megatron.schedule import PlannedCommunicator
+
+    def communicate(self: Any, **call: Any) -> Any:
+        self.config.variable_seq_lengths = self.config.batch_p2p_sync = True
+        return P2PCommunicator._communicate(self, **call)
+
+    PlannedCommunicator._communicate = communicate  # type: ignore[method-assign]
+    BridgeReceiver.posted_ahead = property(lambda self: 2, lambda self, value: None)  # type: ignore[assignment]
+
+
+def ask_for_gradients_when_rows_are_sent() -> None:
+    """The receives wait on the device long before the language model can send."""
+    behave_like_nccl(one_queue=True)
+    from bridge import BridgeSender, communicator
+
+    posted: dict[Any, Any] = {}
+    forward, start = BridgeSender._forward, communicator.start_receiving
+
+    def send(self: Any, microbatch: int, values: Any) -> Any:
+        token = forward(self, microbatch, values)
+        if self._expects_gradients:
+            plan, end = self._plans[microbatch], self.end
+            into = values.new_empty(plan.held_rows[self.lane], end.hidden_size)
+            exchange = plan.collects(end.rank)
+            posted[microbatch] = start(end, microbatch, "gradients", exchange, into)
+        return token
+
+    def receive(end: Any, microbatch: int, kind: Any, exchange: Any, into: Any) -> Any:
+        if kind == "rows":
+            return start(end, microbatch, kind, exchange, into)
+        transfer = posted.pop(microbatch)
+        transfer.wait()
+        into.copy_(transfer.into)
+        return transfer
+
+    BridgeSender._forward = send  # type: ignore[method-assign]
+    communicator.start_receiving = receive
+
+
+def connect_nobody() -> None:
+    """Each pair of ranks connects at its first message, in the middle of a step."""
+    behave_like_nccl(connects_late=True)
+    from mimo.layout import groups
+
+    for name in ("connect_all", "connect_bridge", "connect_stages"):
+        setattr(groups, name, lambda *unused, **named: None)
+
+
+def in_one_queue() -> None:
+    """As with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for."""
+    behave_like_nccl(one_queue=True)
+
+
+# ---------------------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
+    """Shares the one-rank runs; `run_ranks` has started the fork server."""
+    return Verifier(tmp_path_factory.mktemp("device-model"), "fp32")
+
+
+def run(
+    verifier: Verifier, cell: SweepCell, fault: Fault, run_ahead: int | None = None
+) -> CellResult:
+    recipe, layout = sweep_recipe(load_recipe(RECIPE), cell)
+    if run_ahead is not None:
+        encoders = {
+            name: encoder.model_copy(update={"run_ahead": run_ahead})
+            for name, encoder in recipe.encoders.items()
+        }
+        recipe = recipe.model_copy(update={"encoders": encoders})
+    return verifier.run(Cell(cell.name, recipe, layout), fault)
+
+
+def check(result: CellResult) -> None:
+    assert result.comparison is not None, result.failure
+    assert result.passed, str(result.comparison.first)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    quick_values(
+        WITH_BRIDGE,
+        "dp2 → pp2",
+        "pp2 → pp3",
+        "1 rank → pp2 vpp2",
+        "dp3 + colocated → tp2 sp · recompute",
+    ),
+)
+def test_every_layout_with_a_bridge_takes_the_steps_of_one_rank_under_the_rules_of_nccl(
+    verifier: Verifier, cell: SweepCell
+) -> None:
+    check(run(verifier, cell, behave_like_nccl))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "run_ahead"), [("dp2 → pp2", 1), ("dp2 → dp3 · recompute", 6), ("pp2 → pp3", 6)]
+)
+def test_a_given_run_ahead_is_as_safe_as_the_automatic_one(
+    verifier: Verifier, name: str, run_ahead: int
+) -> None:
+    check(run(verifier, SWEPT[name], behave_like_nccl, run_ahead))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["pp2 → pp3", "dp3 → tp2 sp pp2 vpp2", "tp2 dp2 → tp2 sp pp2 · recompute"]
+)
+def test_no_message_holds_up_the_one_queue_of_a_device_for_ever(
+    verifier: Verifier, name: str
+) -> None:
+    check(run(verifier, SWEPT[name], in_one_queue))
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "run_ahead", "reason"),
+    [
+        pytest.param(
+            exchange_shapes,
+            "dp2 → pp2",
+            None,
+            r"torch\.cuda\.synchronize waits for ever for .* in bridge\.vision\.0\.forward",
+            id="shapes are exchanged",
+        ),
+        pytest.param(
+            ask_for_gradients_when_rows_are_sent,
+            "pp2 → pp3",
+            None,
+            r"one queue is held up: .* in bridge\.vision\.0\.backward",
+            id="gradients are asked for with rows",
+        ),
+        pytest.param(
+            connect_nobody,
+            "dp2 → dp3 · recompute",
+            6,
+            r"first message of this pair never connects: .* in bridge\.vision\.0\.",
+            id="pairs connect in the step",
+        ),
+    ],
+)
+def test_a_deadlock_of_a_device_is_found_and_its_messages_are_named(
+    verifier: Verifier, fault: Fault, name: str, run_ahead: int | None, reason: str
+) -> None:
+    result = run(verifier, SWEPT[name], fault, run_ahead)
+    assert result.failure is not None, f"{result.verdict}: the defect has no effect"
+    assert re.search(rf"Deadlock: .*{reason}", result.failure), result.failure

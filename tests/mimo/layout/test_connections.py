@@ -1,0 +1,134 @@
+"""Which ranks connect when a topology is built, and how long its groups are patient."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from tests.conftest import RunRanks
+from tests.device_model.nccl import behave_like_nccl
+from tests.mimo.tiny import write_recipe
+
+# 128 encoder ranks, and 896 of a language model on four stages.
+LARGE = Layout(
+    GridSpec(LANGUAGE, tp=8, sp=True, pp=4, dp=28, rank_offset=128),
+    {"vision": GridSpec("vision", dp=128)},
+    1024,
+)
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def first_messages(_: int, layout: Layout, rank: int) -> dict[str, int]:
+    """How many messages one rank of a large world starts, by group."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mimo.layout.groups import build_topology
+
+    dist.destroy_process_group()
+    os.environ["WORLD_SIZE"] = str(layout.world_size)  # Megatron's grids look there
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    batch, found = dist.batch_isend_irecv, Counter()
+
+    def count(operations: Any) -> Any:
+        (group,) = {one.group.group_desc for one in operations}
+        assert group not in found, "one batch in a group"
+        found[group] = len(operations)
+        return batch(operations)
+
+    dist.batch_isend_irecv = count
+    build_topology(layout)
+    return dict(found)
+
+
+def connect_under_the_rules_of_nccl(_: int, layout: Layout) -> bool:
+    from mimo.layout.groups import build_topology
+
+    behave_like_nccl()
+    return build_topology(layout).owns(LANGUAGE)
+
+
+def patience_of_a_run(rank: int, folder: Path) -> list[float]:
+    """Seconds that each group of a training run waits for a collective call, the world's last."""
+    import torch
+    import torch.distributed as dist
+
+    from mimo.checkpoint.start import FromScratch
+    from mimo.hf.recipes import load_recipe
+    from mimo.layout.build import build_layout
+    from mimo.train import rank as run
+
+    recipe = load_recipe(folder / "tiny.yaml", ["bridge.timeout_seconds=22", "language.grid.pp=2"])
+    found = []
+
+    def train(recipe: Any, topology: Any, *rest: Any) -> None:
+        for group in topology.groups:
+            backend = group._get_backend(torch.device("cpu"))
+            found.append(backend.options._timeout.total_seconds())
+
+    run._train = train
+    (folder / f"run {rank}").mkdir()
+    run.train_in_world(recipe, build_layout(recipe), folder / f"run {rank}", FromScratch())
+    assert dist.is_initialized()
+    return found
+
+
+# ------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        # Every receiver of the first stage, which has 8 · 28 ranks.
+        (0, {"bridge.vision.0.forward": 224, "bridge.vision.0.backward": 224}),
+        # Every sender, and the second stage, to and from.
+        (
+            130,
+            {"bridge.vision.0.forward": 128, "bridge.vision.0.backward": 128, "language.pp": 2},
+        ),
+        (600, {"language.pp": 4}),
+    ],
+)
+def test_first_messages_are_bounded_by_the_pairs_of_a_layout(
+    run_ranks: RunRanks, rank: int, expected: dict[str, int]
+) -> None:
+    assert run_ranks(first_messages, 1, LARGE, rank) == [expected]
+
+
+def test_ranks_of_a_lane_that_share_out_rows_connect_with_each_other(run_ranks: RunRanks) -> None:
+    shared = replace(LARGE, language=replace(LARGE.language, sp=False))
+    (found,) = run_ranks(first_messages, 1, shared, 130)
+    assert found["language.tp"] == 2 * 7
+
+
+@pytest.mark.parametrize(
+    "language",
+    [
+        GridSpec(LANGUAGE, pp=4, vpp=2),
+        GridSpec(LANGUAGE, pp=2, vpp=2, tp=2),
+        GridSpec(LANGUAGE, pp=4),
+    ],
+    ids=str,
+)
+def test_connecting_closes_no_circle_of_ranks_that_wait_for_each_other(
+    run_ranks: RunRanks, language: GridSpec
+) -> None:
+    layout = Layout(replace(language, rank_offset=3), {"vision": GridSpec("vision", dp=3)}, 7)
+    assert run_ranks(connect_under_the_rules_of_nccl, 7, layout) == [False] * 3 + [True] * 4
+
+
+def test_every_group_of_a_run_has_the_patience_of_the_recipe(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    write_recipe(tmp_path)
+    for found in run_ranks(patience_of_a_run, 3, tmp_path):
+        assert found
+        assert set(found) == {33.0}  # half as long again as a bridge transfer
