@@ -8,8 +8,9 @@ Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,18 @@ from bridge.waiting import Message, wait_for
 from bridge.watch import TransferWatch
 
 
+@dataclass
+class WaitClock:
+    """Adds up the seconds that this process waited for transfers."""
+
+    seconds: float = 0.0
+
+    def take_seconds(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
 @dataclass(frozen=True)
 class BridgeEnd:
     """What both ends of a bridge agree on.
@@ -34,6 +47,7 @@ class BridgeEnd:
         each rank needs all of them (forward on the receiver, backward on the sender).
     timeout_seconds: how long a transfer may take once it is waited for; None asks the backend.
     watch: enforces the timeout where waiting does not block the host; None where it does.
+    clock: of `wait`.
     """
 
     name: str
@@ -48,17 +62,20 @@ class BridgeEnd:
     gather: dist.ProcessGroup | None = None
     timeout_seconds: float | None = None
     watch: TransferWatch | None = None
+    clock: WaitClock = field(default_factory=WaitClock)
 
     def wait(self, messages: Sequence[Message], what: str, microbatch: int) -> None:
         """Return once all messages are done, or on the device once all later work waits for them.
 
         Raises BridgeError; ``what`` names the transfer in it.
         """
+        started = time.perf_counter()
         if self.watch is None or self.timeout_seconds is None:
             wait_for(messages, what, microbatch, self.timeout_seconds)
-            return
-        self.watch.add(messages, what, microbatch, self.timeout_seconds)
-        wait_for(messages, what, microbatch, None)
+        else:
+            self.watch.add(messages, what, microbatch, self.timeout_seconds)
+            wait_for(messages, what, microbatch, None)
+        self.clock.seconds += time.perf_counter() - started
 
     def sharers(self) -> list[int]:
         """Ranks whose received rows make up this rank's rows, in order."""
