@@ -92,8 +92,21 @@ class BridgeEnd:
         share = self.sharers().index(self.rank)
         return range(*self.bounds(plan)[share : share + 2].tolist())
 
+    def stage(self, plan: BridgePlan, copy: Callable[[Tensor], Tensor]) -> None:
+        """Work out what this rank's transfers of ``plan`` need, ahead of them; in the background.
+
+        copy: starts to copy a tensor to the device.
+        """
+        for rank in {self.rank, *self.sharers()}:
+            for exchange in (plan.sends, plan.receives, plan.returns, plan.collects):
+                exchange(rank)
+        index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])
+        plan.staged_positions[self.rank] = copy(torch.from_numpy(index))
+
     def positions(self, plan: BridgePlan) -> Tensor:
         """(n,) int64 local positions of the rows of all sharers."""
+        if self.rank in plan.staged_positions:
+            return plan.staged_positions[self.rank]
         index = [plan.receives(rank).index for rank in self.sharers()]
         return torch.from_numpy(np.concatenate(index)).to(self.device)
 

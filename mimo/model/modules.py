@@ -81,6 +81,7 @@ class MimoModel:
 
     def stage(
         self,
+        plan: StepPlan,
         lanes: Sequence[PackedLane],
         items: Mapping[str, Sequence[EncoderItems]],
         staging: Staging,
@@ -90,6 +91,9 @@ class MimoModel:
         lanes: the microbatches of this lane, on language ranks. items: by encoder of this rank, the
         items of its lane, microbatch by microbatch.
         """
+        for link, bridge in self._bridges().items():
+            for planned in plan.bridges(link):
+                bridge.end.stage(planned, staging.copy)
         language = []
         for lane in lanes:
             assert self.partition is not None, "language ranks have a partition adapter"
@@ -125,7 +129,7 @@ class MimoModel:
                 chunk.train(not forward_only)
             if module.optimizer is not None and not forward_only:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
-        bridges = {**self.senders, **self.receivers, **self.colocated}
+        bridges = self._bridges()
         for link, bridge in bridges.items():
             plans = plan.bridges(link)
             if check:
@@ -149,8 +153,11 @@ class MimoModel:
 
     def take_waited_seconds(self) -> float:
         """Seconds that the host waited for transfers of all bridges since the last call."""
-        bridges = {**self.senders, **self.receivers, **self.colocated}
-        return sum(bridge.end.clock.take_seconds() for bridge in bridges.values())
+        return sum(bridge.end.clock.take_seconds() for bridge in self._bridges().values())
+
+    def _bridges(self) -> dict[Link, BridgeSender | LevelReceiver | ColocatedBridge]:
+        """This rank's ends of all bridges."""
+        return {**self.senders, **self.receivers, **self.colocated}
 
     # ------------------------------------------------------------ disjoint encoders
 

@@ -207,7 +207,7 @@ class Batches:
                 dim = readers[0].processors[self._media[name]].patch_dim
                 items[name] = gather_items(loaded, plan, readers, name, coords, dim, self._dtype)
         staging = Staging(self._stream)
-        language, encoders = self._model.stage(lanes, items, staging)
+        language, encoders = self._model.stage(plan, lanes, items, staging)
 
         def sample_keys(microbatch: int) -> list[str]:
             return dataset.sample_keys(plan.microbatches[microbatch].samples)

@@ -26,6 +26,7 @@ STEPS = 5
 PREPARING = (
     ("mimo.step.plan.StepPlanner", "microbatches"),
     ("mimo.step.plan.StepPlanner", "finish"),
+    ("bridge.plan", "_exchange"),
     ("mimo.step.loader", "pack_lane"),
     ("mimo.train.batches", "gather_items"),
     ("mimo.model.modules", "stage_lane"),
