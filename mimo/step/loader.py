@@ -49,7 +49,7 @@ class LoadedStep:
     microbatches: list[PlannedMicrobatch]
     encoded: list[dict[int, EncodedSample]] = field(default_factory=list)
     patches: list[dict[tuple[int, int], Tensor]] = field(default_factory=list)
-    unusable: dict[int, UnreadableSample] = field(default_factory=dict)
+    unusable: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -121,7 +121,7 @@ class StepLoader:
         return loaded
 
     def _encode_samples(
-        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, UnreadableSample]
+        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, str]
     ) -> dict[int, EncodedSample]:
         if self.rank not in self.layout.language.ranks:
             return {}
@@ -131,12 +131,12 @@ class StepLoader:
             try:
                 encoded[i] = self.readers[int(samples.source[i])].sample(int(samples.sample[i]))
             except UnreadableSample as error:
-                unusable[first + i] = error
+                unusable[first + i] = str(error)  # the error itself would keep its frames alive
                 encoded[i] = _stand_in(int(samples.length[i]))
         return encoded
 
     def _decode_items(
-        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, UnreadableSample]
+        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, str]
     ) -> dict[tuple[int, int], Tensor]:
         decoded = {}
         for name, grid in self.layout.encoders.items():
@@ -150,7 +150,7 @@ class StepLoader:
                     patches = torch.from_numpy(self.readers[source].patches(item))
                     decoded[source, item] = patches.to(self.patch_dtype)
                 except UnreadableSample as error:
-                    unusable[first + owner] = error
+                    unusable[first + owner] = str(error)
         return decoded
 
 

@@ -220,9 +220,9 @@ class Batches:
         flags: list[float] = []
         for loaded in self._read:
             own = [0.0] * loaded.num_samples
-            for sample, error in loaded.unusable.items():
+            for sample, reason in loaded.unusable.items():
                 own[sample] = 1.0
-                logger.warning("skipped %s", error)
+                logger.warning("skipped %s", reason)
             flags += own
         return flags
 

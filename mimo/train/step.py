@@ -35,6 +35,7 @@ def train_step(
     started = time.perf_counter()
 
     # ---- batch: planned, packed and on its way to the device since an earlier step
+    observer.at(step, "batch")
     batch = batches.next()
     plan = batch.plan
     observer.planned(step, plan)
@@ -50,7 +51,7 @@ def train_step(
     observer.gradients_complete(step, model.modules)
 
     # ---- norm: one over all modules; the loss and a later batch's unusable samples travel along
-    observer.at(step, "data of the next step")
+    observer.at(step, "data of a later step")
     batches.read_ahead()
     idle = sum(sender.take_waited_seconds() for sender in model.senders.values())
     observer.at(step, "norm and loss")
