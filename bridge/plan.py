@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from bridge.runs import Ints, ItemRuns, count_up, offsets, totals
 from bridge.shard_map import ShardMap
@@ -66,6 +67,7 @@ class BridgePlan:
         each row has one destination; of a row with several copies exactly one does.
     source_rows: rows per encoder lane. source_parts: over how many of its ranks they are cut; 1
     when each rank holds all. held_rows: per encoder lane, rows on each of its ranks, with padding.
+    staged_positions: by rank, what `BridgeEnd.stage` made ahead of use.
 
     | on an encoder rank | on a language rank | index |
     |---|---|---|
@@ -88,6 +90,7 @@ class BridgePlan:
     held_rows: tuple[int, ...]
     runs: ItemRuns
     _exchanges: dict[tuple[str, int], Exchange] = field(default_factory=dict, repr=False)
+    staged_positions: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(

@@ -8,8 +8,9 @@ Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,18 @@ from bridge.waiting import Message, wait_for
 from bridge.watch import TransferWatch, Watched
 
 
+@dataclass
+class WaitClock:
+    """Adds up the seconds that this process waited for transfers."""
+
+    seconds: float = 0.0
+
+    def take_seconds(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
 @dataclass(frozen=True)
 class BridgeEnd:
     """What both ends of a bridge agree on.
@@ -34,7 +47,7 @@ class BridgeEnd:
         each rank needs all of them (forward on the receiver, backward on the sender).
     timeout_seconds: how long a transfer may take once it is waited for; None asks the backend.
     watch: enforces the timeout where waiting does not block the host, from the start of a
-        transfer on; None where it does.
+        transfer on; None where it does. clock: of waiting for transfers.
     """
 
     name: str
@@ -49,6 +62,7 @@ class BridgeEnd:
     gather: dist.ProcessGroup | None = None
     timeout_seconds: float | None = None
     watch: TransferWatch | None = None
+    clock: WaitClock = field(default_factory=WaitClock)
 
     def sharers(self) -> list[int]:
         """Ranks whose received rows make up this rank's rows, in order."""
@@ -65,8 +79,21 @@ class BridgeEnd:
         share = self.sharers().index(self.rank)
         return range(*self.bounds(plan)[share : share + 2].tolist())
 
+    def stage(self, plan: BridgePlan, copy: Callable[[Tensor], Tensor]) -> None:
+        """Work out what this rank's transfers of ``plan`` need, ahead of them; in the background.
+
+        copy: starts to copy a tensor to the device.
+        """
+        for rank in {self.rank, *self.sharers()}:
+            for exchange in (plan.sends, plan.receives, plan.returns, plan.collects):
+                exchange(rank)
+        index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])
+        plan.staged_positions[self.rank] = copy(torch.from_numpy(index))
+
     def positions(self, plan: BridgePlan) -> Tensor:
         """(n,) int64 local positions of the rows of all sharers."""
+        if self.rank in plan.staged_positions:
+            return plan.staged_positions[self.rank]
         index = [plan.receives(rank).index for rank in self.sharers()]
         return torch.from_numpy(np.concatenate(index)).to(self.device)
 
@@ -108,11 +135,12 @@ class Transfer:
 
         With a watch that is so on the device: all later work there waits for it.
         """
-        seconds = self.end.timeout_seconds
+        started, seconds = time.perf_counter(), self.end.timeout_seconds
         if self._watched is not None:
             self._watched.is_wanted()
             seconds = None
         wait_for(self.messages, self.what, self.microbatch, seconds)
+        self.end.clock.seconds += time.perf_counter() - started
         if self.into is not None:
             for index, part in self.apart:
                 self.into[index] = part

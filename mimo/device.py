@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 # Of a container, by the two versions of control groups. What is used of it counts files as well.
@@ -132,6 +134,56 @@ def synchronize() -> None:
     """Wait until the device has finished its queued work (for timing)."""
     if has_gpu():
         torch.cuda.synchronize()
+
+
+def copy_stream() -> torch.cuda.Stream | None:
+    """A queue of the device for copies beside its other work; None without a device."""
+    return torch.cuda.Stream() if has_gpu() else None
+
+
+class Staging:
+    """What one step needs, on its way to the device.
+
+    A thread in the background calls `copy` and `join`; the thread that computes calls `arrive`
+    before it uses any of their tensors. Without a device, tensors are used where they are.
+    stream: of `copy_stream`.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._copied: torch.cuda.Event | None = None  # after the last copy
+        self._tensors: list[Tensor] = []
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The same on the device."""
+        return tensor if self._stream is None else self._moved([tensor], self._stream)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Parts (n, ...), at least one, laid one after the other on the device."""
+        return torch.cat(list(parts)) if self._stream is None else self._moved(parts, self._stream)
+
+    def _moved(self, parts: Sequence[Tensor], stream: torch.cuda.Stream) -> Tensor:
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        # Also makes the device current, which is another one in a new thread.
+        with torch.cuda.stream(stream):
+            # Only from pinned memory does a copy run beside the host's work.
+            pinned = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
+            torch.cat(list(parts), out=pinned)
+            moved = pinned.to(stream.device, non_blocking=True)
+            self._copied = self._copied or torch.cuda.Event()
+            self._copied.record(stream)
+        self._tensors.append(moved)
+        return moved
+
+    def arrive(self) -> None:
+        """Let what the device is given from now on wait for the copies; the host does not wait."""
+        if self._stream is None or self._copied is None:
+            return
+        computing = torch.cuda.current_stream(self._stream.device)
+        computing.wait_event(self._copied)
+        for tensor in self._tensors:
+            tensor.record_stream(computing)  # else its memory could be reused too early
+        self._tensors.clear()
 
 
 def set_threads(num_threads: int | None, ranks_on_this_machine: int) -> int:

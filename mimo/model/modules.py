@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,34 +35,20 @@ from bridge import (
     take_chunk,
 )
 from data.batch import PackedLane
+from mimo.device import Staging
 from mimo.engines.megatron.deepstack import level_inputs
 from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import finish_gradients, zero_gradients
 from mimo.engines.megatron.schedule import accumulate_only, hidden_shapes, run_schedule
-from mimo.engines.megatron.segments import PackedSegments
 from mimo.families.item_rules import ItemRules
 from mimo.layout.grids import LANGUAGE
 from mimo.layout.levels import Link
+from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_lane
 from mimo.model.loss import masked_sum, pass_token
 from mimo.model.partition import PartitionAdapter
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
 from mimo.step.loader import EncoderItems
 from mimo.step.plan import StepPlan
-
-
-@dataclass(frozen=True)
-class LanguageBatch:
-    """One microbatch of the language model on one rank, on any pipeline stage.
-
-    input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S) int64,
-    whole. labels (B, S/cp) int64, loss_mask (B, S/cp) float32. segments: whole; None for a batch.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    segments: PackedSegments | None
 
 
 @dataclass
@@ -94,20 +79,48 @@ class MimoModel:
     partition: PartitionAdapter | None = None
     whole_rows: bool = False
 
+    def stage(
+        self,
+        plan: StepPlan,
+        lanes: Sequence[PackedLane],
+        items: Mapping[str, Sequence[EncoderItems]],
+        staging: Staging,
+    ) -> tuple[list[LanguageBatch], dict[str, list[EncoderBatch]]]:
+        """What `run` takes of one step, on its way to the device; for a thread in the background.
+
+        lanes: the microbatches of this lane, on language ranks. items: by encoder of this rank, the
+        items of its lane, microbatch by microbatch.
+        """
+        for link, bridge in self._bridges().items():
+            for planned in plan.bridges(link):
+                bridge.end.stage(planned, staging.copy)
+        language = []
+        for lane in lanes:
+            assert self.partition is not None, "language ranks have a partition adapter"
+            language.append(
+                stage_lane(lane, self.item_rules, self.partition, self.whole_rows, staging)
+            )
+        encoders = {}
+        for name, own in items.items():
+            size = self._group_size(len(own)) if name in self._colocated_encoders() else 1
+            starts = range(0, len(own), size)
+            encoders[name] = [stage_items(own[start : start + size], staging) for start in starts]
+        return language, encoders
+
     def run(
         self,
         plan: StepPlan,
-        language: Sequence[PackedLane],
-        items: Mapping[str, Sequence[EncoderItems]],
+        language: Sequence[LanguageBatch],
+        items: Mapping[str, Sequence[EncoderBatch]],
         forward_only: bool = False,
         check: bool = False,
         sample_keys: SampleKeys | None = None,
     ) -> float:
         """All microbatches of one step, forward and backward; every rank of the world calls it.
 
-        language: this lane's packed microbatches, on language ranks. items: for each
-        encoder of this rank, its lane's items. check: compare plan digests over the bridge first,
-        and with ``sample_keys`` also which samples each microbatch has.
+        language: this lane's microbatches, on language ranks. items: for each encoder of this
+        rank, what it encodes in each go. Both are of `stage`. check: compare plan digests over the
+        bridge first, and with ``sample_keys`` also which samples each microbatch has.
         Returns the summed loss of this lane on tensor-parallel rank 0 of the last language stage,
         else 0. Gradients are complete after `finish_gradients`.
         """
@@ -116,7 +129,7 @@ class MimoModel:
                 chunk.train(not forward_only)
             if module.optimizer is not None and not forward_only:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
-        bridges = {**self.senders, **self.receivers, **self.colocated}
+        bridges = self._bridges()
         for link, bridge in bridges.items():
             plans = plan.bridges(link)
             if check:
@@ -138,17 +151,25 @@ class MimoModel:
             if module.optimizer is not None:
                 finish_gradients(cast("Any", module.chunks), module.groups, num_loss_tokens)
 
+    def take_waited_seconds(self) -> float:
+        """Seconds that the host waited for transfers of all bridges since the last call."""
+        return sum(bridge.end.clock.take_seconds() for bridge in self._bridges().values())
+
+    def _bridges(self) -> dict[Link, BridgeSender | LevelReceiver | ColocatedBridge]:
+        """This rank's ends of all bridges."""
+        return {**self.senders, **self.receivers, **self.colocated}
+
     # ------------------------------------------------------------ disjoint encoders
 
     def _run_encoder(
-        self, module: Module, items: Sequence[EncoderItems], forward_only: bool
+        self, module: Module, items: Sequence[EncoderBatch], forward_only: bool
     ) -> None:
         # Only the last stage has any.
         senders = {link: s for link, s in self.senders.items() if link.encoder == module.name}
 
-        def forward_step(batches: Iterator[tuple[int, EncoderItems]], chunk: nn.Module):
+        def forward_step(batches: Iterator[tuple[int, EncoderBatch]], chunk: nn.Module):
             number, own = next(batches)
-            output = chunk(self._patches(own, module), torch.from_numpy(own.grids))
+            output = chunk(own.patches, own.grids)
             if not senders:
                 return output, pass_token
             rows = _flat_embeddings(output, senders, range(number, number + 1))
@@ -161,7 +182,7 @@ class MimoModel:
         tower = cast("Any", module.raw[0])
         shapes = []
         if module.groups.pp.size() > 1:
-            shapes = [tower.stage_shapes(torch.from_numpy(own.grids)) for own in items]
+            shapes = [tower.stage_shapes(own.grids) for own in items]
         with torch.set_grad_enabled(module.trains and not forward_only):
             run_schedule(
                 forward_step,
@@ -173,24 +194,17 @@ class MimoModel:
                 run_ahead=module.run_ahead,
             )
 
-    def _patches(self, own: EncoderItems, module: Module) -> Tensor | None:
-        if own.patches is None:
-            return None
-        return torch.from_numpy(own.patches).to(self.device, module.dtype)
-
     # --------------------------------------------- language model, colocated encoders
 
     def _run_groups(
         self,
         module: Module,
-        batches: Sequence[PackedLane],
-        items: Mapping[str, Sequence[EncoderItems]],
+        batches: Sequence[LanguageBatch],
+        items: Mapping[str, Sequence[EncoderBatch]],
         forward_only: bool,
     ) -> float:
         """The language model's schedule, once or, with colocated encoders, group by group."""
-        size = len(batches)
-        if self.colocated and self.encode_group is not None:
-            size = self.encode_group
+        size = self._group_size(len(batches))
         loss = 0.0
         for start in range(0, len(batches), size):
             group = range(start, min(start + size, len(batches)))
@@ -199,7 +213,7 @@ class MimoModel:
                     trained = [m for m in self.modules.values() if m.optimizer is not None]
                     stack.enter_context(accumulate_only([c for m in trained for c in m.chunks]))
                 rows = {
-                    name: self._encode(name, items[name], group, forward_only)
+                    name: self._encode(name, items[name][start // size], group, forward_only)
                     for name in self._colocated_encoders()
                 }
                 loss += self._run_language(module, batches, group, forward_only)
@@ -210,6 +224,12 @@ class MimoModel:
                         torch.autograd.backward(parts, gradients)
         return loss
 
+    def _group_size(self, num_microbatches: int) -> int:
+        """Microbatches that the language model's schedule runs, and encoders encode, in one go."""
+        if self.colocated and self.encode_group is not None:
+            return self.encode_group
+        return num_microbatches
+
     def _colocated_encoders(self) -> list[str]:
         return list(dict.fromkeys(link.encoder for link in self.colocated))
 
@@ -217,20 +237,15 @@ class MimoModel:
         return {link: b for link, b in self.colocated.items() if link.encoder == encoder}
 
     def _encode(
-        self, name: str, items: Sequence[EncoderItems], group: range, forward_only: bool
+        self, name: str, items: EncoderBatch, group: range, forward_only: bool
     ) -> list[Tensor]:
         """One forward of a colocated encoder over a group's items; delivers its rows.
 
         Returns the rows (N, k·H) of each of its bridges, for the backward.
         """
         module = self.modules[name]
-        own = [items[m] for m in group]
-        patches = np.concatenate([one.patches for one in own if one.patches is not None])
-        grids = np.concatenate([one.grids for one in own])
         with torch.set_grad_enabled(module.trains and not forward_only):
-            made = module.chunks[0](
-                torch.from_numpy(patches).to(self.device, module.dtype), torch.from_numpy(grids)
-            )
+            made = module.chunks[0](items.patches, items.grids)
             bridges = self._colocated_of(name)
             rows = _flat_embeddings(made, bridges, group)
         for bridge, own_rows in zip(bridges.values(), rows, strict=True):
@@ -238,7 +253,7 @@ class MimoModel:
         return [own_rows.values for own_rows in rows]
 
     def _run_language(
-        self, module: Module, batches: Sequence[PackedLane], group: range, forward_only: bool
+        self, module: Module, batches: Sequence[LanguageBatch], group: range, forward_only: bool
     ) -> float:
         raw_of = dict(zip(map(id, module.chunks), module.raw, strict=True))
         trains = module.trains or self.trains_encoders
@@ -246,7 +261,7 @@ class MimoModel:
         def forward_step(numbers: Iterator[int], chunk: nn.Module):
             number = next(numbers)
             gpt = cast("Any", raw_of[id(chunk)])
-            own = self._language_batch(batches[number])
+            own = batches[number]
             arrived = self._receive(gpt, number)
             embed = gpt.pre_process
             output = chunk(
@@ -261,10 +276,10 @@ class MimoModel:
             return output, masked_sum(own.loss_mask)
 
         config = cast("Any", module.raw[0]).config
-        shapes = []
-        for lane in (batches[number] for number in group):
-            length = len(lane.input_ids) // lane.num_sequences
-            shapes.append(hidden_shapes(config, module.groups, length, lane.num_sequences))
+        shapes = [
+            hidden_shapes(config, module.groups, own.sequence_length, own.num_sequences)
+            for own in (batches[number] for number in group)
+        ]
         with torch.set_grad_enabled(trains and not forward_only):
             logged = run_schedule(
                 forward_step,
@@ -276,30 +291,6 @@ class MimoModel:
             )
         counts = module.groups.tp.rank() == 0
         return float(torch.stack(logged).sum()) if logged and counts else 0.0
-
-    def _language_batch(self, lane: PackedLane) -> LanguageBatch:
-        """What every stage and tensor-parallel rank needs of a microbatch, cut for this rank."""
-        assert self.partition is not None, "language ranks have a partition adapter"
-        batch = lane.num_sequences
-        segments = None
-        if lane.packed:
-            segments = PackedSegments.from_lengths(
-                lane.lengths, self.device, lane.real_lengths, self.item_rules.seen_whole(lane)
-            )
-        ids = self._tensor(lane.input_ids).view(batch, -1)
-        _, labels, loss_mask, segments = self.partition.shard(
-            None,
-            self._tensor(lane.labels).view(batch, -1),
-            self._tensor(lane.loss_mask).view(batch, -1),
-            segments,
-        )
-        return LanguageBatch(
-            input_ids=ids if self.whole_rows else self.partition.slice_tokens(ids, segments),
-            position_ids=self._tensor(self.item_rules.position_ids(lane)).view(3, batch, -1),
-            labels=labels,
-            loss_mask=loss_mask,
-            segments=segments,
-        )
 
     def _receive(self, gpt: Any, number: int) -> list[Arrived]:
         """What all encoders deliver to a chunk for a microbatch."""
@@ -336,9 +327,6 @@ class MimoModel:
         cut = partial(self.partition.shard_embeddings, packed_seq_params=own.segments)
         batch, length = own.input_ids.shape
         return cut_levels(levels, batch, length, cut)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
 
 
 def _flat_embeddings(

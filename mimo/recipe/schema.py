@@ -106,7 +106,7 @@ class Data(Section):
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
     prefetch_steps: bounds.PrefetchSteps = 2
-    """Steps whose data are prepared ahead of use."""
+    """Steps that are read ahead of use; from 2 on, the next one is on the device ahead of use."""
 
 
 class Train(Section):

@@ -1,4 +1,4 @@
-"""Reads what this rank owns of each step, in a background thread, one or more steps ahead.
+"""Reads what this rank owns of each step, in a background thread, ahead of use.
 
 A rank decodes the items of its lane of each encoder that it owns and no others; a language rank
 tokenizes the samples of its lane.
@@ -7,11 +7,13 @@ tokenizes the samples of its lane.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from data.batch import PackedLane, pack_lane
 from data.index.reader import SampleReader, UnreadableSample
@@ -24,11 +26,12 @@ from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner
 class EncoderItems:
     """One encoder lane's items of one global microbatch.
 
-    patches: (P, C) float32 of all items, on the encoder's first stage; else None.
+    patches: an empty part (0, C), then those of each item (P, C), on the encoder's first stage;
+        else None.
     grids: (I, 3) int64.
     """
 
-    patches: np.ndarray | None
+    patches: list[Tensor] | None
     grids: np.ndarray
 
 
@@ -37,19 +40,35 @@ class LoadedStep:
     """What this rank has read for a step, before it is known which samples are unusable.
 
     encoded: per microbatch, samples by their number in it.
-    patches: per microbatch, items by data source and number in its index.
+    patches: per microbatch, items (P, C) by data source and number in its index, in the dtype in
+        which they are computed on.
     unusable: sample numbers in the step that this rank could not read, with the reason.
     """
 
     step: int
     microbatches: list[PlannedMicrobatch]
     encoded: list[dict[int, EncodedSample]] = field(default_factory=list)
-    patches: list[dict[tuple[int, int], np.ndarray]] = field(default_factory=list)
-    unusable: dict[int, UnreadableSample] = field(default_factory=dict)
+    patches: list[dict[tuple[int, int], Tensor]] = field(default_factory=list)
+    unusable: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the step, over all lanes."""
+        return sum(m.samples.num_samples for m in self.microbatches)
+
+    def addresses(self, numbers: Collection[int]) -> set[tuple[int, int]]:
+        """(data source, sample) of samples, given by their numbers in the step."""
+        source = np.concatenate([m.samples.source for m in self.microbatches])
+        sample = np.concatenate([m.samples.sample for m in self.microbatches])
+        return {(int(source[number]), int(sample[number])) for number in numbers}
 
 
 class StepLoader:
-    """Loads steps in order from ``first_step`` on. Close it when done."""
+    """Loads steps in order from ``first_step`` on. Close it when done.
+
+    ahead: steps that are being loaded, or wait, while nobody asks for one.
+    patch_dtype: of the patches from the moment that they are decoded.
+    """
 
     def __init__(
         self,
@@ -60,28 +79,32 @@ class StepLoader:
         first_step: int,
         last_step: int,
         ahead: int,
+        patch_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.planner = planner
         self.readers = readers
         self.layout = layout
         self.rank = rank
+        self.ahead = ahead
+        self.patch_dtype = patch_dtype
         self._next = first_step
         self._last = last_step
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._pending: deque[Future[LoadedStep]] = deque()
-        for _ in range(ahead + 1):
-            self._submit()
+        self._submit(ahead)
 
-    def _submit(self) -> None:
-        if self._next < self._last:
+    def _submit(self, wanted: int) -> None:
+        """Load further steps until ``wanted`` of them are under way or wait."""
+        while len(self._pending) < wanted and self._next < self._last:
             self._pending.append(self._pool.submit(self._load, self._next))
             self._next += 1
 
     def next(self) -> LoadedStep:
         """The next step; waits for it if need be. Raises what its reading raised."""
+        self._submit(1)
         assert self._pending, "no steps are left to load"
         loaded = self._pending.popleft().result()
-        self._submit()
+        self._submit(self.ahead)
         return loaded
 
     def close(self) -> None:
@@ -90,14 +113,15 @@ class StepLoader:
 
     def _load(self, step: int) -> LoadedStep:
         loaded = LoadedStep(step, self.planner.microbatches(step))
-        for m, planned in enumerate(loaded.microbatches):
-            first = m * self.planner.samples_per_microbatch
+        first = 0
+        for planned in loaded.microbatches:
             loaded.encoded.append(self._encode_samples(planned, first, loaded.unusable))
             loaded.patches.append(self._decode_items(planned, first, loaded.unusable))
+            first += planned.samples.num_samples
         return loaded
 
     def _encode_samples(
-        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, UnreadableSample]
+        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, str]
     ) -> dict[int, EncodedSample]:
         if self.rank not in self.layout.language.ranks:
             return {}
@@ -107,13 +131,13 @@ class StepLoader:
             try:
                 encoded[i] = self.readers[int(samples.source[i])].sample(int(samples.sample[i]))
             except UnreadableSample as error:
-                unusable[first + i] = error
+                unusable[first + i] = str(error)  # the error itself would keep its frames alive
                 encoded[i] = _stand_in(int(samples.length[i]))
         return encoded
 
     def _decode_items(
-        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, UnreadableSample]
-    ) -> dict[tuple[int, int], np.ndarray]:
+        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, str]
+    ) -> dict[tuple[int, int], Tensor]:
         decoded = {}
         for name, grid in self.layout.encoders.items():
             if self.rank not in grid.ranks or grid.coords(self.rank).pp > 0:
@@ -123,9 +147,10 @@ class StepLoader:
                 owner = int(samples.item_sample[k])
                 source, item = int(samples.source[owner]), int(samples.item[k])
                 try:
-                    decoded[source, item] = self.readers[source].patches(item)
+                    patches = torch.from_numpy(self.readers[source].patches(item))
+                    decoded[source, item] = patches.to(self.patch_dtype)
                 except UnreadableSample as error:
-                    unusable[first + owner] = error
+                    unusable[first + owner] = str(error)
         return decoded
 
 
@@ -198,10 +223,11 @@ def gather_items(
     encoder: str,
     coords: Coords,
     patch_dim: int,
+    dtype: torch.dtype,
 ) -> list[EncoderItems]:
     """The items of the encoder's lane at ``coords``, microbatch by microbatch, in plan order.
 
-    patch_dim: C of the encoder's patches (P, C), also where there are none.
+    patch_dim, dtype: C of the encoder's patches (P, C) and their dtype, also where there are none.
     """
     gathered = []
     for m, planned in enumerate(plan.microbatches):
@@ -211,8 +237,8 @@ def gather_items(
         items = list(zip(sources, samples.item[mine].tolist(), strict=True))
         patches = None
         if coords.pp == 0:
-            nothing = np.zeros((0, patch_dim), np.float32)
-            patches = np.concatenate([nothing, *(loaded.patches[m][item] for item in items)])
+            nothing = torch.zeros(0, patch_dim, dtype=dtype)
+            patches = [nothing, *(loaded.patches[m][item] for item in items)]
         grids = [readers[source].grid(item) for source, item in items]
         gathered.append(EncoderItems(patches, np.array(grids, np.int64).reshape(-1, 3)))
     return gathered

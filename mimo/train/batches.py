@@ -1,12 +1,25 @@
 """The global batches of a split, one after another, as one rank sees them.
 
 All ranks make the same plan, and each reads its own part. What one rank cannot read, all leave out.
+
+The thread that trains neither reads, plans nor packs; it waits, if it must, and joins in the one
+sum over all ranks per step. While it works on step k, threads in the background have this for it:
+
+    prepare step k + 1   planned without its unusable samples, packed, on its way to the device
+    read step k + 2      decoded and tokenized by the loader
+
+With the loss of step k it is summed over all ranks who could not read which sample of step k + 2.
+No thread in the background ever waits for another thread, so none can hang.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -15,13 +28,15 @@ import torch
 import torch.distributed as dist
 
 from bridge import SampleKeys
-from data.batch import PackedLane
-from mimo.device import local_device
+from mimo.device import Staging, copy_stream, local_device
+from mimo.families.dtypes import DTYPES
 from mimo.layout.grids import LANGUAGE, num_microbatches
 from mimo.layout.groups import Topology
+from mimo.model.inputs import EncoderBatch, LanguageBatch
+from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset
-from mimo.step.loader import EncoderItems, LoadedStep, StepLoader, gather_items, pack_language
+from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.step.plan import StepPlan, StepPlanner
 
 logger = logging.getLogger(__name__)
@@ -29,25 +44,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What the modules of this rank compute on in one step.
+    """What the modules of this rank compute on in one step, on its device.
 
-    language: the packed microbatches of its lane, on language ranks. items: those of its lane, by
-    encoder on this rank. name, sample_keys: for messages; the keys are those of one microbatch.
+    language, items: of `MimoModel.stage`. name, sample_keys: for messages; the keys are those of
+    one microbatch.
     """
 
     name: str
     plan: StepPlan
-    language: list[PackedLane]
-    items: dict[str, list[EncoderItems]]
+    language: list[LanguageBatch]
+    items: dict[str, list[EncoderBatch]]
     sample_keys: SampleKeys
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A batch that is prepared. unusable: (data source, sample) of each that it leaves out."""
+
+    unusable: set[tuple[int, int]]
+    batch: Future[tuple[RankBatch, Staging]]
 
 
 class Batches:
     """The batches of ``steps`` in order; a context manager that every rank of the world enters.
 
-    For each batch call `plan`, then `read`, then `read_next` and `sum_over_world`.
+    For each batch call `next`, then, when nothing holds the batch any more, `read_ahead` and
+    `sum_over_world`.
     name: what messages call one batch, such as "step". samples: number before the first batch.
-    ahead: batches to read ahead of use. encode_group: as for `StepPlanner`.
+    ahead: batches that are read, or more, while another is in use. From two on, the nearest of
+    them is prepared meanwhile; else it is prepared in between, from one on it is read meanwhile.
     """
 
     def __init__(
@@ -59,13 +84,15 @@ class Batches:
         steps: range,
         samples: int,
         ahead: int,
-        encode_group: int | None,
+        model: MimoModel,
     ) -> None:
         self.name = name
         self.steps = steps
         self.dataset = dataset
+        self._model = model
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
+        self._dtype = DTYPES[recipe.train.precision]
         self._planner = StepPlanner(
             topology.layout,
             {name: tuple(one.media_tokens) for name, one in recipe.encoders.items()},
@@ -74,11 +101,12 @@ class Batches:
             recipe.train.micro_batch_size,
             num_microbatches(recipe, topology.layout),
             delivery=recipe.bridge.delivery,
-            encode_group=encode_group,
+            encode_group=model.encode_group,
             done=(steps.start, samples),
             packed=recipe.data.packing,
             links=topology.bridges,
         )
+        self._num_prepared = 1 if ahead > 1 else 0  # while another batch is in use
         self._loader = StepLoader(
             self._planner,
             dataset.readers,
@@ -86,19 +114,25 @@ class Batches:
             topology.rank,
             steps.start,
             steps.stop,
-            ahead,
+            ahead - self._num_prepared,
+            self._dtype,
         )
         self._left = len(steps)
-        self._loaded: LoadedStep | None = None
-        self._unusable: list[int] = []
+        self._read: list[LoadedStep] = []
+        self._coming: deque[_Coming] = deque()
+        self._stream = copy_stream()
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="preparer")
+        self._waited_seconds = 0.0
 
     def __enter__(self) -> Self:
         try:
-            self.read_next()
+            for _ in range(1 + self._num_prepared):
+                self.read_ahead()
             self.sum_over_world()
         except BaseException:
-            self._loader.close()
+            self._close()
             raise
+        self._waited_seconds = 0.0
         return self
 
     def __exit__(
@@ -107,72 +141,100 @@ class Batches:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._loader.close()
+        self._close()
 
     def samples_before(self, step: int) -> int:
         """The position of a step's first sample in the order of all samples."""
         return self._planner.samples_before(step)
 
-    def plan(self) -> StepPlan:
-        """The plan of the current batch, without its unusable samples; the same on all ranks."""
-        return self._planner.finish(self._at_hand.microbatches, self._unusable)
-
     def unusable_samples(self) -> set[tuple[int, int]]:
-        """(data source, sample) of each sample left out of the current batch."""
-        found = set()
-        for position in self._unusable:
-            microbatch, number = divmod(position, self._planner.samples_per_microbatch)
-            samples = self._at_hand.microbatches[microbatch].samples
-            found.add((int(samples.source[number]), int(samples.sample[number])))
-        return found
+        """(data source, sample) of each sample that the next batch leaves out."""
+        return self._coming[0].unusable
 
-    def read(self, plan: StepPlan) -> RankBatch:
-        """What this rank needs of the current batch, in the order of its plan."""
-        loaded, dataset, language, items = self._at_hand, self.dataset, [], {}
+    def next(self) -> RankBatch:
+        """The next batch; waits for it if need be. Raises what its preparation raised."""
+        with self._waiting():
+            batch, staging = self._coming.popleft().batch.result()
+        staging.arrive()
+        return batch
+
+    def read_ahead(self) -> None:
+        """Wait until the samples are read of which the next message says who could not read them.
+
+        Raises what their reading raised. After the last batch there are none.
+        """
+        if self._left > 0:
+            with self._waiting():
+                self._read.append(self._loader.next())
+            self._left -= 1
+
+    def sum_over_world(self, *values: float) -> list[float]:
+        """Sum ``values`` over all ranks, after `read_ahead`; every rank of the world calls it.
+
+        The same message carries which samples each rank could not read; then their batch is
+        prepared.
+        """
+        sums = sum_over_world([*values, *self._flags()])
+        flags = iter(sums[len(values) :])
+        for loaded in self._read:
+            unusable = [n for n in range(loaded.num_samples) if next(flags) > 0]
+            batch = self._preparer.submit(self._prepare, loaded, unusable)
+            self._coming.append(_Coming(loaded.addresses(unusable), batch))
+        self._read.clear()
+        return sums[: len(values)]
+
+    def take_waited_seconds(self) -> float:
+        """Seconds that this rank waited for batches since the last call."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
+
+    def shares_of_means(self, value: float) -> list[float]:
+        """By module, what this rank adds to the mean of ``value`` over the module's ranks."""
+        grids = self._layout.grids.values()
+        return [value / grid.size if self._rank in grid.ranks else 0.0 for grid in grids]
+
+    def _prepare(self, loaded: LoadedStep, unusable: Sequence[int]) -> tuple[RankBatch, Staging]:
+        """What this rank needs of a batch, in the order of its plan; in the background."""
+        plan = self._planner.finish(loaded.microbatches, unusable)
+        dataset, lanes, items = self.dataset, [], {}
         readers = dataset.readers
         for name in self._layout.modules_of(self._rank):
             coords = self._layout.grids[name].coords(self._rank)
             if name == LANGUAGE:
                 padding = readers[0].chat.pad_token_id
-                language = pack_language(loaded, plan, readers, coords.dp, padding)
+                lanes = pack_language(loaded, plan, readers, coords.dp, padding)
             else:
                 dim = readers[0].processors[self._media[name]].patch_dim
-                items[name] = gather_items(loaded, plan, readers, name, coords, dim)
+                items[name] = gather_items(loaded, plan, readers, name, coords, dim, self._dtype)
+        staging = Staging(self._stream)
+        language, encoders = self._model.stage(plan, lanes, items, staging)
 
         def sample_keys(microbatch: int) -> list[str]:
             return dataset.sample_keys(plan.microbatches[microbatch].samples)
 
-        return RankBatch(f"{self.name} {loaded.step}", plan, language, items, sample_keys)
-
-    def read_next(self) -> None:
-        """Move on to the next batch, which is already being read; after the last there is none."""
-        self._loaded = self._loader.next() if self._left > 0 else None
-        self._left -= 1
-
-    def sum_over_world(self, *values: float) -> list[float]:
-        """Sum ``values`` over all ranks, after `read_next`; every rank of the world calls it.
-
-        The same message carries which samples of the current batch each rank could not read.
-        """
-        sums = sum_over_world([*values, *self._flags()])
-        flags = sums[len(values) :]
-        self._unusable = [sample for sample, flag in enumerate(flags) if flag > 0]
-        return sums[: len(values)]
-
-    @property
-    def _at_hand(self) -> LoadedStep:
-        assert self._loaded is not None, "there is no batch after the last one"
-        return self._loaded
+        name = f"{self.name} {loaded.step}"
+        return RankBatch(name, plan, language, encoders, sample_keys), staging
 
     def _flags(self) -> list[float]:
-        """For each sample of the current batch, 1 if this rank could not read it."""
-        if self._loaded is None:
-            return []
-        flags = [0.0] * self._planner.samples_per_step
-        for sample, error in self._loaded.unusable.items():
-            flags[sample] = 1.0
-            logger.warning("skipped %s", error)
+        """For each sample that was read for the next message, 1 if this rank could not read it."""
+        flags: list[float] = []
+        for loaded in self._read:
+            own = [0.0] * loaded.num_samples
+            for sample, reason in loaded.unusable.items():
+                own[sample] = 1.0
+                logger.warning("skipped %s", reason)
+            flags += own
         return flags
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._waited_seconds += time.perf_counter() - started
+
+    def _close(self) -> None:
+        self._loader.close()
+        self._preparer.shutdown(wait=True, cancel_futures=True)
 
 
 def sum_over_world(values: Sequence[float]) -> list[float]:

@@ -67,16 +67,18 @@ class Trainer:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
         steps = range(self.recipe.train.validation_batches)
         total = tokens = 0.0
-        with self._batches("validation batch", dataset, steps) as batches:
+        # At most one ahead: the batches of training are waiting too.
+        ahead = min(1, self.recipe.data.prefetch_steps)
+        with self._batches("validation batch", dataset, steps, 0, ahead) as batches:
             for _ in steps:
-                plan = batches.plan()
-                own_part = run_modules(self.model, batches.read(plan), forward_only=True)
-                batches.read_next()
+                batch = batches.next()
+                own_part = run_modules(self.model, batch, forward_only=True)
+                tokens += batch.plan.num_loss_tokens
+                del batch  # its memory, before another batch is copied to the device
+                batches.read_ahead()
                 (loss,) = batches.sum_over_world(own_part)
                 total += loss
-                tokens += plan.num_loss_tokens
-        for sender in self.model.senders.values():
-            sender.take_waited_seconds()
+        self.model.take_waited_seconds()
         return total / max(tokens, 1.0)
 
     def save(self) -> Path:
@@ -90,12 +92,9 @@ class Trainer:
         )
 
     def _batches(
-        self, name: str, dataset: Dataset, steps: range, samples: int = 0, ahead: int = 0
+        self, name: str, dataset: Dataset, steps: range, samples: int, ahead: int
     ) -> Batches:
-        encode_group = self.model.encode_group
-        return Batches(
-            name, self.recipe, self.topology, dataset, steps, samples, ahead, encode_group
-        )
+        return Batches(name, self.recipe, self.topology, dataset, steps, samples, ahead, self.model)
 
     def _check_skipped(self, skipped: int) -> None:
         limit = self.recipe.data.max_skipped_samples

@@ -25,6 +25,12 @@ class StepResult:
     loss: summed over the global batch. grad_norm: before clipping. rates: learning rate of each
     module that trains. idle_seconds: summed over the ranks of disjoint encoders, which wait for
     gradients.
+    step_seconds: from asking for the batch until the update is queued.
+    data_wait_seconds: waiting for batches, or for samples to be read: the mean over the ranks of
+    the module where it is largest.
+    host_seconds: of this rank, the rest of the step: without its waits for data, for transfers of
+    bridges, and for the sum over all ranks, which on a device is also the wait for the device. On a
+    device that is the time to launch its work; on a CPU it is the work itself.
     """
 
     plan: StepPlan
@@ -33,6 +39,8 @@ class StepResult:
     rates: Mapping[str, float]
     idle_seconds: float
     step_seconds: float
+    data_wait_seconds: float
+    host_seconds: float
 
 
 def step_metrics(
@@ -60,6 +68,8 @@ def step_metrics(
         "encoder_imbalance": plan.encoder_imbalance,
         "skipped_samples": skipped_samples,
         "step_seconds": seconds,
+        "data_wait_seconds": done.data_wait_seconds,
+        "host_seconds": done.host_seconds,
     }
 
 

@@ -11,9 +11,10 @@ if TYPE_CHECKING:  # so that watching needs no engine
 
 ACTIVITIES = (
     "setup",
+    "batch",
     "forward and backward",
     "gradients",
-    "data of the next step",
+    "data of a later step",
     "norm and loss",
     "update",
     "validation",

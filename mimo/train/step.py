@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from bridge import BridgeError
-from mimo.device import synchronize
+from bridge import BridgeError, SampleKeys
 from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import squared_gradient_norm, step_optimizer
 from mimo.model.modules import MimoModel
@@ -25,36 +24,44 @@ _SHOWN_SAMPLES = 16  # in one error message
 def train_step(
     step: int, recipe: Recipe, model: MimoModel, batches: Batches, observer: StepObserver
 ) -> StepResult:
-    """Train on the current batch; every rank of the world calls it.
+    """Train on the next batch; every rank of the world calls it.
+
+    On a device the host is ahead of it, and waits for it once: when it reads the norm and the loss.
+    A step lasts from asking for its batch until its update is queued; the device still works on
+    the update, which counts for the next step.
 
     Raises FloatingPointError for a loss or a norm that is not finite.
     """
-    synchronize()
     started = time.perf_counter()
 
-    # ---- plan: pure integers, the same on every rank
-    plan = batches.plan()
+    # ---- batch: planned, packed and on its way to the device since an earlier step
+    observer.at(step, "batch")
+    batch = batches.next()
+    plan = batch.plan
     observer.planned(step, plan)
-
-    # ---- read: this rank's part of the batch
-    batch = batches.read(plan)
 
     # ---- forward and backward of the modules of this rank
     observer.at(step, "forward and backward")
     loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
+    del batch  # its memory, before another batch is copied to the device
 
     # ---- complete the gradients: sum over lanes, divide once by the tokens of the whole batch
     observer.at(step, "gradients")
     model.finish_gradients(plan.num_loss_tokens)
     observer.gradients_complete(step, model.modules)
 
-    # ---- norm: one over all modules; the loss and the next batch's unusable samples travel along
-    observer.at(step, "data of the next step")
-    batches.read_next()
+    # ---- norm: one over all modules; the loss and a later batch's unusable samples travel along
+    observer.at(step, "data of a later step")
+    batches.read_ahead()
     idle = sum(sender.take_waited_seconds() for sender in model.senders.values())
     observer.at(step, "norm and loss")
     own_part = _squared_norm(model.modules)
-    squared_norm, loss, idle = batches.sum_over_world(own_part, loss, idle)
+    waited = batches.take_waited_seconds()
+    asked = time.perf_counter()
+    squared_norm, loss, idle, *data_waits = batches.sum_over_world(
+        own_part, loss, idle, *batches.shares_of_means(waited)
+    )
+    waited += time.perf_counter() - asked + model.take_waited_seconds()
     norm = math.sqrt(squared_norm)
     _check_finite(step, {"loss": loss, "gradient norm": norm})
 
@@ -68,9 +75,17 @@ def train_step(
     observer.updated(step, model.modules)
 
     # ---- metrics
-    synchronize()
     seconds = time.perf_counter() - started
-    return StepResult(plan, loss, norm, _rates(recipe, step), idle, seconds)
+    return StepResult(
+        plan,
+        loss,
+        norm,
+        _rates(recipe, step),
+        idle,
+        step_seconds=seconds,
+        data_wait_seconds=max(data_waits),
+        host_seconds=seconds - waited,
+    )
 
 
 def run_modules(
@@ -80,26 +95,26 @@ def run_modules(
 
     check: compare plans over the bridge first. Every rank of the world calls it.
     """
-    with _errors_name(batch, model):
+    with _errors_name(batch.name, batch.sample_keys, model):
         return model.run(
             batch.plan, batch.language, batch.items, forward_only, check, batch.sample_keys
         )
 
 
 @contextmanager
-def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
-    """Add the batch and the samples of the microbatch, as a note, to bridge errors raised inside.
+def _errors_name(name: str, sample_keys: SampleKeys, model: MimoModel) -> Iterator[None]:
+    """Add the batch's name and the microbatch's samples, as a note, to bridge errors raised inside.
 
     An error about one sample names only that sample.
 
     Until the next batch the model's watch adds the note too: on a device, transfers started
-    inside may turn out to be late long afterwards.
+    inside may turn out to be late long afterwards. So it must not hold the batch itself.
     """
 
     def note(error: BridgeError) -> None:
-        where = batch.name
+        where = name
         if error.microbatch is not None:
-            keys = batch.sample_keys(error.microbatch)
+            keys = sample_keys(error.microbatch)
             if error.sample is not None:
                 error.add_note(
                     f"in {where}, sample {keys[error.sample]} of microbatch {error.microbatch}"

@@ -1,8 +1,11 @@
-"""The device is settled before ranks are forked, and forking leaves it usable."""
+"""The device is settled before ranks are forked, forking leaves it usable, and copies reach it."""
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +34,72 @@ def test_ranks_without_a_gpu_each_run_on_the_cpu_and_say_so(
     note = device.choose_before_fork(ranks)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "unchanged")
     assert (note is not None) == hidden
+
+
+def test_without_a_device_tensors_are_staged_where_they_are() -> None:
+    staging, values = device.Staging(None), torch.arange(6).view(3, 2)
+    assert staging.copy(values) is values
+    assert staging.join([values[:0], values[:2], values[2:]]).equal(values)
+    staging.arrive()
+
+
+class _Queue:
+    """Stands for a stream, and for the event that it records."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def record(self, stream: Any) -> None:
+        self.told.append("event")
+
+    def wait_event(self, event: Any) -> None:
+        self.told.append("wait")
+
+
+def test_what_is_computed_waits_for_the_last_copy_and_keeps_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    empty, copy_to = torch.empty, torch.Tensor.to
+
+    def pinned(shape: Any, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return empty(shape, dtype=dtype)
+
+    def copied(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        told.append("copy")
+        return copy_to(tensor, device, copy=True)
+
+    queue: Any = _Queue(told)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: queue)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queue)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: told.append("keep"))
+    staging, values = device.Staging(queue), torch.arange(6, dtype=torch.bfloat16).view(3, 2)
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.Tensor, "to", copied)
+    staged = [staging.join([values[:0], values]), staging.copy(values.t()), staging.copy(values)]
+    assert told == ["copy", "event"] * 3
+    staging.arrive()
+    staging.arrive()
+    assert told[6:] == ["wait", "keep", "keep", "keep", "wait"]
+    monkeypatch.undo()
+    assert all(one.dtype is torch.bfloat16 for one in staged)
+    assert [one.tolist() for one in staged] == [v.tolist() for v in (values, values.t(), values)]
+
+
+@pytest.mark.gpu
+def test_staged_tensors_are_on_the_device_when_they_are_used_and_not_overwritten() -> None:
+    stream, host = device.copy_stream(), torch.arange(1 << 24)
+    with ThreadPoolExecutor(1) as background:
+        staging = device.Staging(stream)
+        moved = background.submit(staging.join, [host[:5], host[5:]]).result()
+        staging.arrive()
+        assert moved.device == device.local_device()
+        doubled = moved * 2
+        del moved  # its memory may be reused, but only after the line above has run
+        background.submit(device.Staging(stream).copy, torch.zeros_like(host)).result()
+    assert doubled.cpu().equal(host * 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from mimo.engines.megatron.groups import ProcessGroupCollection
@@ -37,8 +36,3 @@ class Module:
         """How many ranks the module's output is cut over: 1 without sequence parallelism."""
         config = cast("Any", self.raw[0]).config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and activations."""
-        return next(self.raw[0].parameters()).dtype

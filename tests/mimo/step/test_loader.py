@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
@@ -16,14 +17,16 @@ from mimo.step.plan import StepPlan, StepPlanner
 from tests.mimo import tiny
 
 
-def load(path: Path, rank: int) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
+def load(
+    path: Path, rank: int, patch_dtype: torch.dtype = torch.float32
+) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
     """The first step as ``rank`` loads it: rank 0 encodes, rank 1 is the language model."""
     recipe = load_recipe(path)
     dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
     assert dataset is not None
     layout = build_layout(recipe)
     planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
-    loader = StepLoader(planner, dataset.readers, layout, rank, 0, 1, ahead=0)
+    loader = StepLoader(planner, dataset.readers, layout, rank, 0, 1, 0, patch_dtype)
     loaded = loader.next()
     loader.close()
     return loaded, planner.finish(loaded.microbatches), dataset, layout
@@ -41,6 +44,16 @@ def test_language_rank_decodes_no_item_and_encoder_rank_tokenizes_no_sample(path
     assert not any(encoder.encoded)
     assert [len(m) for m in language.encoded] == [4, 4, 4]
     assert not any(language.patches)
+
+
+def test_patches_wait_in_the_dtype_in_which_they_are_computed_on(path: Path) -> None:
+    whole, short = (
+        [patches for of_items in load(path, 0, dtype)[0].patches for patches in of_items.values()]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert len(whole) == 14
+    assert all(patches.dtype is torch.bfloat16 for patches in short)
+    assert all(one.to(torch.bfloat16).equal(two) for one, two in zip(whole, short, strict=True))
 
 
 def test_rows_that_are_not_as_many_as_placeholders_name_sample_and_both_counts(path: Path) -> None:

@@ -116,11 +116,12 @@ def test_an_observer_is_told_what_a_step_does_and_sees_gradients_before_they_are
     found = run_ranks(_observe, 2, recipe)
     for seen, _, step in found:
         assert seen == [
+            "batch",
             "planned",
             "forward and backward",
             "gradients",
             "gradients complete",
-            "data of the next step",
+            "data of a later step",
             "norm and loss",
             "update",
             "updated",

@@ -95,14 +95,15 @@ def lose_segments_on_middle_stage() -> None:
     from mimo.engines.megatron.attention import PackedSegments
     from mimo.model.modules import MimoModel
 
-    run, from_lengths = MimoModel._run_language, PackedSegments.from_lengths
+    stage, from_lengths = MimoModel.stage, PackedSegments.from_lengths
 
-    def run_language(self: Any, module: Any, *args: Any) -> float:
-        if module.groups.pp.rank() == 1:
+    def stage_step(self: Any, *args: Any) -> Any:
+        language = self.modules.get("language")
+        if language is not None and language.groups.pp.rank() == 1:
             PackedSegments.from_lengths = _one_segment(from_lengths)  # type: ignore[method-assign]
-        return run(self, module, *args)
+        return stage(self, *args)
 
-    MimoModel._run_language = run_language  # type: ignore[method-assign]
+    MimoModel.stage = stage_step  # type: ignore[method-assign]
 
 
 def _one_segment(from_lengths: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,110 @@
+"""What the modules of a rank compute on, made and copied to the device ahead of use.
+
+A thread in the background calls the functions here while the device works on another step.
+
+Letters: B sequences (1 for packed) of S tokens on this lane, P patches of C numbers, I items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.batch import PackedLane
+from mimo.device import Staging
+from mimo.engines.megatron.segments import PackedSegments
+from mimo.families.item_rules import ItemRules
+from mimo.model.partition import PartitionAdapter
+from mimo.step.loader import EncoderItems
+
+
+@dataclass(frozen=True)
+class LanguageBatch:
+    """One microbatch of the language model on one rank, on any pipeline stage.
+
+    input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S) int64,
+    whole. labels (B, S/cp) int64, loss_mask (B, S/cp) float32. segments: whole; None for a batch.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    segments: PackedSegments | None
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.position_ids.shape[1]
+
+    @property
+    def sequence_length(self) -> int:
+        """S, not cut."""
+        return self.position_ids.shape[2]
+
+
+@dataclass(frozen=True)
+class EncoderBatch:
+    """Items that an encoder of this rank encodes in one go.
+
+    patches: (P, C) in the encoder's dtype, on its first stage; else None. grids: (I, 3) int64, on
+    the host, where towers read them.
+    """
+
+    patches: Tensor | None
+    grids: Tensor
+
+
+def stage_lane(
+    lane: PackedLane,
+    rules: ItemRules,
+    partition: PartitionAdapter,
+    whole_rows: bool,
+    staging: Staging,
+) -> LanguageBatch:
+    """What every stage and tensor-parallel rank needs of a microbatch, cut for this rank.
+
+    It is cut on the host, so that only this rank's part is copied. whole_rows: leave the token ids
+    whole.
+    """
+    batch = lane.num_sequences
+    segments = None
+    if lane.packed:
+        segments = PackedSegments.from_lengths(
+            lane.lengths, torch.device("cpu"), lane.real_lengths, rules.seen_whole(lane)
+        )
+    ids, labels, loss_mask = (
+        torch.from_numpy(own).view(batch, -1)
+        for own in (lane.input_ids, lane.labels, lane.loss_mask)
+    )
+    _, labels, loss_mask, segments = partition.shard(None, labels, loss_mask, segments)
+    if not whole_rows:
+        ids = partition.slice_tokens(ids, segments)
+    positions = torch.from_numpy(rules.position_ids(lane)).view(3, batch, -1)
+    return LanguageBatch(
+        input_ids=staging.copy(ids),
+        position_ids=staging.copy(positions),
+        labels=staging.copy(labels),
+        loss_mask=staging.copy(loss_mask),
+        segments=None if segments is None else _stage_segments(segments, staging),
+    )
+
+
+def _stage_segments(segments: PackedSegments, staging: Staging) -> PackedSegments:
+    """The same with its tensors on the device; fields that share one still do."""
+    found = {own.name: getattr(segments, own.name) for own in fields(segments) if own.init}
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    copies = {id(tensor): tensor for tensor in tensors.values()}
+    copies = {key: staging.copy(tensor) for key, tensor in copies.items()}
+    return replace(segments, **{name: copies[id(tensor)] for name, tensor in tensors.items()})
+
+
+def stage_items(items: Sequence[EncoderItems], staging: Staging) -> EncoderBatch:
+    """The items of one microbatch, or of several that are encoded in one go."""
+    parts = [part for own in items for part in own.patches or ()]
+    grids = np.concatenate([own.grids for own in items])
+    return EncoderBatch(staging.join(parts) if parts else None, torch.from_numpy(grids))

@@ -1,0 +1,101 @@
+"""What is staged for the language model: this rank's part alone, and shared tensors once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data.batch import PackedLane
+from mimo.device import Staging
+from mimo.families.item_rules import ItemRules
+from mimo.model.inputs import stage_items, stage_lane
+from mimo.model.partition import PartitionAdapter
+from mimo.step.loader import EncoderItems
+
+TOKENS = 24
+LANE = PackedLane(
+    input_ids=np.arange(TOKENS),
+    labels=np.arange(TOKENS) + 100,
+    loss_mask=np.ones(TOKENS, np.float32),
+    position_ids=np.tile(np.arange(TOKENS), (3, 1)),
+    lengths=(8, 16),
+    real_lengths=(8, 15),
+)
+
+
+class Copies(Staging):
+    """Copies as to a device, and keeps what it has copied."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.copied: list[Tensor] = []
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        self.copied.append(tensor)
+        return tensor.clone()
+
+
+class Group:
+    """As much of a process group as cutting needs."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def staged(cp: int, whole_rows: bool = False, real: tuple[int, ...] = LANE.real_lengths) -> Any:
+    group: Any = Group(cp, cp - 1)
+    one: Any = Group(1, 0)
+    lane = PackedLane(**{**vars(LANE), "real_lengths": real})
+    copies = Copies()
+    rules = ItemRules(positions="mrope", bidirectional=False)
+    partition = PartitionAdapter(group, one, sequence_parallel=False)
+    return stage_lane(lane, rules, partition, whole_rows, copies), copies.copied
+
+
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_a_context_parallel_rank_copies_its_own_tokens_and_all_positions(whole_rows: bool) -> None:
+    batch, copied = staged(2, whole_rows)
+    own = [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]  # chunks 1 and 2 of each segment's four
+    assert batch.labels.tolist() == [[100 + token for token in own]]
+    assert batch.input_ids.tolist() == [list(range(TOKENS)) if whole_rows else own]
+    assert (batch.num_sequences, batch.sequence_length) == (1, TOKENS)
+    assert batch.position_ids.shape == (3, 1, TOKENS)
+    sizes = sorted(tensor.numel() for tensor in copied)
+    ids = TOKENS if whole_rows else TOKENS // 2
+    assert sizes == sorted([3, 3, TOKENS // 2, TOKENS // 2, ids, 3 * TOKENS])
+
+
+def test_bounds_of_segments_that_are_one_tensor_stay_one_tensor() -> None:
+    """Some kernels are chosen by it."""
+    padded, _ = staged(1)
+    segments = padded.segments
+    assert segments.cu_seqlens_q is segments.cu_seqlens_kv
+    assert segments.cu_seqlens_q_padded is segments.cu_seqlens_kv_padded
+    assert segments.cu_seqlens_q.tolist() == [0, 8, 23]
+    assert segments.cu_seqlens_q_padded.tolist() == [0, 8, 24]
+    assert (segments.lengths, segments.max_seqlen_q, segments.pad_between_seqs) == ((8, 16), 16, 1)
+    batch, copied = staged(1, real=LANE.lengths)
+    assert batch.segments.cu_seqlens_q is batch.segments.cu_seqlens_kv_padded
+    assert sum(tensor.dtype is torch.int32 for tensor in copied) == 1
+
+
+def test_items_of_several_microbatches_become_one_batch_in_order() -> None:
+    parts = [torch.full((n, 2), float(n)) for n in (0, 3, 1, 2)]
+    grids = np.array([[1, 1, n] for n in (3, 1, 2)])
+    items = [EncoderItems(parts[:3], grids[:2]), EncoderItems([parts[0], parts[3]], grids[2:])]
+    batch = stage_items(items, Staging(None))
+    assert batch.patches is not None
+    assert batch.patches.tolist() == [[3.0] * 2] * 3 + [[1.0] * 2] + [[2.0] * 2] * 2
+    assert batch.grids.tolist() == grids.tolist()
+    later_stage = stage_items([EncoderItems(None, grids)], Staging(None))
+    assert later_stage.patches is None

@@ -1,0 +1,238 @@
+"""Batches are read, planned, packed and staged off the training thread, few at a time.
+
+Rank 0 has the tower, rank 1 the language model; rank 1 is slow at everything that it prepares.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.hf.recipes import load_recipe
+from mimo.layout.build import build_layout
+from mimo.step.dataset import open_dataset
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import corrupt
+
+STEPS = 5
+# Not packed by the thread that trains: the names, and where each is called.
+PREPARING = (
+    ("mimo.step.plan.StepPlanner", "microbatches"),
+    ("mimo.step.plan.StepPlanner", "finish"),
+    ("bridge.plan", "_exchange"),
+    ("mimo.step.loader", "pack_lane"),
+    ("mimo.train.batches", "gather_items"),
+    ("mimo.model.modules", "stage_lane"),
+    ("mimo.model.modules", "stage_items"),
+    ("data.index.reader.SampleReader", "sample"),
+    ("data.index.reader.SampleReader", "patches"),
+)
+ONE_RANK = ("encoders.vision.placement=colocated",)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    path = tiny.write_recipe(tmp_path)
+    corrupt(path)
+    return path
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def _around(where: str, name: str, before: Callable[[], None]) -> None:
+    """Call ``before`` before each call of what ``where`` calls ``name``."""
+    from pydoc import locate
+
+    owner: Any = locate(where)
+    original = getattr(owner, name)
+
+    def called(*args: Any, **settings: Any) -> Any:
+        before()
+        return original(*args, **settings)
+
+    setattr(owner, name, called)
+
+
+def _trained(path: Path, *overrides: str) -> Iterator[dict[str, Any]]:
+    """The metrics of training on this rank, as they are made."""
+    from mimo.layout.groups import build_topology
+    from mimo.train.loop import Trainer
+    from mimo.train.observer import StepObserver
+
+    class Observer(StepObserver):
+        pass
+
+    recipe = load_recipe(path, [f"train.steps={STEPS}", *overrides])
+    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
+    assert dataset is not None
+    return trainer.train(dataset, validation, Observer())
+
+
+def _own_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(("loader", "preparer"))]
+
+
+def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Train while rank 1 is slow; what is seen of threads, messages and metrics."""
+    from mimo.train import batches
+
+    threads, messages = dict[str, set[str]](), list[tuple[str, int]]()
+    for where, name in PREPARING:
+        seen = threads.setdefault(f"{where}.{name}", set())
+        _around(where, name, lambda seen=seen: seen.add(threading.current_thread().name))
+    if rank == 1:
+        _around("mimo.step.loader", "pack_lane", lambda: time.sleep(0.02))
+        _around("data.index.reader.SampleReader", "sample", lambda: time.sleep(0.01))
+    summed = batches.sum_over_world
+
+    def note_and_sum(values: Any) -> list[float]:
+        messages.append((threading.current_thread().name, len(values)))
+        return summed(values)
+
+    batches.sum_over_world = note_and_sum
+    metrics = list(_trained(path, *overrides))
+    return {"threads": threads, "messages": messages, "metrics": metrics, "left": _own_threads()}
+
+
+def train_and_count(rank: int, path: Path, ahead: int) -> list[tuple[int, int]]:
+    """For each step, how many read batches and how many prepared ones there are meanwhile."""
+    from mimo.step.loader import LoadedStep
+    from mimo.train import step as steps
+    from mimo.train.batches import RankBatch
+
+    made: list[tuple[type, weakref.ref[Any]]] = []
+    for kind in (LoadedStep, RankBatch):
+        initialise = kind.__init__
+
+        def note(self: Any, *args: Any, _kind=kind, _initialise=initialise, **given: Any) -> None:
+            _initialise(self, *args, **given)
+            made.append((_kind, weakref.ref(self)))
+
+        kind.__init__ = note  # type: ignore[method-assign]
+    counts = []
+
+    def count() -> None:
+        time.sleep(0.3)  # the background does what it may
+        alive = [kind for kind, one in list(made) if one() is not None]
+        counts.append((alive.count(LoadedStep), alive.count(RankBatch)))
+
+    _around("mimo.train.step", "run_modules", count)
+    assert steps.run_modules.__name__ == "called"
+    list(_trained(path, *ONE_RANK, f"data.prefetch_steps={ahead}"))
+    return counts
+
+
+def fail_while_preparing(rank: int, path: Path, where: str, name: str) -> dict[str, Any]:
+    """Training in which the third step's call of ``name`` fails in the background."""
+    calls = 0
+
+    def fail_later() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3 * (1 if name == "finish" else 12):
+            error = KeyError("the third step")
+            error.add_note("noted in the background")
+            raise error
+
+    _around(where, name, fail_later)
+    done = 0
+    try:
+        for _ in _trained(path, *ONE_RANK):
+            done += 1
+    except KeyError as error:
+        found = (*error.args, *error.__notes__)
+    else:
+        found = ()
+    return {"error": found, "done": done, "left": _own_threads()}
+
+
+# ---------------------------------------------------------------------------- tests
+
+
+def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepared_ahead(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    validated = [shard, "train.validate_every=2", "train.validation_batches=2"]
+    losses = []
+    for ahead, settings in ((0, validated), (2, validated), (3, []), (1, [])):
+        overrides = [*settings, f"data.prefetch_steps={ahead}"]
+        ranks = run_ranks(train_beside_a_slow_rank, 2, recipe, overrides)
+        for found in ranks:
+            assert found["left"] == []
+            for name, threads in found["threads"].items():
+                assert not any(thread == "MainThread" for thread in threads), name
+            # One sum per step and one before the first, each by the training thread.
+            assert {thread for thread, _ in found["messages"]} == {"MainThread"}
+            sums = len(found["messages"])
+            assert sums == (1 + STEPS + 2 * (1 + 2) if settings else 1 + STEPS)
+            # Rank 0 could not read it; each rank leaves it out of every step and counts it once.
+            steps = [m for m in found["metrics"] if "loss" in m]
+            assert [m["skipped_samples"] for m in steps] == [1] * STEPS
+        assert ranks[0]["messages"] == ranks[1]["messages"]
+        planned = [found["threads"]["mimo.step.plan.StepPlanner.finish"] for found in ranks]
+        assert planned == [{"preparer_0"}] * 2
+        losses.append([m["loss"] for m in ranks[0]["metrics"] if "loss" in m])
+    assert losses == [losses[0]] * 4
+
+
+@pytest.mark.parametrize(("ahead", "most"), [(0, (0, 1)), (1, (1, 1)), (2, (1, 2)), (4, (3, 2))])
+def test_as_many_steps_wait_as_the_recipe_says_and_two_at_most_are_staged(
+    run_ranks: RunRanks, recipe: Path, ahead: int, most: tuple[int, int]
+) -> None:
+    (counts,) = run_ranks(train_and_count, 1, recipe, ahead)
+    assert len(counts) == STEPS
+    assert counts[0] == most
+    assert all(read <= most[0] and staged <= most[1] for read, staged in counts)
+    assert counts[-1] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("mimo.step.plan.StepPlanner", "finish"), ("data.index.reader.SampleReader", "sample")],
+)
+def test_an_error_in_the_background_reaches_the_training_thread_as_it_was(
+    run_ranks: RunRanks, recipe: Path, where: str, name: str
+) -> None:
+    (found,) = run_ranks(fail_while_preparing, 1, recipe, where, name)
+    assert found["error"] == ("the third step", "noted in the background")
+    # What was read before it is trained on: the third step's samples are read during the first.
+    assert found["done"] == (2 if name == "finish" else 0)
+    assert found["left"] == []
+
+
+def test_waits_for_data_are_reported_apart_from_the_host_s_own_time(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    ranks = run_ranks(train_and_wait, 2, recipe)
+    for metrics in ranks:
+        for step in metrics:
+            # Rank 1 is all of the language model; rank 0, which is quick, waits for it elsewhere.
+            assert step["data_wait_seconds"] >= SLOW
+            assert step["step_seconds"] >= step["data_wait_seconds"] * (metrics is ranks[1])
+            assert 0 < step["host_seconds"] <= step["step_seconds"]
+    for step in ranks[1]:
+        assert step["host_seconds"] + step["data_wait_seconds"] <= step["step_seconds"]
+
+
+SLOW = 0.25
+
+
+def train_and_wait(rank: int, path: Path) -> list[dict[str, Any]]:
+    """Metrics of steps whose samples rank 1 begins to read when it needs them, slowly."""
+    if rank == 1:
+        _around("mimo.step.loader.StepLoader", "_load", lambda: time.sleep(SLOW))
+    metrics = list(_trained(path, "data.prefetch_steps=0"))
+    return metrics[: STEPS - 1]  # the last step reads nothing
