@@ -8,13 +8,16 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 # Of a container, by the two versions of control groups. What is used of it counts files as well.
@@ -27,6 +30,11 @@ _CGROUP_LIMITS = (
 def has_gpu() -> bool:
     """Whether this process trains on a GPU."""
     return torch.cuda.is_available()
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of this rank's GPU, such as (9, 0); None without. Initialises the GPU."""
+    return torch.cuda.get_device_capability(local_device()) if has_gpu() else None
 
 
 def choose_before_fork(num_ranks: int) -> str | None:
@@ -110,6 +118,26 @@ def gpu_memory() -> Memory | None:
         return None
     properties = torch.cuda.get_device_properties(local_device())
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
+
+
+def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Small host tensors on ``device``, by one copy that the host does not wait for.
+
+    They share one storage there. Tensors that are for the host come back as they are.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    parts = [t.reshape(-1).view(torch.uint8) for t in tensors]
+    # Kernels read in steps of up to 16 bytes.
+    starts = [0, *accumulate(-(-len(part) // 16) * 16 for part in parts)]
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=has_gpu())
+    for start, part in zip(starts, parts, strict=False):
+        host[start : start + len(part)] = part
+    sent = host.to(device, non_blocking=True)
+    return [
+        sent[start : start + len(part)].view(t.dtype).view(t.shape)
+        for start, part, t in zip(starts, parts, tensors, strict=False)
+    ]
 
 
 def release_memory() -> None:

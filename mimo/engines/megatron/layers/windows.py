@@ -10,14 +10,14 @@ and there are many windows, so it keeps to whole segments, which give the same f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mimo.engines.megatron.segments import PackedSegments
+from mimo.engines.megatron.segments import AttentionForm, PackedSegments
 
 
 @dataclass(kw_only=True)
@@ -35,6 +35,12 @@ class WindowedSegments(PackedSegments):
         inner = PackedSegments.from_lengths(windows, device)
         assert sum(inner.lengths) == sum(segments.lengths), "windows must fill the segments"
         return cls(**vars(segments), windows=inner)
+
+    def prepare(self, forms: Iterable[AttentionForm]) -> None:
+        """For the layers that see whole segments and for those that see windows."""
+        forms = tuple(forms)
+        super().prepare(forms)
+        self.windows.prepare(forms)
 
 
 class WindowAttention(nn.Module):
