@@ -13,8 +13,9 @@ _ADDS_UP_IN_FP32 = (torch.bfloat16, torch.float16)
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x (T, ...), rows (n,) int64 on its device -> (n, ...). A row may be asked for repeatedly.
 
-    The gradient of a 16-bit row is added up in fp32. Adding takes no sorting of the rows, and on a
-    GPU no fixed order, unless PyTorch is told to use deterministic algorithms.
+    The gradient of a 16-bit row is added up in fp32: a GPU would round after every addition.
+    Adding takes no sorting of the rows, unlike the gradient of ``x[rows]``. On a GPU it has no
+    fixed order, unless PyTorch is told to use deterministic algorithms.
     """
     if x.dtype not in _ADDS_UP_IN_FP32:
         return x.index_select(0, rows)

@@ -311,15 +311,34 @@ def test_the_forms_of_a_model_are_those_of_its_layers() -> None:
     assert len(forms_in([layers])) == 2
 
 
-def test_the_gradient_of_a_16_bit_row_asked_for_often_is_added_up_exactly() -> None:
+class Sums(TorchDispatchMode):
+    """Collects the dtypes in which rows are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "index_add" in func.name() or "index_put" in func.name():
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2],
+)
+def test_the_gradient_of_a_16_bit_row_asked_for_often_is_added_up_in_fp32(
+    dtype: torch.dtype, sums: torch.dtype
+) -> None:
     from mimo.engines.megatron.layers.gather import gather_rows
 
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        x = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
-        rows = torch.tensor([1] * 3000 + [2])
-        out = gather_rows(x, rows)
-        assert out.dtype == dtype
+    x = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
+    out = gather_rows(x, torch.tensor([1] * 3000 + [2]))
+    assert out.dtype == dtype
+    with Sums() as found:
         out.backward(torch.ones_like(out))
-        assert x.grad is not None
-        expected = torch.tensor([0.0, 3000.0, 1.0], dtype=dtype)
-        assert torch.equal(x.grad, expected[:, None].expand(3, 2))
+    assert found.dtypes == {sums}
+    assert x.grad is not None
+    expected = torch.tensor([0.0, 3000.0, 1.0], dtype=dtype)
+    assert torch.equal(x.grad, expected[:, None].expand(3, 2))
