@@ -90,20 +90,21 @@ def choose_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> 
     causal blocks with more keys than queries, which context-parallel ranks and text beside items
     have. SDPA runs everywhere and in every dtype, but for those two it needs masks.
     """
+    plain = case.cp_size == 1 and case.window is None and not case.whole_items
+    needs_mask = case.causal and not plain
+    if machine.capability is None:
+        return KernelChoice(SDPA, needs_mask, "no GPU")
     refusals = []
-    for name, refusal in _REFUSALS.items():
-        if machine.capability is None:
-            refusals = ["no GPU"]
-            break
+    for name, refuses in _REFUSALS.items():
         reason = None if name in machine.installed else "not installed"
         reason = reason or _needs_other_inputs(case, dtype, machine.capability)
-        reason = reason or refusal(case, machine.capability)
+        reason = reason or refuses(case, machine.capability)
         if reason is None:
-            return KernelChoice(name, dense_mask=False, reason="; ".join(refusals) or "the best")
+            return KernelChoice(
+                name, dense_mask=False, reason="; ".join(refusals) or "first choice"
+            )
         refusals.append(f"{name}: {reason}")
-    plain = case.cp_size == 1 and case.window is None and not case.whole_items
-    masked = case.causal and not plain
-    return KernelChoice(SDPA, masked, "; ".join(refusals))
+    return KernelChoice(SDPA, needs_mask, "; ".join(refusals))
 
 
 def _needs_other_inputs(

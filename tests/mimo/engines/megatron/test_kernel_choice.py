@@ -179,6 +179,30 @@ def test_a_dense_mask_on_a_gpu_is_warned_of_once(
     assert [r.levelname for r in caplog.records] == ["INFO"]
 
 
+def test_a_module_says_which_kernels_its_layers_got() -> None:
+    from megatron.core.transformer.attention import SelfAttention
+    from torch import nn
+
+    from mimo.engines.megatron.attention import kernels_in
+    from mimo.engines.megatron.layers.windows import WindowAttention
+    from tests.mimo.engines.megatron.test_attention import core_attention
+
+    cores = [
+        core_attention(causal=False),
+        WindowAttention(lambda: core_attention(causal=False)),
+        nn.Identity(),  # in place of Transformer Engine's
+    ]
+    layers = []
+    for core in cores:
+        layer = SelfAttention.__new__(SelfAttention)
+        nn.Module.__init__(layer)
+        layer.core_attention = core
+        layers.append(layer)
+    assert kernels_in(layers[:1]) == "1 x sdpa"
+    assert kernels_in([nn.ModuleList(layers)]) == "2 x sdpa, 1 x transformer_engine"
+    assert kernels_in([nn.Identity()]) == "none"
+
+
 def test_a_choice_reads_as_a_sentence() -> None:
     choice = KernelChoice("sdpa", dense_mask=True, reason="no GPU")
     assert str(choice) == "sdpa with dense masks (no GPU)"
