@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -120,20 +120,25 @@ def gpu_memory() -> Memory | None:
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
 
 
-def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Small host tensors on ``device``, by one copy that the host does not wait for.
+def copy_ahead(tensor: Tensor, device: torch.device) -> Tensor:
+    """The host tensor on ``device``, by a copy that the host does not wait for."""
+    # Only from pinned memory: else the driver makes the host wait.
+    pinned = tensor.pin_memory() if has_gpu() else tensor
+    return pinned.to(device, non_blocking=True)
 
-    They share one storage there. Tensors that are for the host come back as they are.
+
+def send_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Small host tensors where ``copy`` brings a host tensor, which it does once for all of them.
+
+    They share one storage there.
     """
-    if device.type == "cpu":
-        return list(tensors)
     parts = [t.reshape(-1).view(torch.uint8) for t in tensors]
     # Kernels read in steps of up to 16 bytes.
     starts = [0, *accumulate(-(-len(part) // 16) * 16 for part in parts)]
-    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=has_gpu())
+    host = torch.zeros(starts[-1], dtype=torch.uint8)
     for start, part in zip(starts, parts, strict=False):
         host[start : start + len(part)] = part
-    sent = host.to(device, non_blocking=True)
+    sent = copy(host)
     return [
         sent[start : start + len(part)].view(t.dtype).view(t.shape)
         for start, part, t in zip(starts, parts, tensors, strict=False)

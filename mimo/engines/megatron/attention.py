@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from mimo.device import copy_ahead
 from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm
 from mimo.engines.megatron.layers.context_parallel import gather_lane
 from mimo.engines.megatron.layers.kernel_choice import (
@@ -36,7 +37,7 @@ from mimo.engines.megatron.layers.kernel_choice import (
     this_machine,
 )
 from mimo.engines.megatron.layers.windows import WindowAttention
-from mimo.engines.megatron.segments import PackedSegments, on_device
+from mimo.engines.megatron.segments import PackedSegments, brought
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,9 @@ class CoreAttention(nn.Module):
 @functools.lru_cache(maxsize=8)
 def _batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
     """Of ``batch`` segments of one ``length``; the same in all layers and mostly in all steps."""
-    plan: AttentionPlan = on_device(form.plan((length,) * batch, ()), device)
+    plan: AttentionPlan = brought(
+        form.plan((length,) * batch, ()), functools.partial(copy_ahead, device=device)
+    )
     return plan
 
 

@@ -9,8 +9,9 @@ followed by chunk 2·C-1-r of each segment in order (zigzag: causal work is even
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mimo.device import send_together
+from mimo.device import copy_ahead, send_together
 
 
 class AttentionForm(Hashable, Protocol):
@@ -42,7 +43,10 @@ class PackedSegments(PackedSeqParams):
 
     lengths: tuple[int, ...]
     items: tuple[tuple[int, int], ...] = ()
-    plans: dict[AttentionForm, Any] = field(default_factory=dict, repr=False, compare=False)
+    # Not handed on by `dataclasses.replace`: its tensors may be on another device.
+    plans: dict[AttentionForm, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def from_lengths(
@@ -66,7 +70,7 @@ class PackedSegments(PackedSeqParams):
         ends = [bounds_of(padded)]
         if pads:
             ends.append(bounds_of([m for _, m in kept]))
-        padded_bounds, *rest = send_together(ends, device)
+        padded_bounds, *rest = send_together(ends, partial(copy_ahead, device=device))
         bounds = rest[0] if pads else padded_bounds
         longest = max(padded, default=0)
         return cls(
@@ -83,18 +87,22 @@ class PackedSegments(PackedSeqParams):
             items=items,
         )
 
-    def prepare(self, forms: Iterable[AttentionForm]) -> None:
-        """Plan for the layers of these forms and send the plans to the device, by one copy.
+    def prepare(
+        self, forms: Iterable[AttentionForm], copy: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Plan for the layers of these forms and bring the plans to the device, by one copy.
 
-        A layer whose form is not prepared does so itself. Ahead of time, in any thread, it spares
-        the layers that work; the caller then sees to it that the copy precedes them.
+        A layer whose form is not prepared does so itself; ahead of time, in any thread, it spares
+        the layers that work. copy: brings a host tensor to the device, so that it is there before
+        the layers run; None for a copy on the current stream.
         """
         missing = [form for form in dict.fromkeys(forms) if form not in self.plans]
         if not missing:
             return
         assert self.cu_seqlens_q is not None, "made by from_lengths"
+        copy = copy or partial(copy_ahead, device=self.cu_seqlens_q.device)
         found = tuple(form.plan(self.lengths, self.items) for form in missing)
-        self.plans.update(zip(missing, on_device(found, self.cu_seqlens_q.device), strict=True))
+        self.plans.update(zip(missing, brought(found, copy), strict=True))
 
     def plan(self, form: AttentionForm) -> Any:
         """What layers of this form work by, with tensors on the device."""
@@ -108,13 +116,13 @@ def bounds_of(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def on_device(plan: Any, device: torch.device) -> Any:
-    """The same frozen dataclasses and tuples with their tensors sent to ``device`` together.
+def brought(plan: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """The same frozen dataclasses and tuples with all their tensors brought by one ``copy``.
 
     A tensor that stands in several places stays one tensor.
     """
     tensors = {id(tensor): tensor for tensor in _tensors(plan)}
-    sent = dict(zip(tensors, send_together(list(tensors.values()), device), strict=True))
+    sent = dict(zip(tensors, send_together(list(tensors.values()), copy), strict=True))
     return _replaced(plan, sent)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.device import send_together
+from mimo.device import copy_ahead
 from mimo.engines.megatron.segments import LaneOrder, zigzag_indices
 
 
@@ -61,5 +61,4 @@ def zigzag_share(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def _rows_of_share(length: int, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
     """Kept on the device: batches have one length in most steps."""
-    (index,) = send_together([zigzag_indices((length,), cp_size, cp_rank)], device)
-    return index
+    return copy_ahead(zigzag_indices((length,), cp_size, cp_rank), device)

@@ -289,6 +289,37 @@ def test_a_tensor_of_a_plan_stays_one_tensor_on_the_device() -> None:
     assert call.blocks.query_bounds is call.blocks.key_bounds
 
 
+def test_another_copy_may_bring_plans_and_their_values_arrive() -> None:
+    from dataclasses import replace
+
+    from mimo.engines.megatron.layers.attention_plan import LayerForm
+    from mimo.engines.megatron.segments import PackedSegments
+
+    brought = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        brought.append(tensor.clone())
+        return brought[-1]
+
+    form = LayerForm("torch_varlen", True, 6, 2, 1)
+    segments = PackedSegments.from_lengths(LENGTHS, torch.device("cpu"), items=ITEMS)
+    segments.prepare([form], copy)
+    assert len(brought) == 1
+    plan, expected = segments.plan(form), form.plan(LENGTHS, ITEMS)
+    assert expected.back is not None
+    assert expected.lane is not None
+    assert torch.equal(plan.back, expected.back)
+    assert torch.equal(plan.lane.to_shares, expected.lane.to_shares)
+    for call, own in zip(plan.calls, expected.calls, strict=True):
+        for name in ("query_bounds", "key_bounds", "rows"):
+            there = getattr(call.blocks, name)
+            assert torch.equal(there, getattr(own.blocks, name))
+            assert there.untyped_storage().data_ptr() == brought[0].untyped_storage().data_ptr()
+            assert there.data_ptr() % 16 == 0
+    # What is made of them for another device plans anew.
+    assert not replace(segments, max_seqlen_q=1).plans
+
+
 def test_windowed_segments_prepare_both() -> None:
     from mimo.engines.megatron.layers.attention_plan import LayerForm
     from mimo.engines.megatron.layers.windows import WindowedSegments
