@@ -8,9 +8,10 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,11 @@ _CGROUP_LIMITS = (
 def has_gpu() -> bool:
     """Whether this process trains on a GPU."""
     return torch.cuda.is_available()
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of this rank's GPU, such as (9, 0); None without. Initialises the GPU."""
+    return torch.cuda.get_device_capability(local_device()) if has_gpu() else None
 
 
 def choose_before_fork(num_ranks: int) -> str | None:
@@ -121,6 +127,31 @@ def gpu_memory() -> Memory | None:
         return None
     properties = torch.cuda.get_device_properties(local_device())
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
+
+
+def copy_ahead(tensor: Tensor, device: torch.device) -> Tensor:
+    """The host tensor on ``device``, by a copy that the host does not wait for."""
+    # Only from pinned memory: else the driver makes the host wait.
+    pinned = tensor.pin_memory() if has_gpu() else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def send_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Small host tensors where ``copy`` brings a host tensor, which it does once for all of them.
+
+    They share one storage there.
+    """
+    parts = [t.reshape(-1).view(torch.uint8) for t in tensors]
+    # Kernels read in steps of up to 16 bytes.
+    starts = [0, *accumulate(-(-len(part) // 16) * 16 for part in parts)]
+    host = torch.zeros(starts[-1], dtype=torch.uint8)
+    for start, part in zip(starts, parts, strict=False):
+        host[start : start + len(part)] = part
+    sent = copy(host)
+    return [
+        sent[start : start + len(part)].view(t.dtype).view(t.shape)
+        for start, part, t in zip(starts, parts, tensors, strict=False)
+    ]
 
 
 def release_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from bridge import (
     TransferWatch,
 )
 from mimo.device import has_gpu, local_device
+from mimo.engines.megatron.attention import kernels_in
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.module import Module
@@ -41,6 +43,8 @@ from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
 from mimo.recipe.schema import Encoder, Language, Recipe
+
+logger = logging.getLogger(__name__)
 
 
 def build_model(
@@ -118,6 +122,7 @@ def build_model(
                 weights = initial.weights[name]
                 load_weights(chunk, ctx.chunk, groups, initial.checkpoint, weights)
             chunks.append(chunk)
+        logger.info("%s: core attention of its layers here: %s", name, kernels_in(chunks))
         model.modules[name] = _module(recipe, name, part, groups, chunks, dtype)
         if name != LANGUAGE and name not in topology.layout.colocated:
             model.modules[name].run_ahead = run_ahead(recipe, topology.layout, name)

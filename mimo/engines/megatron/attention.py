@@ -11,69 +11,67 @@ other.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mimo.device import has_gpu
-from mimo.engines.megatron.layers.attention_kernels import KERNELS, repeat_heads
+from mimo.device import copy_ahead
+from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm
 from mimo.engines.megatron.layers.context_parallel import gather_lane
-from mimo.engines.megatron.layers.item_attention import attend_with_items, item_blocks
-from mimo.engines.megatron.segments import PackedSegments, attention_blocks, check_divisible
+from mimo.engines.megatron.layers.kernel_choice import (
+    TRANSFORMER_ENGINE,
+    AttentionCase,
+    KernelChoice,
+    choose_kernel,
+    this_machine,
+)
+from mimo.engines.megatron.layers.windows import WindowAttention
+from mimo.engines.megatron.segments import PackedSegments, brought
 
 logger = logging.getLogger(__name__)
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:
+    """Transformer Engine's attention if it is the best for all layers of ``config``, else ours."""
+    window = None if config.window_size is None else config.window_size[0] + 1
+    case = _case(config, causal, window, whole_items=False)
+    if choose_kernel(case, config.params_dtype, this_machine()).kernel != TRANSFORMER_ENGINE:
+        return CoreAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return TEDotProductAttention
+
+
+def _case(
+    config: TransformerConfig, causal: bool, window: int | None, whole_items: bool
+) -> AttentionCase:
+    assert config.kv_channels is not None, "Megatron's config fills in the head size"
+    return AttentionCase(
+        config.kv_channels, causal, config.context_parallel_size, window, whole_items
+    )
 
 
 @functools.cache
-def choose_kernel(dtype: torch.dtype) -> str:
-    """Name of the best core attention for this machine and dtype; the choice is logged once."""
-    if not has_gpu():
-        name, reason = "sdpa", "no GPU"
-    elif dtype not in (torch.bfloat16, torch.float16):
-        name, reason = "sdpa", f"variable-length kernels take 16-bit inputs, not {dtype}"
-    elif _installed("transformer_engine"):
-        name, reason = "transformer_engine", "Transformer Engine is installed"
-    else:
-        name, reason = _own_kernel(), "Transformer Engine is not installed"
-    logger.info("core attention: %s (%s)", name, reason)
-    return name
-
-
-def _own_kernel() -> str:
-    """The best kernel of `CoreAttention` for 16-bit tensors on a GPU."""
-    for name, package in (
-        ("flash_attn", "flash_attn"),
-        ("torch_varlen", "torch.nn.attention.varlen"),
-    ):
-        if _installed(package):
-            return name
-    return "sdpa"
-
-
-def core_attention(config: TransformerConfig) -> type[nn.Module]:
-    """Transformer Engine's attention if it is installed and supports ``config``, else ours.
-
-    Its ring exchange of keys refuses sliding windows, and its other forms of context parallelism
-    refuse packed sequences or few heads.
-    """
-    windows_over_ranks = config.window_size is not None and config.context_parallel_size > 1
-    if choose_kernel(config.params_dtype) == "transformer_engine" and not windows_over_ranks:
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        return TEDotProductAttention
-    return CoreAttention
+def _say_once(case: AttentionCase, choice: KernelChoice, on_gpu: bool) -> None:
+    logger.info("core attention, %s: %s", case, choice)
+    if on_gpu and choice.dense_mask:
+        logger.warning(
+            "core attention, %s: no kernel here takes it without dense masks, which is slow (%s); "
+            "train in bf16 and install flash-attn",
+            case,
+            choice.reason,
+        )
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
@@ -91,6 +89,8 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
 class CoreAttention(nn.Module):
     """Core attention for layer specs; has no parameters.
 
+    whole_items: whether segments may have items whose tokens see each other.
+
     Packed (`PackedSegments`): q (T/C, N, D), k, v (T/C, G, D) -> (T/C, N, D), where the rank
     holds two chunks of every segment (see `segments`).
     Dense: q (S/C, B, N, D), k, v (S/C, B, G, D) -> (S/C, B, N·D), two chunks of S.
@@ -106,6 +106,7 @@ class CoreAttention(nn.Module):
         attention_type: str,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        whole_items: bool = False,
         **unused: object,
     ) -> None:
         super().__init__()
@@ -115,13 +116,21 @@ class CoreAttention(nn.Module):
             self.scale = float(config.kv_channels**-0.5)
         else:
             self.scale = softmax_scale
-        kernel = choose_kernel(config.params_dtype)
-        self.kernel = KERNELS[_own_kernel() if kernel == "transformer_engine" else kernel]
         self.cp = None
+        cp_rank = 0
         if config.context_parallel_size > 1:
             assert pg_collection is not None, "context parallelism needs its group"
             self.cp = pg_collection.cp
-        self.window = _window(config, layer_number)
+            cp_rank = self.cp.rank()
+        window = _window(config, layer_number)
+        causal = attn_mask_type == AttnMaskType.causal
+        machine = this_machine()
+        # Where it is installed, but not the best for all layers, ours take the next best.
+        own = replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
+        case = _case(config, causal, window, whole_items)
+        choice = choose_kernel(case, config.params_dtype, own)
+        _say_once(case, choice, machine.capability is not None)
+        self.form = LayerForm(choice.kernel, causal, window, config.context_parallel_size, cp_rank)
 
     def forward(
         self,
@@ -136,47 +145,51 @@ class CoreAttention(nn.Module):
         """Raises ValueError for a dense mask or bias, which no caller of ours needs."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("dense attention masks and biases are not supported; pack segments")
-        causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
+        form = self.form
+        if attn_mask_type is not None:
+            form = replace(form, causal=attn_mask_type == AttnMaskType.causal)
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, PackedSegments), "packed metadata without lengths"
-            lengths, items = packed_seq_params.lengths, packed_seq_params.items
-            return self._packed(query, key, value, lengths, causal, items)
-        if self.cp is None and self.window is None:
-            return self._dense(query, key, value, causal)
+            plan = packed_seq_params.plan(form)
+            return self._attend(form, query, key, value, plan)
         # A batch is ``batch`` segments of one length.
         length, batch = query.shape[:2]
-        whole = length * (self.cp.size() if self.cp is not None else 1)
+        plan = _batch_plan(form, length * form.cp_size, batch, query.device)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = self._packed(q, k, v, (whole,) * batch, causal)
+        out = self._attend(form, q, k, v, plan)
         return out.flatten(1).unflatten(0, (batch, length)).transpose(0, 1).contiguous()
 
-    def _packed(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lengths: tuple[int, ...],
-        causal: bool,
-        items: tuple[tuple[int, int], ...] = (),
+    def _attend(
+        self, form: LayerForm, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        size, rank = 1, 0
-        if self.cp is not None:
-            size, rank = self.cp.size(), self.cp.rank()
-        check_divisible(lengths, size)  # before any communication
-        if self.cp is not None:
-            both = gather_lane(torch.cat((key, value), dim=1), lengths, self.cp)
+        if plan.lane is not None:
+            assert self.cp is not None, "plans of a lone rank have no lane"
+            both = gather_lane(torch.cat((key, value), dim=1), plan.lane, self.cp)
             key, value = both.chunk(2, dim=1)
-        if items:
-            assert causal, "without causal attention all tokens of a segment see each other"
-            parts = item_blocks(lengths, items, self.window, size, rank, query.device)
-            return attend_with_items(self.kernel, query, key, value, parts, self.scale)
-        blocks = attention_blocks(lengths, causal, self.window, size, rank)
-        return self.kernel(query, key, value, blocks, self.scale)
+        return form.attend(query, key, value, plan, self.scale)
 
-    def _dense(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=self.scale
-        )
-        return out.permute(2, 0, 1, 3).flatten(2)
+
+@functools.lru_cache(maxsize=8)
+def _batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
+    """Of ``batch`` segments of one ``length``; the same in all layers and mostly in all steps."""
+    plan: AttentionPlan = brought(
+        form.plan((length,) * batch, ()), functools.partial(copy_ahead, device=device)
+    )
+    return plan
+
+
+def forms_in(modules: Iterable[nn.Module]) -> frozenset[LayerForm]:
+    """Of all layers inside, for `PackedSegments.prepare`; Transformer Engine's need no plan."""
+    inside = (part for module in modules for part in module.modules())
+    return frozenset(part.form for part in inside if isinstance(part, CoreAttention))
+
+
+def kernels_in(modules: Iterable[nn.Module]) -> str:
+    """Which kernels compute the core attention of the layers inside: "24 x flash_attn_3"."""
+    found: Counter[str] = Counter()
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, Attention):
+            core: Any = part.core_attention
+            core = core.core if isinstance(core, WindowAttention) else core
+            found[core.form.kernel if isinstance(core, CoreAttention) else TRANSFORMER_ENGINE] += 1
+    return ", ".join(f"{count} x {kernel}" for kernel, count in sorted(found.items())) or "none"

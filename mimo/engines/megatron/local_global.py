@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,9 @@ def local_global_layer_spec(config: TransformerConfig, lora: LoRA | None) -> Mod
     attention = plain.submodules.self_attention  # type: ignore[union-attr]
     attention = replace(
         attention,
-        submodules=replace(attention.submodules, core_attention=CoreAttention),
+        submodules=replace(
+            attention.submodules, core_attention=partial(CoreAttention, whole_items=True)
+        ),
     )
     submodules: Any = replace(
         plain.submodules,  # type: ignore[type-var]

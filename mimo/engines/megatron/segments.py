@@ -9,13 +9,25 @@ followed by chunk 2·C-1-r of each segment in order (zigzag: causal work is even
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from mimo.device import copy_ahead, send_together
+
+
+class AttentionForm(Hashable, Protocol):
+    """How layers attend: what their plan depends on besides the segments."""
+
+    def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> Any:
+        """A plan of host tensors, in frozen dataclasses and tuples, for such segments."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -26,10 +38,15 @@ class PackedSegments(PackedSeqParams):
     that of the whole lane even under context parallelism; padding at the end is a separate segment.
     items: (start, length) in the lane, ascending, of the items whose tokens see each other in both
     directions; empty where attention is merely causal.
+    plans: by form, what core attention works by; made once for all layers, see `prepare`.
     """
 
     lengths: tuple[int, ...]
     items: tuple[tuple[int, int], ...] = ()
+    # Not handed on by `dataclasses.replace`: its tensors may be on another device.
+    plans: dict[AttentionForm, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def from_lengths(
@@ -49,10 +66,12 @@ class PackedSegments(PackedSeqParams):
         kept = [(int(n), int(m)) for n, m in zip(lengths, real, strict=True) if n > 0]
         assert all(0 <= m <= n for n, m in kept), f"real lengths {real} exceed padded {lengths}"
         padded = tuple(n for n, _ in kept)
-        padded_bounds = bounds = _bounds(padded, device)
         pads = any(m < n for n, m in kept)
+        ends = [bounds_of(padded)]
         if pads:
-            bounds = _bounds(tuple(m for _, m in kept), device)
+            ends.append(bounds_of([m for _, m in kept]))
+        padded_bounds, *rest = send_together(ends, partial(copy_ahead, device=device))
+        bounds = rest[0] if pads else padded_bounds
         longest = max(padded, default=0)
         return cls(
             qkv_format="thd",
@@ -68,9 +87,64 @@ class PackedSegments(PackedSeqParams):
             items=items,
         )
 
+    def prepare(
+        self, forms: Iterable[AttentionForm], copy: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Plan for the layers of these forms and bring the plans to the device, by one copy.
 
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        A layer whose form is not prepared does so itself; ahead of time, in any thread, it spares
+        the layers that work. copy: brings a host tensor to the device, so that it is there before
+        the layers run; None for a copy on the current stream.
+        """
+        missing = [form for form in dict.fromkeys(forms) if form not in self.plans]
+        if not missing:
+            return
+        assert self.cu_seqlens_q is not None, "made by from_lengths"
+        copy = copy or partial(copy_ahead, device=self.cu_seqlens_q.device)
+        found = tuple(form.plan(self.lengths, self.items) for form in missing)
+        self.plans.update(zip(missing, brought(found, copy), strict=True))
+
+    def plan(self, form: AttentionForm) -> Any:
+        """What layers of this form work by, with tensors on the device."""
+        if form not in self.plans:
+            self.prepare((form,))
+        return self.plans[form]
+
+
+def bounds_of(lengths: Sequence[int]) -> Tensor:
+    """(len(lengths) + 1,) int32: where each stretch of these lengths begins, and the end."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def brought(plan: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """The same frozen dataclasses and tuples with all their tensors brought by one ``copy``.
+
+    A tensor that stands in several places stays one tensor.
+    """
+    tensors = {id(tensor): tensor for tensor in _tensors(plan)}
+    sent = dict(zip(tensors, send_together(list(tensors.values()), copy), strict=True))
+    return _replaced(plan, sent)
+
+
+def _tensors(plan: Any) -> Iterator[Tensor]:
+    if isinstance(plan, Tensor):
+        yield plan
+    elif isinstance(plan, tuple):
+        for part in plan:
+            yield from _tensors(part)
+    elif is_dataclass(plan):
+        for one in fields(plan):
+            yield from _tensors(getattr(plan, one.name))
+
+
+def _replaced(plan: Any, sent: dict[int, Tensor]) -> Any:
+    if isinstance(plan, Tensor):
+        return sent[id(plan)]
+    if isinstance(plan, tuple):
+        return tuple(_replaced(part, sent) for part in plan)
+    if is_dataclass(plan) and not isinstance(plan, type):
+        return type(plan)(**{f.name: _replaced(getattr(plan, f.name), sent) for f in fields(plan)})
+    return plan
 
 
 @dataclass(frozen=True)
@@ -79,10 +153,10 @@ class AttentionBlocks:
 
     queries: rows of each block; the blocks follow each other in this rank's packed order.
     keys: (first, end) of each block's keys in the whole lane's packed order.
-    With `causal` the last query of a block stands on its last key, the query before on the key
-    before, and so on; no query sees a later key.
-    window: keys that a query sees, its own included, when fewer than all before it; only with
-    `causal`.
+    The last query of a block stands on its last key, the query before on the key before, and so
+    on. With `causal` no query sees a later key.
+    window: how many keys a query sees of those up to its own, its own included; None for all.
+    Where neither is set, every query sees every key, wherever they stand.
     """
 
     queries: tuple[int, ...]
@@ -102,7 +176,6 @@ class AttentionBlocks:
         return all(first == end for (first, _), end in zip(self.keys, ends, strict=False))
 
 
-@functools.lru_cache(maxsize=256)
 def attention_blocks(
     lengths: tuple[int, ...], causal: bool, window: int | None, cp_size: int, cp_rank: int
 ) -> AttentionBlocks:
@@ -148,15 +221,21 @@ def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tens
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
-@functools.lru_cache(maxsize=64)
-def zigzag_order(lengths: tuple[int, ...], cp_size: int, device: torch.device) -> Tensor:
-    """(T,) int64: where each token of the lane stands when all ranks' shares are laid end to end.
+@dataclass(frozen=True)
+class LaneOrder:
+    """Both ways between the lane and the shares of all context-parallel ranks laid end to end.
 
-    Kept on the device, because all layers ask for the same.
-    Raises ValueError for a segment that 2·cp does not divide.
+    to_lane: (T,) int64, where each token of the lane stands in the shares. to_shares: the inverse.
     """
-    shares = [zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)]
-    return torch.argsort(torch.cat(shares)).to(device)
+
+    to_lane: Tensor
+    to_shares: Tensor
+
+
+def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> LaneOrder:
+    """Host tensors. Raises ValueError for a segment that 2·cp does not divide."""
+    shares = torch.cat([zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)])
+    return LaneOrder(to_lane=torch.argsort(shares), to_shares=shares)
 
 
 def check_divisible(lengths: tuple[int, ...], cp_size: int) -> None:

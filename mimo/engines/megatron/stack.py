@@ -60,7 +60,7 @@ def layer_spec(
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     norm = norm_class(config)
     qk_norm = norm if config.qk_layernorm else None
-    core = core_attention(config)
+    core = core_attention(config, causal)
     attention = SelfAttentionSubmodules(
         linear_qkv=linears["qkv"],
         core_attention=partial(WindowAttention, core) if windowed else core,  # type: ignore[arg-type]

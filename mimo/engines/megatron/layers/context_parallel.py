@@ -5,45 +5,45 @@ Letters: T packed tokens of a lane, C context-parallel ranks, S sequence.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.engines.megatron.segments import zigzag_indices, zigzag_order
+from mimo.device import copy_ahead
+from mimo.engines.megatron.segments import LaneOrder, zigzag_indices
 
 
 class _GatherLane(torch.autograd.Function):
     """All-gather of dim 0 and a permutation; the backward sums over ranks and scatters."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.order = group, order
         gathered = share.new_empty(share.shape[0] * group.size(), *share.shape[1:])
         dist.all_gather_into_tensor(gathered, share.contiguous(), group=group)
-        return gathered[order]
+        return gathered.index_select(0, order.to_lane)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (whole,) = gradients
-        by_rank = torch.empty_like(whole, memory_format=torch.contiguous_format)
-        by_rank[ctx.order] = whole
+        by_rank = whole.index_select(0, ctx.order.to_shares)
         share = whole.new_empty(whole.shape[0] // ctx.group.size(), *whole.shape[1:])
         dist.reduce_scatter_tensor(share, by_rank, group=ctx.group)
         return share, None, None
 
 
-def gather_lane(share: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:
     """This rank's zigzag share (T/C, ...) -> the whole lane's tokens (T, ...) in packed order.
 
     Every rank of the group calls it, in the forward and again in the backward, which returns the
     sum of all ranks' gradients of this rank's share. Nothing is replicated beforehand.
-    lengths: of the lane's segments, padded; they sum to T.
+    order: of the lane's segments, on the device of ``share``.
     """
-    whole = share.shape[0] * group.size()
-    assert sum(lengths) == whole, f"{sum(lengths)} tokens in segments, {whole} on the ranks"
-    order = zigzag_order(lengths, group.size(), share.device)
+    whole, expected = share.shape[0] * group.size(), len(order.to_lane)
+    assert expected == whole, f"{expected} tokens in segments, {whole} on the ranks"
     gathered = _GatherLane.apply(share, order, group)
     assert isinstance(gathered, Tensor)
     return gathered
@@ -54,5 +54,11 @@ def zigzag_share(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     No collective. Raises ValueError when 2·C does not divide S.
     """
-    index = zigzag_indices((whole.shape[0],), group.size(), group.rank())
-    return whole.index_select(0, index.to(whole.device))
+    index = _rows_of_share(whole.shape[0], group.size(), group.rank(), whole.device)
+    return whole.index_select(0, index)
+
+
+@functools.lru_cache(maxsize=8)
+def _rows_of_share(length: int, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
+    """Kept on the device: batches have one length in most steps."""
+    return copy_ahead(zigzag_indices((length,), cp_size, cp_rank), device)

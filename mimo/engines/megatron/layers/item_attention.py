@@ -4,75 +4,58 @@ A query outside items sees what is before it; one inside an item also sees the r
 sliding window bounds how far back a query sees, even inside its item, but never how far ahead.
 Source: transformers `create_masks_for_vision_model`: sliding AND (causal OR same item).
 
-Items are cut out of a rank's queries. What is left are causal blocks, which every kernel takes;
-the parts of items run through SDPA, with a mask only where the window cuts. So a key is read only
-by queries that see it, and a batch without items costs nothing extra.
-
-Letters: Q query rows of this rank, T key rows of the lane, N heads, G key/value heads,
-D head size, n queries and K keys of one part.
+Items are cut out of a rank's queries. What is left are causal blocks; the parts of items are blocks
+without causality. Every kernel takes each of the two in one call, whatever the number of items. So
+a key is read only by queries that see it, and a batch without items costs nothing extra.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mimo.engines.megatron.layers.attention_kernels import Kernel, repeat_heads
 from mimo.engines.megatron.segments import AttentionBlocks, check_divisible
 
 
 @dataclass(frozen=True)
-class ItemPart:
-    """The queries of one item that lie in one chunk of this rank.
-
-    row: the first query's number among this rank's rows. place: its position in the lane.
-    keys: (first, end) in the lane; ``end`` is the item's end.
-    """
-
-    row: int
-    num_queries: int
-    place: int
-    keys: tuple[int, int]
-
-
-@dataclass(frozen=True)
 class ItemBlocks:
-    """What one rank computes.
+    """What one rank computes, in two calls; Q are its query rows. Host tensors.
 
     text: causal blocks of the queries outside items. text_rows: (n,) int64, which of this rank's
-    rows they are. back: (Q,) int64, brings text rows followed by the parts' rows into order.
+    rows they are.
+    parts: for each item and chunk of this rank that meet, a block of the queries there against all
+    keys that they see, up to the item's end. Not causal. part_rows: (m,) int64, as text_rows. With
+    a window a block's queries reach the item's end too, because windows are counted from there;
+    where another rank has those, the last of this rank's own is repeated.
+    back: (Q,) int64, brings the text rows followed by the parts' rows into order.
     """
 
     text: AttentionBlocks
     text_rows: Tensor
-    parts: tuple[ItemPart, ...]
+    parts: AttentionBlocks
+    part_rows: Tensor
     back: Tensor
 
 
-@functools.lru_cache(maxsize=64)
 def item_blocks(
     lengths: tuple[int, ...],
     items: tuple[tuple[int, int], ...],
     window: int | None,
     cp_size: int,
     cp_rank: int,
-    device: torch.device,
 ) -> ItemBlocks:
     """What rank ``cp_rank`` of ``cp_size`` computes for segments of these padded ``lengths``.
 
     items: (start, length) in the lane, ascending, each inside one segment. window: keys that a
-    query sees, up to its own; None for all. device: of the rows; all layers ask for the same.
+    query sees, up to its own; None for all.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     check_divisible(lengths, cp_size)
-    queries: list[int] = []
-    keys: list[tuple[int, int]] = []
-    text_rows: list[Tensor] = []
-    parts: list[ItemPart] = []
+    text, parts = _Call(), _Call()
     start = row = 0
     for length in lengths:
         own = [(a, n) for a, n in items if start <= a < start + length]
@@ -82,22 +65,59 @@ def item_blocks(
             chunk_start = start + which * chunk
             for first, end, item_end in _stretches(chunk_start, chunk_start + chunk, own):
                 oldest = start if window is None else max(start, first - window + 1)
+                count = end - first
                 if item_end is None:
-                    queries.append(end - first)
-                    keys.append((oldest, end))
-                    text_rows.append(torch.arange(row, row + end - first))
+                    text.add(row, count, count, (oldest, end))
                 else:
-                    parts.append(ItemPart(row, end - first, first, (oldest, item_end)))
-                row += end - first
+                    reaching = count if window is None else item_end - first
+                    parts.add(row, count, reaching, (oldest, item_end))
+                row += count
         start += length
-    text = torch.cat([torch.zeros(0, dtype=torch.int64), *text_rows])
-    inside = [torch.arange(part.row, part.row + part.num_queries) for part in parts]
+    back = torch.empty(row, dtype=torch.int64)
+    back[text.real()] = text.places()
+    back[parts.real()] = parts.places() + text.num_rows
     return ItemBlocks(
-        text=AttentionBlocks(tuple(queries), tuple(keys), causal=True, window=window),
-        text_rows=text.to(device),
-        parts=tuple(parts),
-        back=torch.argsort(torch.cat([text, *inside])).to(device),
+        text=AttentionBlocks(tuple(text.queries), tuple(text.keys), True, window),
+        text_rows=_joined(text.rows),
+        parts=AttentionBlocks(tuple(parts.queries), tuple(parts.keys), False, window),
+        part_rows=_joined(parts.rows),
+        back=back,
     )
+
+
+class _Call:
+    """The blocks of one call as they are found. rows: of this rank, one for each query."""
+
+    def __init__(self) -> None:
+        self.queries: list[int] = []
+        self.keys: list[tuple[int, int]] = []
+        self.rows: list[Tensor] = []
+        self.counts: list[int] = []
+
+    def add(self, row: int, count: int, padded: int, keys: tuple[int, int]) -> None:
+        """``count`` rows from ``row`` on, the last of them repeated up to ``padded``."""
+        self.rows.append(torch.arange(row, row + padded).clamp_(max=row + count - 1))
+        self.counts.append(count)
+        self.queries.append(padded)
+        self.keys.append(keys)
+
+    @property
+    def num_rows(self) -> int:
+        """Queries of the call, repeated ones included."""
+        return sum(self.queries)
+
+    def real(self) -> Tensor:
+        """The rows without repetitions."""
+        return _joined([rows[:n] for rows, n in zip(self.rows, self.counts, strict=True)])
+
+    def places(self) -> Tensor:
+        """Where these stand among the queries of the call."""
+        starts = accumulate(self.queries, initial=0)
+        return _joined([torch.arange(a, a + n) for a, n in zip(starts, self.counts, strict=False)])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
 
 def _stretches(
@@ -116,31 +136,3 @@ def _stretches(
         at = inside[1]
     if at < end:
         yield at, end, None
-
-
-def attend_with_items(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: ItemBlocks, scale: float
-) -> Tensor:
-    """q (Q, N, D), k and v (T, G, D) -> (Q, N, D). kernel: for the queries outside items."""
-    found = []
-    if blocks.text.queries:
-        found.append(kernel(q[blocks.text_rows], k, v, blocks.text, scale))
-    found += [_attend(q, k, v, part, blocks.text.window, scale) for part in blocks.parts]
-    return torch.cat(found)[blocks.back]
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, part: ItemPart, window: int | None, scale: float
-) -> Tensor:
-    first, end = part.keys
-    queries = q[part.row : part.row + part.num_queries]
-    keys, values = (repeat_heads(x[first:end], q.shape[1]) for x in (k, v))
-    mask = None
-    last = part.place + part.num_queries - 1
-    if window is not None and last - window >= first:
-        place = torch.arange(part.place, last + 1, device=q.device)[:, None]
-        mask = torch.arange(first, end, device=q.device) > place - window  # (n, K)
-    out = nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (queries, keys, values)), attn_mask=mask, scale=scale
-    )
-    return out[0].transpose(0, 1)

@@ -10,14 +10,14 @@ and there are many windows, so it keeps to whole segments, which give the same f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mimo.engines.megatron.segments import PackedSegments
+from mimo.engines.megatron.segments import AttentionForm, PackedSegments
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,16 @@ class WindowedSegments(PackedSegments):
         segments = PackedSegments.from_lengths(lengths, device)
         inner = PackedSegments.from_lengths(windows, device)
         assert sum(inner.lengths) == sum(segments.lengths), "windows must fill the segments"
-        return cls(**vars(segments), windows=inner)
+        given = {own.name: getattr(segments, own.name) for own in fields(segments) if own.init}
+        return cls(**given, windows=inner)
+
+    def prepare(
+        self, forms: Iterable[AttentionForm], copy: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """For the layers that see whole segments and for those that see windows."""
+        forms = tuple(forms)
+        super().prepare(forms, copy)
+        self.windows.prepare(forms, copy)
 
 
 class WindowAttention(nn.Module):

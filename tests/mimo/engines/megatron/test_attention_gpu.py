@@ -5,6 +5,8 @@ They need a GPU and the packages of the kernels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,18 +18,37 @@ GPU_LENGTHS = (300, 4, 76, 300, 128, 8)
 GPU_HEADS, GPU_KV_HEADS, GPU_HEAD_SIZE = 8, 2, 64
 
 
-def check_on_gpu(attend, blocks) -> None:
-    """``attend(q, k, v)`` of these blocks in bf16 against SDPA in bf16: values and gradients."""
+KERNELS = [
+    ("flash_attn_2", "flash_attn", "flash_attn_varlen_func"),
+    ("flash_attn_3", "flash_attn_interface", "flash_attn_varlen_func"),
+    ("torch_varlen", "torch.nn.attention.varlen", "varlen_attn"),
+]
+GPU_ITEMS = ((10, 64), (90, 100), (304, 40), (400, 256))  # inside of segments
+
+
+def gpu_inputs(num_queries: int) -> list[Tensor]:
+    """Queries, keys, values and the output's gradient in bf16."""
     from mimo.device import local_device
-    from mimo.engines.megatron.layers.attention_kernels import sdpa
 
     drawn = draw(sum(GPU_LENGTHS), GPU_HEADS, GPU_KV_HEADS, GPU_HEAD_SIZE)
     tensors = [t.to(local_device(), torch.bfloat16) for t in drawn]
     for which in (0, 3):  # the queries of this rank, and their gradient
-        tensors[which] = tensors[which][: sum(blocks.queries)]
-    scale = GPU_HEAD_SIZE**-0.5
-    expected = value_and_gradients(lambda q, k, v: sdpa(q, k, v, blocks, scale), tensors)
-    got = value_and_gradients(attend, tensors)
+        tensors[which] = tensors[which][:num_queries]
+    return tensors
+
+
+def by_kernel(kernel: str, cp: tuple[int, int], causal: bool, window: int | None, items: Any):
+    """A function of q, k and v: the attention of one rank by this kernel."""
+    from mimo.device import copy_ahead, local_device
+    from mimo.engines.megatron.layers.attention_plan import LayerForm
+    from mimo.engines.megatron.segments import brought
+
+    form = LayerForm(kernel, causal, window, *cp)
+    plan = brought(form.plan(GPU_LENGTHS, items), lambda tensor: copy_ahead(tensor, local_device()))
+    return lambda q, k, v: form.attend(q, k, v, plan, GPU_HEAD_SIZE**-0.5)
+
+
+def check_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, tensor in expected.items():
         difference = (got[name].reshape(tensor.shape) - tensor).float().abs().max()
         error = float(difference / tensor.float().abs().max())
@@ -35,56 +56,50 @@ def check_on_gpu(attend, blocks) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 50)])
+@pytest.mark.parametrize("cp", [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize(
-    ("kernel", "package"),
-    [("flash_attn", "flash_attn"), ("torch_varlen", "torch.nn.attention.varlen")],
+    ("causal", "window", "items"),
+    [
+        (True, None, ()),
+        (False, None, ()),
+        (True, 50, ()),
+        (True, None, GPU_ITEMS),
+        (True, 50, GPU_ITEMS),
+    ],
+    ids=["causal", "full", "window", "items", "items and window"],
 )
+@pytest.mark.parametrize(("kernel", "package", "function"), KERNELS)
 def test_gpu_kernel_equals_sdpa_in_bf16(
-    kernel: str, package: str, causal: bool, window: int | None, cp_size: int, cp_rank: int
+    kernel: str,
+    package: str,
+    function: str,
+    causal: bool,
+    window: int | None,
+    items: Any,
+    cp: tuple[int, int],
 ) -> None:
-    pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
-    from mimo.engines.megatron.layers.attention_kernels import KERNELS
-    from mimo.engines.megatron.segments import attention_blocks
+    """Forward and backward."""
+    from mimo.engines.megatron.layers.kernel_choice import (
+        AttentionCase,
+        Machine,
+        choose_kernel,
+        has_function,
+        this_machine,
+    )
 
-    blocks = attention_blocks(GPU_LENGTHS, causal, window, cp_size, cp_rank)
-    scale = GPU_HEAD_SIZE**-0.5
-    check_on_gpu(lambda q, k, v: KERNELS[kernel](q, k, v, blocks, scale), blocks)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize(
-    ("kernel", "package"),
-    [("flash_attn", "flash_attn"), ("torch_varlen", "torch.nn.attention.varlen")],
-)
-def test_gpu_kernel_beside_bidirectional_items_equals_sdpa_in_bf16(
-    kernel: str, package: str, window: int | None, cp_size: int, cp_rank: int
-) -> None:
-    pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
-    from mimo.device import local_device
-    from mimo.engines.megatron.layers.attention_kernels import KERNELS
-    from mimo.engines.megatron.layers.item_attention import attend_with_items, item_blocks
-
-    items = ((10, 64), (90, 100), (304, 40), (400, 256))  # inside of segments
-    parts = item_blocks(GPU_LENGTHS, items, window, cp_size, cp_rank, local_device())
-    drawn = draw(sum(GPU_LENGTHS), GPU_HEADS, GPU_KV_HEADS, GPU_HEAD_SIZE)
-    tensors = [t.to(local_device(), torch.bfloat16) for t in drawn]
-    for which in (0, 3):
-        tensors[which] = tensors[which][: sum(GPU_LENGTHS) // cp_size]
-
-    def found(name: str) -> dict[str, Tensor]:
-        return value_and_gradients(
-            lambda q, k, v: attend_with_items(KERNELS[name], q, k, v, parts, GPU_HEAD_SIZE**-0.5),
-            tensors,
-        )
-
-    got, expected = found(kernel), found("sdpa")
-    for name, tensor in expected.items():
-        error = float((got[name] - tensor).float().abs().max() / tensor.float().abs().max())
-        assert error <= BF16_TOLERANCE, f"{name}: error {error:.2e}"
+    if not has_function(package, function):
+        pytest.skip(f"{package} has no {function} or is not installed")
+    machine = Machine(this_machine().capability, frozenset({kernel}))
+    case = AttentionCase(GPU_HEAD_SIZE, causal, cp[0], window, bool(items))
+    choice = choose_kernel(case, torch.bfloat16, machine)
+    if choice.kernel != kernel:
+        pytest.skip(choice.reason)
+    tensors = gpu_inputs(sum(GPU_LENGTHS) // cp[0])
+    found = [
+        value_and_gradients(by_kernel(name, cp, causal, window, items), tensors)
+        for name in (kernel, "sdpa")
+    ]
+    check_equal(*found)
 
 
 @pytest.mark.gpu
@@ -100,7 +115,7 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from mimo.device import local_device
-    from mimo.engines.megatron.segments import PackedSegments, attention_blocks
+    from mimo.engines.megatron.segments import PackedSegments
 
     config = TransformerConfig(
         num_layers=1,
@@ -115,7 +130,39 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     attention = TEDotProductAttention(config, 1, mask, "self")
     segments = PackedSegments.from_lengths(GPU_LENGTHS, local_device())
-    check_on_gpu(
-        lambda q, k, v: attention(q, k, v, None, mask, packed_seq_params=segments),
-        attention_blocks(GPU_LENGTHS, causal, None, 1, 0),
+    tensors = gpu_inputs(sum(GPU_LENGTHS))
+    got = value_and_gradients(
+        lambda q, k, v: attention(q, k, v, None, mask, packed_seq_params=segments), tensors
     )
+    check_equal(got, value_and_gradients(by_kernel("sdpa", (1, 0), causal, None, ()), tensors))
+
+
+@pytest.mark.gpu
+def test_layers_neither_wait_for_the_gpu_nor_copy_to_it() -> None:
+    """Once plans are prepared; PyTorch itself raises at whatever makes the host wait."""
+    from mimo.device import local_device
+    from mimo.engines.megatron.layers.attention_plan import LayerForm
+    from mimo.engines.megatron.layers.kernel_choice import (
+        AttentionCase,
+        choose_kernel,
+        this_machine,
+    )
+    from mimo.engines.megatron.segments import PackedSegments
+
+    case = AttentionCase(GPU_HEAD_SIZE, causal=True, window=50, whole_items=True)
+    kernel = choose_kernel(case, torch.bfloat16, this_machine()).kernel
+    form = LayerForm(kernel, causal=True, window=50)
+    q, k, v, _ = gpu_inputs(sum(GPU_LENGTHS))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def layer() -> None:
+        segments = PackedSegments.from_lengths(GPU_LENGTHS, local_device(), items=GPU_ITEMS)
+        form.attend(q, k, v, segments.plan(form), GPU_HEAD_SIZE**-0.5).sum().backward()
+
+    layer()  # compiles and allocates
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

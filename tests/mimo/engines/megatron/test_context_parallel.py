@@ -91,7 +91,7 @@ def check_blocks(rank: int) -> None:
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from mimo.engines.megatron.layers.attention_kernels import sdpa
+    from mimo.engines.megatron.layers.attention_kernels import dense_blocks, sdpa
     from mimo.engines.megatron.segments import attention_blocks, zigzag_order
 
     units = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -106,11 +106,12 @@ def check_blocks(rank: int) -> None:
         for r in range(cp):
             rows = rows_of_rank(lengths, cp, r)
             blocks = attention_blocks(tuple(lengths), causal, window, cp, r)
-            got = sdpa(q[rows], k, v, blocks, HEAD_SIZE**-0.5)
+            got = sdpa(q[rows], k, v, dense_blocks(blocks), HEAD_SIZE**-0.5)
             torch.testing.assert_close(got, expected[rows], rtol=TOLERANCE, atol=TOLERANCE)
         gathered = torch.cat([rows_of_rank(lengths, cp, r) for r in range(cp)])
-        order = zigzag_order(tuple(lengths), cp, torch.device("cpu"))
-        assert torch.equal(gathered[order], torch.arange(sum(lengths)))
+        order = zigzag_order(tuple(lengths), cp)
+        assert torch.equal(gathered[order.to_lane], torch.arange(sum(lengths)))
+        assert torch.equal(torch.arange(sum(lengths))[order.to_shares], gathered)
 
     check()
 

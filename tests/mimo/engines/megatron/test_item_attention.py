@@ -13,15 +13,14 @@ from torch import Tensor
 from tests.conftest import RunRanks
 from tests.lone_module import noise
 
-CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8
 SCALE = 0.3
-# Both are fp64 and differ by rounding (2e-16) alone: sums of up to 92 terms, some of about 10, in
+# Both are fp64 and differ by rounding (2e-16) alone: sums of up to 96 terms, some of about 10, in
 # another order.
 ROUNDING = 1e-12
 # Items at the beginning, at the end, touching, alone in a segment, cut by every chunk's border.
-LENGTHS = (24, 12, 8, 48)
-ITEMS = ((0, 7), (9, 5), (19, 5), (36, 8), (45, 4), (49, 4), (57, 30))
+LENGTHS = (24, 16, 8, 48)
+ITEMS = ((0, 7), (9, 5), (19, 5), (40, 8), (49, 4), (53, 4), (61, 30))
 
 
 def visible(
@@ -98,7 +97,7 @@ def run_core_attention(
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 100])
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [1, 2, 4])
 def test_output_and_gradients_equal_dense_attention_with_the_mask(
     run_ranks: RunRanks, cp: int, window: int | None
 ) -> None:
@@ -110,7 +109,7 @@ def test_output_and_gradients_equal_dense_attention_with_the_mask(
     expected = dense(q, k, v, visible(LENGTHS, ITEMS, window))
     expected.backward(out_gradient)
     results = run_ranks(run_core_attention, cp, cp, window, LENGTHS, ITEMS)
-    order = zigzag_order(LENGTHS, cp, CPU) if cp > 1 else torch.arange(sum(LENGTHS))
+    order = zigzag_order(LENGTHS, cp).to_lane if cp > 1 else torch.arange(sum(LENGTHS))
     got = torch.cat([out for out, _ in results])[order]
     torch.testing.assert_close(got, expected.detach(), rtol=0, atol=ROUNDING)
     for which, x in enumerate((q, k, v)):
@@ -143,25 +142,23 @@ def test_the_blocks_of_all_ranks_are_the_mask(lane: Any, window: int | None) -> 
     mask = visible(lengths, items, window)
     for rank in range(cp):
         mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
-        blocks = item_blocks(lengths, items, window, cp, rank, CPU)
-        seen = torch.zeros(len(mine), sum(lengths), dtype=torch.bool)
-        row = 0
-        for count, (first, end) in zip(blocks.text.queries, blocks.text.keys, strict=True):
-            for i in range(count):
-                last = end - count + i
-                oldest = first if window is None else max(first, last - window + 1)
-                seen[blocks.text_rows[row + i], oldest : last + 1] = True
-            row += count
-        for part in blocks.parts:
-            for i in range(part.num_queries):
-                first, end = part.keys
-                place = part.place + i
-                oldest = first if window is None else max(first, place - window + 1)
-                seen[part.row + i, oldest:end] = True
-        assert (seen == mask[mine]).all()
-        joined = [blocks.text_rows]
-        joined += [torch.arange(part.row, part.row + part.num_queries) for part in blocks.parts]
-        assert (torch.cat(joined)[blocks.back] == torch.arange(len(mine))).all()
+        found = item_blocks(lengths, items, window, cp, rank)
+        calls = [(found.text, found.text_rows), (found.parts, found.part_rows)]
+        # What each query of both calls sees, by what blocks and windows mean.
+        seen = []
+        for blocks, rows in calls:
+            assert len(rows) == sum(blocks.queries)
+            for count, (first, end) in zip(blocks.queries, blocks.keys, strict=True):
+                own, key = torch.arange(end - count, end)[:, None], torch.arange(sum(lengths))
+                sees = (key >= first) & (key < end)
+                if blocks.causal:
+                    sees = sees & (key <= own)
+                if blocks.window is not None:
+                    sees = sees & (key > own - blocks.window)
+                seen.append(sees.expand(count, -1))
+        rows = torch.cat([rows for _, rows in calls])
+        assert torch.equal(rows[found.back], torch.arange(len(mine)))
+        assert torch.equal(torch.cat(seen)[found.back], mask[mine])
 
 
 def test_seeing_items_whole_changes_the_output() -> None:
