@@ -27,8 +27,6 @@ RECORDS = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     # Its successor in the engine is for hybrids of attention and state spaces.
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
-    # The engine has no other way to write synchronous checkpoints.
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
 )
 
 

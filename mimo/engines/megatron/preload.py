@@ -4,7 +4,6 @@ Importing the engine costs about ten seconds; forked ranks inherit it. Only impo
 a tensor operation before the fork would start thread pools that do not survive it.
 """
 
-import megatron.core.dist_checkpointing
 import megatron.core.distributed
 import megatron.core.models.gpt
 import megatron.core.optimizer
