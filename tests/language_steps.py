@@ -262,7 +262,7 @@ def save_and_go_on(rank: int, job: Job, directory: Path, saved_after: int) -> di
     metrics = []
     for step in range(job.steps):
         if step == saved_after:
-            _save(trainer, directory)
+            save(trainer, directory)
         metrics.append(trainer.step(step))
     return {"metrics": metrics, "shards": trainer.shards()}
 
@@ -270,12 +270,12 @@ def save_and_go_on(rank: int, job: Job, directory: Path, saved_after: int) -> di
 def resume(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, Any]:
     """A fresh model that loads the checkpoint and does the remaining steps."""
     trainer = Trainer(job)
-    _load(trainer, directory, saved_after)
+    load(trainer, directory, saved_after)
     metrics = [trainer.step(step) for step in range(saved_after, job.steps)]
     return {"metrics": metrics, "shards": trainer.shards()}
 
 
-def _save(trainer: Trainer, directory: Path) -> None:
+def save(trainer: Trainer, directory: Path) -> None:
     from mimo.checkpoint.tensors import write_index, write_pieces
     from mimo.engines.megatron.checkpoint import module_pieces
 
@@ -287,7 +287,7 @@ def _save(trainer: Trainer, directory: Path) -> None:
     dist.barrier()
 
 
-def _load(trainer: Trainer, directory: Path, step: int) -> None:
+def load(trainer: Trainer, directory: Path, step: int) -> None:
     from mimo.checkpoint.tensors import read_index, read_pieces
     from mimo.engines.megatron.checkpoint import module_pieces, set_steps
 

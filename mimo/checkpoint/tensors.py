@@ -31,7 +31,7 @@ _INDEX = "tensors.json"
 _FORMAT = "mimo tensors 1"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 22
 """Bytes on their way between a tensor and a file at a time."""
 
 
