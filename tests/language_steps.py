@@ -289,10 +289,11 @@ def save(trainer: Trainer, directory: Path) -> None:
 
 def load(trainer: Trainer, directory: Path, step: int) -> None:
     from mimo.checkpoint.tensors import read_index, read_pieces
-    from mimo.engines.megatron.checkpoint import module_pieces, set_steps
+    from mimo.engines.megatron.checkpoint import module_pieces, set_steps, with_masters
 
-    pieces = list(module_pieces(trainer.module(), "load", with_optimizer=True))
-    read_pieces(directory, read_index(directory), pieces)
+    index = read_index(directory)
+    pieces = module_pieces(trainer.module(), "load", with_optimizer=True)
+    read_pieces(directory, index, with_masters(pieces, index))
     set_steps(trainer.optimizer, step)
 
 

@@ -118,7 +118,7 @@ def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = T
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     wanted = _pieces(modules, "load", with_optimizer)
-    read_pieces(checkpoint, stored, with_masters(wanted, set(stored)))
+    read_pieces(checkpoint, stored, with_masters(wanted, stored))
     for module in modules.values():
         if with_optimizer and module.optimizer is not None:
             set_steps(module.optimizer, progress.step)

@@ -67,12 +67,6 @@ class RoleMemory:
         parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits)
         return sum(parts)
 
-    def __str__(self) -> str:
-        """One line, in GiB."""
-        parts = {name: value / 2**30 for name, value in vars(self).items() if name != "role"}
-        words = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
-        return f"{self.role}: {words}; {self.total / 2**30:.1f} in all"
-
 
 @dataclass(frozen=True)
 class _Parameter:

@@ -6,7 +6,7 @@ of the whole model is written by one rank, and every rank reads what it holds: s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, cast
 
 import torch
@@ -87,10 +87,10 @@ def _pieces(
         position = end
 
 
-def with_masters(pieces: list[Piece], stored: set[str]) -> list[Piece]:
-    """The wanted pieces, master weights read from the weights where the checkpoint lacks them.
+def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
+    """The wanted pieces, with master weights read from the weights if the checkpoint lacks them.
 
-    So does one that was trained in fp32.
+    That of an fp32 run does.
     """
     beginning = f"optimizer.{MASTER}."
     return [
