@@ -194,8 +194,8 @@ class LanguageFamily[S: LanguageSettings](Protocol):
     ) -> LanguageModel:
         """This rank's chunk, Megatron's `GPTModel`, with freshly drawn weights.
 
-        The weights are the same in every layout; a checkpoint fills those in ``ctx.provided``. It is
-        called once per chunk.
+        The weights are the same in every layout; a checkpoint fills those in ``ctx.provided``.
+        It is called once per chunk.
 
         ctx: process groups, dtype and the chunk. num_tokens: the number that the model knows; the
         family pads it to V, and padding takes no part in the loss. max_sequence_length: tokens of
