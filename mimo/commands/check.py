@@ -55,7 +55,7 @@ def print_memory(roles: "Sequence[RoleMemory]") -> None:
 
     from mimo.model.memory import in_words
 
-    table = Table(title="memory of a rank")
+    table = Table(title="memory of a rank", padding=(0, 0, 0, 1))
     table.add_column("role")
     for column in ("weights", "gradients", "optimizer", "activations", "logits", "in all"):
         table.add_column(column, justify="right")

@@ -15,7 +15,7 @@ from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job
 
-# About 8 M parameters: 2 × 4 bytes of Adam's moments for each, and 4 of its weight.
+# About 8 M parameters: in fp32 4 bytes of weight and 8 of Adam's moments for each.
 SIZES = {
     "hidden_size": 256,
     "ffn_hidden_size": 1024,
@@ -88,7 +88,7 @@ def test_saving_and_loading_need_a_fifth_of_the_state_on_top_at_most(
 ) -> None:
     results = run_ranks(save_and_load, job.grid["dp"] * job.grid.get("tp", 1), job, tmp_path)
     for found in results:
-        assert found["held"] > 50 * 2**20
+        assert found["held"] > 25 * 2**20
         assert found["saving"] <= 0.2 * found["held"]
         assert found["loading"] <= 0.2 * found["held"]
         # Everybody writes an equal share of the whole.
