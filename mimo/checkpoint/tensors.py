@@ -210,10 +210,7 @@ def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Sequenc
         if tensor is None:
             raise ValueError(f"checkpoint {folder}: {piece.key} is missing")
         if tensor.matrix != _matrix(piece.shape):
-            raise ValueError(
-                f"checkpoint {folder}: {piece.key} is {list(tensor.shape)}, but the model's is "
-                f"{list(piece.shape)}; give the sizes of its training"
-            )
+            raise ValueError(f"checkpoint {folder}: {_difference(piece, tensor)}")
         reads += [(stored, piece) for stored in tensor.pieces if _overlap(stored, piece)]
     reads.sort(key=lambda pair: (pair[0].file, pair[0].begin))
     num_bytes = 0
@@ -222,6 +219,21 @@ def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Sequenc
             for stored, piece in of_file:
                 num_bytes += _read(file, stored, piece, index[piece.key].dtype)
     return num_bytes
+
+
+def _difference(piece: Piece, tensor: StoredTensor) -> str:
+    """In words, for tensors that are not of the same size."""
+    (rows, columns), (own_rows, own_columns) = tensor.matrix, _matrix(piece.shape)
+    if columns == own_columns:
+        return (
+            f"{piece.key} has {rows} rows, but the model has {own_rows}; give the sizes of its "
+            f"training (for a vocabulary: the tokenizer, language.model.vocab_size and "
+            f"language.model.vocab_multiple)"
+        )
+    return (
+        f"{piece.key} is {list(tensor.shape)}, but the model's is {list(piece.shape)}; give the "
+        f"sizes of its training"
+    )
 
 
 def _opened(folder: Path, name: str) -> Any:
