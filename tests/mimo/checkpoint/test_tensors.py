@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     own = pieces([(0, 0, 12, 10)], WHOLE.clone())
     with pytest.raises(ValueError, match="other is missing"):
         read_pieces(tmp_path, index, [replace(own[0], key="other")])
-    with pytest.raises(ValueError, match=r"w has 12 rows, but the model has 24; .* vocab_multiple"):
+    with pytest.raises(ValueError, match=r"w has 12 rows, but the model has 24; .*vocab_multiple"):
         read_pieces(tmp_path, index, [replace(own[0], shape=(24, 10))])
     with pytest.raises(ValueError, match=r"w is \[12, 10\], but the model's is \[12, 20\]"):
         read_pieces(tmp_path, index, [replace(own[0], shape=(12, 20))])
