@@ -302,8 +302,11 @@ def build_tower[T: Tower[Any]](
     seed: int,
     init_std: float,
 ) -> T:
-    """A tower with freshly drawn weights, the same in every layout. make: config -> tower."""
+    """A tower; weights that no checkpoint provides are drawn, the same in every layout.
+
+    make: config -> tower.
+    """
     config = engine.transformer_config(shape, ctx)
     tower = make(config)
-    engine.initialize_parameters(tower, config, ctx.groups, seed, init_std)
+    engine.initialize_parameters(tower, config, ctx.groups, seed, init_std, provided=ctx.provided)
     return tower

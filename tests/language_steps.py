@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,16 +213,20 @@ class Trainer:
             output = vocab_parallel_kl(output, teacher.to(output.dtype), NUM_TOKENS, tp)
         return output, masked_sum(share(one.loss_mask, lengths, cp))
 
-    def shards(self) -> list[Any]:
-        """Weights and gradients of this rank, for `tiny.assemble`."""
+    def module(self) -> Any:
+        """The model as a `Module`."""
         from mimo.engines.megatron.module import Module
-        from mimo.verify.run import numpy_copy, shards_of
 
         rate = self.job.learning_rate
         chunks: list[torch.nn.Module] = [*self.chunks]
-        module = Module("language", self.groups, self.raw, chunks, self.optimizer, rate, True)
+        return Module("language", self.groups, self.raw, chunks, self.optimizer, rate, True)
+
+    def shards(self) -> list[Any]:
+        """Weights and gradients of this rank, for `tiny.assemble`."""
+        from mimo.verify.run import numpy_copy, shards_of
+
         found = []
-        for shard, param in shards_of("language", module, dist.get_rank()):
+        for shard, param in shards_of("language", self.module(), dist.get_rank()):
             shard.gradients.append(numpy_copy(param.main_grad))
             shard.weights.append(numpy_copy(param))
             found.append(shard)
@@ -258,7 +262,7 @@ def save_and_go_on(rank: int, job: Job, directory: Path, saved_after: int) -> di
     metrics = []
     for step in range(job.steps):
         if step == saved_after:
-            _save(trainer, directory)
+            save(trainer, directory)
         metrics.append(trainer.step(step))
     return {"metrics": metrics, "shards": trainer.shards()}
 
@@ -266,36 +270,31 @@ def save_and_go_on(rank: int, job: Job, directory: Path, saved_after: int) -> di
 def resume(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, Any]:
     """A fresh model that loads the checkpoint and does the remaining steps."""
     trainer = Trainer(job)
-    _load(trainer, directory, saved_after)
+    load(trainer, directory, saved_after)
     metrics = [trainer.step(step) for step in range(saved_after, job.steps)]
     return {"metrics": metrics, "shards": trainer.shards()}
 
 
-def _state(trainer: Trainer, purpose: Literal["save", "load"]) -> dict[str, Any]:
-    from mimo.engines.megatron.checkpoint import optimizer_state, weights_state
+def save(trainer: Trainer, directory: Path) -> None:
+    from mimo.checkpoint.tensors import write_index, write_pieces
+    from mimo.engines.megatron.checkpoint import module_pieces
 
-    state: dict[str, Any] = {}
-    for number, chunk in enumerate(trainer.raw):
-        weights = weights_state(chunk, "language", trainer.groups)
-        part = weights | optimizer_state(trainer.optimizer, chunk, "language", weights, purpose)
-        state |= {f"{number}.{key}": value for key, value in part.items()}
-    return state
-
-
-def _save(trainer: Trainer, directory: Path) -> None:
-    from mimo.engines.megatron.checkpoint import save_sharded
-
-    save_sharded(_state(trainer, "save"), directory)
+    pieces = list(module_pieces(trainer.module(), "save", with_optimizer=True))
+    write_pieces(directory, dist.get_rank(), pieces)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        write_index(directory)
+    dist.barrier()
 
 
-def _load(trainer: Trainer, directory: Path, step: int) -> None:
-    from mimo.engines.megatron.checkpoint import load_sharded, restore
+def load(trainer: Trainer, directory: Path, step: int) -> None:
+    from mimo.checkpoint.tensors import read_index, read_pieces
+    from mimo.engines.megatron.checkpoint import module_pieces, set_steps, with_masters
 
-    loaded = load_sharded(_state(trainer, "load"), directory)
-    for number, chunk in enumerate(trainer.raw):
-        prefix = f"{number}."
-        own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
-        restore(chunk, trainer.optimizer, "language", own, step)
+    index = read_index(directory)
+    pieces = module_pieces(trainer.module(), "load", with_optimizer=True)
+    read_pieces(directory, index, with_masters(pieces, index))
+    set_steps(trainer.optimizer, step)
 
 
 # ------------------------------------------------------------------------- comparison

@@ -101,10 +101,20 @@ def _context(tp: int, sp: bool, pp: int = 1, recompute: str = "none") -> Any:
     )
 
 
+def tensor_parallel_slice(full: Tensor, rank: int, size: int, dim: int, stride: int) -> Tensor:
+    """The part of ``full`` that tensor-parallel ``rank`` of ``size`` keeps, from the definition.
+
+    ``stride`` 2 means that two matrices (gate and up) are stacked along ``dim`` and each is
+    split separately.
+    """
+    parts = [block.chunk(size, dim)[rank] for block in full.chunk(stride, dim)]
+    return torch.cat(parts, dim)
+
+
 @torch.no_grad()
 def _load(model: nn.Module, weights: Weights, ctx: Any) -> None:
     """Copy whole tensors into this rank's parameters, or the slices that it holds."""
-    from mimo.engines.megatron.initialize import global_name, tensor_parallel_slice
+    from mimo.engines.megatron.initialize import global_name
 
     stage = ctx.groups.pp.rank()
     params = {

@@ -19,6 +19,7 @@ from mimo.hf.recipes import load_phases
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.layout.grids import Layout, num_microbatches
 from mimo.model.recipe_checks import check_recipe
+from mimo.model.roles import memory_by_role
 from tests.mimo.hf import folders
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -262,6 +263,34 @@ def test_a_recipe_of_a_published_model_documents_disjoint_and_colocated_layouts(
     }
     assert kinds == {True, False}
     assert "not measured" in path.read_text()
+
+
+MEMORY = "# Memory of a GPU in GiB     weights gradients optimizer activations logits  in all"
+
+
+def memory_table(path: Path, folder: Path) -> str:
+    """What the header of a recipe says of its first layout, by the formula of `mimo check`."""
+    gpus = documented(path)[0].gpus
+    phased = load_phases(path, [f"init_from={folder}"])
+    layouts = phased.each(lambda recipe: check_recipe(recipe, gpus))
+    lines = [MEMORY]
+    for phase, layout in zip(phased.phases, layouts, strict=True):
+        if phase.title:
+            lines.append(f"#   {phase.title}")
+        for one in memory_by_role(phase.recipe, layout):
+            parts = (one.weights, one.gradients, one.optimizer, one.activations, one.logits)
+            numbers = [f"{part / 2**30:.1f}" for part in (*parts, one.total)]
+            columns = zip((8, 10, 10, 12, 7, 8), numbers, strict=True)
+            lines.append(f"#   {one.role:<24}" + "".join(f"{n:>{width}}" for width, n in columns))
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_a_recipe_states_the_memory_of_each_role_that_the_formula_gives(
+    path: Path, models: Path
+) -> None:
+    expected = memory_table(path, models / Path(init_from_of(path)).name)
+    assert expected in path.read_text(), f"the header should say\n{expected}"
 
 
 def test_there_is_a_recipe_for_each_published_model_and_each_family(models: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,18 +12,12 @@ import torch.distributed as dist
 from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish, read_progress
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
+from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
 from mimo.device import barrier
-from mimo.engines.megatron.checkpoint import (
-    State,
-    load_sharded,
-    optimizer_state,
-    restore,
-    save_sharded,
-    stored_names,
-    weights_state,
-)
+from mimo.engines.megatron.checkpoint import Purpose, module_pieces, set_steps, with_masters
 from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import follow_weights
+from mimo.engines.piece import Piece
 from mimo.families.lora import is_adapter
 from mimo.recipe.schema import Recipe, key_of
 from mimo.recipe.source import dotted
@@ -33,19 +26,12 @@ Modules = Mapping[str, Module]
 """By name, the modules of which this rank owns a part."""
 
 
-def _modules_state(
-    modules: Modules, purpose: Literal["save", "load"], with_optimizer: bool = True
-) -> State:
-    state: State = {}
-    for name, module in modules.items():
-        for number, chunk in enumerate(module.raw):
-            weights = weights_state(chunk, name, module.groups)
-            part = dict(weights)
-            if with_optimizer and module.optimizer is not None:
-                part |= optimizer_state(module.optimizer, chunk, name, weights, purpose)
-            # Local names repeat between chunks; on disk a tensor has its name in the whole model.
-            state |= {f"{number}.{key}": value for key, value in part.items()}
-    return state
+def _pieces(modules: Modules, purpose: Purpose, with_optimizer: bool = True) -> list[Piece]:
+    return [
+        piece
+        for module in modules.values()
+        for piece in module_pieces(module, purpose, with_optimizer)
+    ]
 
 
 def save_checkpoint(
@@ -53,8 +39,9 @@ def save_checkpoint(
 ) -> Path:
     """Write ``checkpoints/step_<n>`` and point ``latest`` at it; every rank of the world calls it.
 
-    It is written under another name and renamed once all ranks are done, so a run that ends
-    meanwhile leaves the previous checkpoint as the latest. Older ones beyond ``keep`` are removed.
+    Every rank writes the stretches that it owns, from where they are; nothing is gathered. The
+    folder has another name and is renamed once all ranks are done, so a run that ends meanwhile
+    leaves the previous checkpoint as the latest. Older ones beyond ``keep`` are removed.
     """
     rank = dist.get_rank()
     final = checkpoints / f"step_{progress.step}"
@@ -63,10 +50,11 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier()
-    save_sharded(_modules_state(modules, "save"), partial)
+    write_pieces(partial, rank, _pieces(modules, "save"))
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     barrier()
     if rank == 0:
+        write_index(partial)
         # First those of the last checkpoint, in case their folder has since been moved away.
         before = latest_checkpoint(checkpoints)
         if before is not None:
@@ -97,24 +85,22 @@ def _load_weights(modules: Modules, checkpoint: Path) -> None:
 
     New adapters add nothing before their first step, so the model is the one that was saved.
     """
-    state = _modules_state(modules, "load", with_optimizer=False)
-    _check_no_adapter_is_lost(modules, checkpoint)
-    stored = stored_names(checkpoint)
-    new = {k: v for k, v in state.items() if is_adapter(k) and v.key not in stored}
-    loaded = load_sharded({k: v for k, v in state.items() if k not in new}, checkpoint)
-    loaded |= {name: sharded.data for name, sharded in new.items()}
-    _restore(modules, loaded, with_optimizer=False, step=0)
+    stored = read_index(checkpoint)
+    _check_no_adapter_is_lost(modules, checkpoint, stored)
+    wanted = _pieces(modules, "load", with_optimizer=False)
+    read_pieces(checkpoint, stored, [p for p in wanted if p.key in stored or not is_adapter(p.key)])
+    _follow_weights(modules)
 
 
-def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path) -> None:
+def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collection[str]) -> None:
     """Raise ValueError if a checkpoint has adapters where this rank's model has none.
 
-    Megatron would silently leave them out.
+    They would silently be left out.
     """
-    stored = [name for name in stored_names(checkpoint) if is_adapter(name)]
+    adapters = [name for name in stored if is_adapter(name)]
     for name, module in modules.items():
         adapts = any(is_adapter(p) for chunk in module.raw for p, _ in chunk.named_parameters())
-        if not adapts and any(key.startswith(f"{name}.") for key in stored):
+        if not adapts and any(key.startswith(f"{name}.") for key in adapters):
             key = dotted(key_of(name))
             raise ValueError(
                 f"checkpoint {checkpoint} has adapters of {name}, but the recipe has no "
@@ -130,9 +116,15 @@ def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = T
     Raises ValueError if the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
-    state = _modules_state(modules, "load", with_optimizer)
-    _check_no_adapter_is_lost(modules, checkpoint)
-    _restore(modules, load_sharded(state, checkpoint), with_optimizer, progress.step)
+    stored = read_index(checkpoint)
+    _check_no_adapter_is_lost(modules, checkpoint, stored)
+    wanted = _pieces(modules, "load", with_optimizer)
+    read_pieces(checkpoint, stored, with_masters(wanted, stored))
+    for module in modules.values():
+        if with_optimizer and module.optimizer is not None:
+            set_steps(module.optimizer, progress.step)
+    if not with_optimizer:
+        _follow_weights(modules)
     states = sorted(checkpoint.glob("rng_rank_*.pt"))
     if with_optimizer and len(states) == dist.get_world_size():
         own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"
@@ -140,15 +132,19 @@ def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = T
     return progress
 
 
-def _restore(modules: Modules, loaded: State, with_optimizer: bool, step: int) -> None:
-    """Copy what was loaded into the model, whose optimizers have done ``step`` updates."""
-    for name, module in modules.items():
-        optimizer = module.optimizer if with_optimizer else None
-        for number, chunk in enumerate(module.raw):
-            prefix = f"{number}."
-            own = {k.removeprefix(prefix): v for k, v in loaded.items() if k.startswith(prefix)}
-            restore(chunk, optimizer, name, own, step)
-    if not with_optimizer:
-        for module in modules.values():
-            if module.optimizer is not None:
-                follow_weights(module.optimizer)
+def _follow_weights(modules: Modules) -> None:
+    for module in modules.values():
+        if module.optimizer is not None:
+            follow_weights(module.optimizer)
+
+
+def provided_names(start: Start) -> frozenset[str]:
+    """The parameters that `begin` is going to fill, by key; so the model need not draw them.
+
+    Raises InputError for a checkpoint that cannot be read.
+    """
+    match start:
+        case Resume(checkpoint) | FromWeights(checkpoint):
+            return frozenset(read_index(checkpoint))
+        case FromScratch():
+            return frozenset()

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from mimo.commands._shared import NumRanksOption, OverridesArgument, RecipeArgument, readable_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mimo.layout.grids import Layout
+    from mimo.model.roles import RoleMemory
 
 
 @readable_errors
@@ -17,36 +20,47 @@ def check(
     """Validate a recipe and print which rank does what."""
     from mimo.hf.recipes import load_phases
     from mimo.layout.grids import num_microbatches
-    from mimo.model.memory import in_words, module_memory
     from mimo.model.recipe_checks import check_recipe
+    from mimo.model.roles import memory_by_role
 
     phased = load_phases(recipe, overrides or [])
     layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
     for phase, layout in zip(phased.phases, layouts, strict=True):
-        needs = module_memory(phase.recipe, layout)
-        memory = {name: in_words(need.bytes_per_rank) for name, need in needs.items()}
-        print_layout(layout, num_microbatches(phase.recipe, layout), memory, phase.title)
+        print_layout(layout, num_microbatches(phase.recipe, layout), phase.title)
+        print_memory(memory_by_role(phase.recipe, layout))
 
 
-def print_layout(
-    layout: "Layout", microbatches: int, memory: dict[str, str], phase: str = ""
-) -> None:
-    """Print a table with one row per module: its ranks, its grid, its lanes and its memory.
-
-    memory: what each rank needs for weights, gradients and optimizer state, by module.
-    """
+def print_layout(layout: "Layout", microbatches: int, phase: str = "") -> None:
+    """Print a table with one row per module: its ranks, its grid and its lanes."""
     from rich.console import Console
     from rich.table import Table
 
     sizes = f"{layout.world_size} ranks · {microbatches} microbatches per step"
     table = Table(title=f"{phase}: {sizes}" if phase else sizes)
-    for column in ("module", "ranks", "grid", "lanes", "per rank"):
+    for column in ("module", "ranks", "grid", "lanes"):
         table.add_column(column)
     for name, grid in layout.grids.items():
         last = f"-{grid.ranks[-1]}" if grid.size > 1 else ""
         sequence = " · sp" if grid.sp else ""
         virtual = f" · vpp {grid.vpp}" if grid.vpp > 1 else ""
         axes = f"tp {grid.tp}{sequence} · cp {grid.cp} · pp {grid.pp}{virtual} · dp {grid.dp}"
-        table.add_row(name, f"{grid.ranks[0]}{last}", axes, str(grid.dp), memory[name])
+        table.add_row(name, f"{grid.ranks[0]}{last}", axes, str(grid.dp))
     Console().print(table)
-    print("per rank: weights, gradients and optimizer state; activations come on top")
+
+
+def print_memory(roles: "Sequence[RoleMemory]") -> None:
+    """Print a table with what a rank of each role keeps in memory."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from mimo.model.memory import in_words
+
+    table = Table(title="memory of a rank", padding=(0, 0, 0, 1))
+    table.add_column("role")
+    for column in ("weights", "gradients", "optimizer", "activations", "logits", "in all"):
+        table.add_column(column, justify="right")
+    for one in roles:
+        parts = (one.weights, one.gradients, one.optimizer, one.activations, one.logits, one.total)
+        table.add_row(one.role, *(in_words(part) if part else "-" for part in parts))
+    Console().print(table)
+    print("activations: at most, of full microbatches whose tokens are all rows of items")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import Progress, write_progress
-from mimo.convert import checkpoint_tensors
 from mimo.convert.new_folder import new_folder
 from mimo.errors import InputError
 from mimo.families.dtypes import DTYPES, precision_of

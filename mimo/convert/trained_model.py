@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.assets import ASSETS, recipe_of
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.convert import checkpoint_tensors
 from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight
 from mimo.families.lora import adapter_names, adapter_shapes, is_adapter, merged_weight

@@ -123,7 +123,8 @@ class EncoderFamily[S: EncoderSettings](Protocol):
     def build(self, settings: S, ctx: ModuleContext, output_size: int, seed: int) -> nn.Module:
         """This rank's part of tower and projector, with freshly drawn weights.
 
-        The weights are the same in every layout. ctx: process groups and dtype. output_size: H.
+        The weights are the same in every layout; a checkpoint fills those in ``ctx.provided``.
+        ctx: process groups and dtype. output_size: H.
 
         The module has ``config``, Megatron's `TransformerConfig`; ``set_input_tensor([hidden])``,
         called by the schedule with what the previous stage sent, None on the first; and
@@ -193,7 +194,8 @@ class LanguageFamily[S: LanguageSettings](Protocol):
     ) -> LanguageModel:
         """This rank's chunk, Megatron's `GPTModel`, with freshly drawn weights.
 
-        The weights are the same in every layout. It is called once per chunk.
+        The weights are the same in every layout; a checkpoint fills those in ``ctx.provided``.
+        It is called once per chunk.
 
         ctx: process groups, dtype and the chunk. num_tokens: the number that the model knows; the
         family pads it to V, and padding takes no part in the loss. max_sequence_length: tokens of

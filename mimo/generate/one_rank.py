@@ -7,7 +7,7 @@ Letters: T packed tokens, N rows, H hidden, L levels with the embeddings, V padd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from data.batch import PackedLane
 from mimo.checkpoint.assets import recipe_of
-from mimo.checkpoint.contents import load_checkpoint
+from mimo.checkpoint.contents import load_checkpoint, provided_names
 from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.start import FromWeights
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.engines.megatron.deepstack import level_inputs
 from mimo.engines.megatron.segments import PackedSegments
@@ -80,10 +81,11 @@ class LocalModel:
         tokenizer_size: int,
         freeze: bool,
         initial: InitialWeights | None = None,
+        provided: Collection[str] = (),
     ) -> None:
         recipe = one_rank_recipe(recipe, freeze)
         topology = build_topology(one_rank_layout(recipe))
-        self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial)
+        self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial, provided)
         self.num_tokens: int = cast("Any", self.language).num_tokens
         self.device = self.model.device
 
@@ -98,7 +100,8 @@ class LocalModel:
         recipe = recipe_of(checkpoint)
         alone = one_rank_recipe(recipe, freeze=True)
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
-        local = cls(recipe, tokenizer_size, freeze=True)
+        provided = provided_names(FromWeights(checkpoint))
+        local = cls(recipe, tokenizer_size, freeze=True, provided=provided)
         load_checkpoint(local.model.modules, checkpoint, with_optimizer=False)
         for module in local.model.modules.values():
             module.raw[0].eval()

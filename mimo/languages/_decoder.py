@@ -154,7 +154,7 @@ def build_decoder(
     embedding_scale: float | None = None,
     layer: Callable[[TransformerConfig, ModuleContext], ModuleSpec] | None = None,
 ) -> LanguageModel:
-    """This rank's chunk with freshly drawn weights, the same in every layout.
+    """This rank's chunk; weights that no checkpoint provides are drawn, the same in every layout.
 
     shape: ``settings.stack_shape()`` with what the family adds. rotary: makes the module that
     stands for `GPTModel.rotary_pos_emb`. embedding_scale: factor of the embeddings of tokens.
@@ -178,6 +178,12 @@ def build_decoder(
         None if layer is None else layer(config, ctx),
     )
     engine.initialize_parameters(
-        model, config, ctx.groups, seed, settings.init_std, chunk=ctx.chunk
+        model,
+        config,
+        ctx.groups,
+        seed,
+        settings.init_std,
+        chunk=ctx.chunk,
+        provided=ctx.provided,
     )
     return model

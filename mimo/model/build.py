@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -52,11 +53,12 @@ def build_model(
     topology: Topology,
     tokenizer_size: int,
     initial: InitialWeights | None = None,
+    provided: Collection[str] = (),
 ) -> MimoModel:
     """The modules that this rank owns, with weights and optimizers.
 
-    initial: weights to start from; modules missing from it, or all modules if it is None, get
-    freshly drawn ones. Every rank of the world calls it.
+    initial: weights to start from. provided: parameters that the caller is about to fill, as
+    ``<module>.<parameter>``. All others get freshly drawn values. Every rank of the world calls it.
     Raises RecipeError for a tokenizer with more tokens than the model knows.
     """
     prepare_engine(recipe.train.seed)
@@ -92,6 +94,9 @@ def build_model(
         lora = None
         if part.lora is not None:
             lora = LoRA(part.lora.rank, part.lora.scale, frozenset(part.lora.targets))
+        filled = {key.removeprefix(f"{name}.") for key in provided if key.startswith(f"{name}.")}
+        if initial is not None:
+            filled |= {weight.name for weight in initial.weights.get(name, ())}
         chunks = []
         for number in range(num_chunks):
             ctx = ModuleContext(
@@ -103,6 +108,7 @@ def build_model(
                 recompute=part.recompute,
                 scatter_embedding=recipe.bridge.delivery == "sharded",
                 lora=lora,
+                provided=frozenset(filled),
             )
             if name == LANGUAGE:
                 chunk = language_family(recipe).build(

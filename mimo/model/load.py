@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from mimo.engines.megatron.cut import Cut, as_matrix
 from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.initialize import global_name
+from mimo.engines.megatron.initialize import global_name, stored_name
 from mimo.families.keymap import Weight
 from mimo.families.lora import is_adapter
 from mimo.hf.checkpoint import HFCheckpoint
@@ -30,33 +32,23 @@ def load_weights(
     by_name = {weight.name: weight for weight in weights}
     found: list[tuple[Weight, nn.Parameter]] = []
     for name, param in chunk.named_parameters():
-        whole = global_name(name, chunk.config, groups.pp.rank(), number)
-        if whole == "output_layer.weight" and whole not in by_name:
-            whole = "embedding.word_embeddings.weight"  # the copy on the last stage
+        whole = stored_name(global_name(name, chunk.config, groups.pp.rank(), number), chunk)
         if is_adapter(whole):
             continue
         assert whole in by_name, f"the key map does not say what {whole} consists of"
         found.append((by_name[whole], param))
     for weight, param in sorted(found, key=lambda pair: checkpoint.order(pair[0])):
-        _fill(param, weight, checkpoint, groups.tp.rank(), groups.tp.size())
+        _fill(param, weight, checkpoint, groups.tp)
 
 
-def _fill(
-    param: nn.Parameter, weight: Weight, checkpoint: HFCheckpoint, rank: int, size: int
-) -> None:
+def _fill(param: nn.Parameter, weight: Weight, checkpoint: HFCheckpoint, tp: ProcessGroup) -> None:
     """Fill one parameter: its rows or, if columns are cut, this rank's columns of all rows."""
-    split = size > 1 and bool(getattr(param, "tensor_model_parallel", False))
-    dim, stride = (getattr(param, key, 0) for key in ("partition_dim", "partition_stride"))
-    columns = None
-    if split and dim == 1:
-        columns = slice(rank * param.shape[1], (rank + 1) * param.shape[1])
-    # Matrices that are stacked on top of each other are each cut separately.
-    blocks = stride if split and dim == 0 else 1
-    height = param.shape[0] // blocks
-    for number in range(blocks):
-        first = (number * size + rank) * height if split and dim == 0 else 0
-        own = param.data[number * height : (number + 1) * height]
-        _copy_rows(own, weight, checkpoint, first, columns)
+    part, cut = as_matrix(param.data), Cut.of(param, tp)
+    for own in cut.rectangles():
+        columns = None
+        if cut.dim == 1:
+            columns = slice(own.column, own.column + own.columns)
+        _copy_rows(own.of(part), weight, checkpoint, own.row, columns)
 
 
 def _copy_rows(
@@ -65,6 +57,7 @@ def _copy_rows(
     """Copy the rows of ``weight`` from ``first`` on into ``own``; after the last comes padding."""
     position = 0
     for run in weight.rows(first, first + own.shape[0]):
-        own[position : position + run.count].copy_(checkpoint.matrix(run, columns))
+        rows = own[position : position + run.count]
+        rows.copy_(checkpoint.matrix(run, columns).view_as(rows))
         position += run.count
     own[position:].zero_()

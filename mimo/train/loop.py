@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,13 +29,15 @@ class Trainer:
         topology: Topology,
         run_dir: Path,
         initial: InitialWeights | None = None,
+        provided: Collection[str] = (),
     ) -> None:
+        """initial, provided: as of `build_model`."""
         self.recipe = recipe
         self.topology = topology
         self.run_dir = run_dir
         self.chat = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
-        self.model = build_model(recipe, topology, self.chat.vocab_size, initial)
+        self.model = build_model(recipe, topology, self.chat.vocab_size, initial, provided)
         self.progress = Progress(step=0, samples=0)
 
     def train(

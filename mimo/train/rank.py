@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from mimo.checkpoint.contents import begin
+from mimo.checkpoint.contents import begin, provided_names
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
     barrier,
@@ -99,7 +99,7 @@ def _train(
 ) -> None:
     # If the weights come from one of our checkpoints, the initial ones need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
-    trainer = Trainer(recipe, topology, run_dir, initial)
+    trainer = Trainer(recipe, topology, run_dir, initial, provided_names(start))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"

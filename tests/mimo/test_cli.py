@@ -17,13 +17,16 @@ def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path
     result = CliRunner().invoke(app, ["check", str(path), *overrides])
     assert result.exit_code == 0, result.output
     assert "4 ranks · 3 microbatches per step" in result.output
-    vision, language = (
+    vision, language, *memory = (
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in result.output.splitlines()
         if line.startswith("│")
     )
-    assert vision == ["vision", "0-1", "tp 1 · cp 1 · pp 1 · dp 2", "2", "0.2 MiB"]
-    assert language == ["language", "2-3", "tp 2 · sp · cp 1 · pp 1 · dp 1", "1", "0.1 MiB"]
+    assert vision == ["vision", "0-1", "tp 1 · cp 1 · pp 1 · dp 2", "2"]
+    assert language == ["language", "2-3", "tp 2 · sp · cp 1 · pp 1 · dp 1", "1"]
+    assert [row[0] for row in memory] == ["vision", "language"]
+    assert [len(row) for row in memory] == [7, 7]
+    assert memory[0][5] == "-"  # an encoder has no logits
 
 
 def test_check_prints_the_layout_of_every_phase(tmp_path: Path) -> None:

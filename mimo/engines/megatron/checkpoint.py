@@ -1,148 +1,111 @@
-"""Sharded checkpoints with Megatron's `dist_checkpointing`: written in one layout, read in any."""
+"""What a rank writes of a module into a checkpoint, and what it wants to read from one.
+
+Weights and the optimizer's tensors are cut like the parameters that they belong to. Every element
+of the whole model is written by one rank, and every rank reads what it holds: see `Cut`.
+"""
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, cast
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor
 
-from mimo.engines.megatron.optimizer_state import Share, share_of, tensors_to_load, tensors_to_save
+from mimo.engines.megatron.cut import Cut
+from mimo.engines.megatron.initialize import global_name, stored_name
+from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.optimizer_state import MASTER, share_of
+from mimo.engines.piece import Piece
 
-State = dict[str, Any]
+Purpose = Literal["save", "load"]
 
-
-def _module_state(module: nn.Module, prefix: str, metadata: dict, tp_group) -> State:
-    """Sharded tensors of a module, even if its class is not one of Megatron's."""
-    if hasattr(module, "sharded_state_dict"):
-        return cast("Any", module).sharded_state_dict(
-            prefix=prefix, sharded_offsets=(), metadata=metadata
-        )
-    own = dict(module.named_parameters(recurse=False))
-    state = make_sharded_tensors_for_checkpoint(
-        own, prefix, tp_group=tp_group, dp_cp_group=metadata["dp_cp_group"]
-    )
-    for name, child in module.named_children():
-        state.update(_module_state(child, f"{prefix}{name}.", metadata, tp_group))
-    return state
+_SHARED_BYTES = 1 << 20
+"""Replicas share the writing of larger parameters; smaller ones are written by one of them each."""
 
 
-def weights_state(module: nn.Module, name: str, groups: ProcessGroupCollection) -> State:
-    """Sharded weights of this rank's chunk of module ``name``; keys are ``<name>.<parameter>``."""
-    metadata = {"dp_cp_group": groups.dp_cp, "non_homogeneous_layers": True}
-    state = _module_state(module, f"{name}.", metadata, groups.tp)
-    # Extra state belongs to fp8 layers, which we do not use.
-    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+def module_pieces(module: Module, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
+    """The pieces of a module that this rank writes, or those that it wants. No collective.
 
-
-def _shares(optimizer: MegatronOptimizer, module: nn.Module) -> Iterator[tuple[str, Share]]:
-    """(parameter, what this rank's optimizer holds of it), created first if need be."""
-    base = optimizer.optimizer
-    assert base is not None, "a module that trains has parameters"
-    optimizer.init_state_fn(base, optimizer.config)
-    for name, param in module.named_parameters():
-        if param.requires_grad:
-            yield name, share_of(optimizer, param)
-
-
-def optimizer_state(
-    optimizer: MegatronOptimizer,
-    module: nn.Module,
-    name: str,
-    weights: State,
-    purpose: Literal["save", "load"],
-) -> State:
-    """Sharded optimizer tensors, cut like the ``weights`` (`weights_state`) they belong to.
-
-    Those of a distributed optimizer have the same form, so either can load what the other saved.
-    Every rank of the module calls it.
+    Keys are ``<module>.<parameter>`` and ``optimizer.<kind>.<module>.<parameter>``. A distributed
+    optimizer's have the same form as a plain one's, so either can load what the other saved.
     """
-    whole_tensors = tensors_to_save if purpose == "save" else tensors_to_load
-    state: State = {}
-    for local, share in _shares(optimizer, module):
-        key = f"{name}.{local}"
-        for kind, tensor in whole_tensors(optimizer, share).items():
-            state[f"{kind}.{key}"] = make_sharded_optimizer_tensor(
-                weights[key], tensor, f"optimizer.{kind}"
-            )
-    return state
+    optimizer = module.optimizer if with_optimizer else None
+    if optimizer is not None:
+        assert optimizer.optimizer is not None, "a module that trains has parameters"
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    tp, replicas = module.groups.tp, module.groups.dp_cp
+    for number, chunk in enumerate(module.raw):
+        virtual = number if len(module.raw) > 1 else None
+        config = cast("Any", chunk).config
+        for order, (local, param) in enumerate(chunk.named_parameters()):
+            whole = global_name(local, config, module.groups.pp.rank(), virtual)
+            name = stored_name(whole, chunk)
+            cut = Cut.of(param, tp)
+            if purpose == "save" and (name != whole or (cut.dim is None and tp.rank() > 0)):
+                continue  # another rank writes it
+            own = (0, param.numel())
+            if purpose == "save":
+                own = _written_by(param, order, replicas.rank(), replicas.size())
+            key, shape = f"{module.name}.{name}", cut.whole_shape(tuple(param.shape))
+            yield from _pieces(key, shape, cut, param.detach(), 0, own)
+            if optimizer is None or not param.requires_grad:
+                continue
+            share = share_of(optimizer, param)
+            part = own if share.is_replicated else (share.start, share.end)
+            for kind, tensor in share.tensors.items():
+                key_of_kind = f"optimizer.{kind}.{key}"
+                yield from _pieces(key_of_kind, shape, cut, tensor, share.start, part)
 
 
-@torch.no_grad()
-def restore(
-    module: nn.Module, optimizer: MegatronOptimizer | None, name: str, loaded: State, step: int
-) -> None:
-    """Copy loaded tensors into a module and, if given, its optimizer after ``step`` updates.
+def _written_by(param: Tensor, order: int, rank: int, size: int) -> tuple[int, int]:
+    """The stretch of a parameter that replica ``rank`` of ``size`` writes: whole rows, or nothing.
 
-    Raises KeyError for a parameter that was not loaded.
+    order: the parameter's number in the chunk.
     """
-    for local, param in module.named_parameters():
-        param.copy_(loaded[f"{name}.{local}"])
-    if optimizer is None:
-        return
-    for local, share in _shares(optimizer, module):
-        for kind, tensor in share.tensors.items():
-            whole = loaded[f"{kind}.{name}.{local}"]
-            tensor.copy_(whole.view(-1)[share.start : share.end].view_as(tensor))
+    if param.numel() * param.element_size() < _SHARED_BYTES:
+        return (0, param.numel() if order % size == rank else 0)
+    rows = param.shape[0]
+    columns = param.numel() // rows
+    return rows * rank // size * columns, rows * (rank + 1) // size * columns
+
+
+def _pieces(
+    key: str, shape: tuple[int, ...], cut: Cut, held: Tensor, start: int, part: tuple[int, int]
+) -> Iterator[Piece]:
+    """The rectangles of the elements part[0] .. part[1] - 1 of a flat parameter.
+
+    held: its elements from ``start`` on, as many as are held here.
+    """
+    position = part[0] - start
+    flat = held.view(-1)
+    for own in cut.rectangles(*part):
+        end = position + own.rows * own.columns
+        values = flat[position:end].view(own.rows, own.columns)
+        yield Piece(key, shape, own.row, own.column, values)
+        position = end
+
+
+def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
+    """The wanted pieces, with master weights read from the weights if the checkpoint lacks them.
+
+    That of an fp32 run does.
+    """
+    beginning = f"optimizer.{MASTER}."
+    return [
+        Piece(p.key.removeprefix(beginning), p.shape, p.row, p.column, p.values)
+        if p.key.startswith(beginning) and p.key not in stored
+        else p
+        for p in pieces
+    ]
+
+
+def set_steps(optimizer: MegatronOptimizer, step: int) -> None:
+    """Tell an optimizer whose tensors were loaded that it has done ``step`` updates."""
     base = optimizer.optimizer
     assert base is not None
     for state in base.state.values():
         # One tensor each: a shared one would be advanced once per parameter.
         if "step" in state:
             state["step"] = torch.tensor(float(step))
-
-
-def save_sharded(state: State, directory: Path) -> None:
-    """Write a sharded state; every rank of the world calls it with its part."""
-    # Synchronous saves need no manager process, whose start would import everything again.
-    cast("Any", filesystem_async)._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(directory))
-
-
-def stored_names(directory: Path) -> set[str]:
-    """Names of all tensors of a checkpoint, as in the whole model; no collective."""
-    # Megatron's reader of metadata does not know all properties that torch 2.15 writes.
-    return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
-
-
-def _check_vocabulary(state: State, directory: Path) -> None:
-    """Raise ValueError for a checkpoint with another vocabulary than the model's.
-
-    Megatron would silently fill in missing rows of an embedding or head and leave out surplus
-    ones. It does so because vocabulary padding may differ; ours is the same in every layout.
-    """
-    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
-    for wanted in state.values():
-        if not (isinstance(wanted, ShardedTensor) and wanted.allow_shape_mismatch):
-            continue
-        found = stored.get(wanted.key)
-        if isinstance(found, TensorStorageMetadata) and found.size[0] != wanted.global_shape[0]:
-            raise ValueError(
-                f"checkpoint {directory}: {wanted.key} has {found.size[0]} rows, but the model has "
-                f"{wanted.global_shape[0]}; give the tokenizer, language.model.vocab_size and "
-                f"language.model.vocab_multiple of its training"
-            )
-
-
-def load_sharded(state: State, directory: Path) -> State:
-    """Read the parts that ``state`` describes; every rank of the world calls it.
-
-    Raises ValueError when the checkpoint lacks something, or has another vocabulary.
-    """
-    _check_vocabulary(state, directory)
-    try:
-        return cast("State", dist_checkpointing.load(state, str(directory)))
-    except Exception as error:
-        raise ValueError(f"checkpoint {directory} cannot be loaded: {error}") from error

@@ -38,6 +38,8 @@ class ModuleContext:
         group. If not, the caller may write rows into the whole sequence and then scatter it; a
         forward from token ids alone still scatters inside.
     lora: None for layers without adapters.
+    provided: names, as in the whole module, of parameters that a checkpoint is about to fill, so
+        that nobody draws them.
     """
 
     groups: ProcessGroupCollection
@@ -48,6 +50,7 @@ class ModuleContext:
     recompute: str = "none"
     scatter_embedding: bool = True
     lora: LoRA | None = None
+    provided: frozenset[str] = frozenset()
 
     @property
     def is_first_stage(self) -> bool:

@@ -11,7 +11,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from mimo.engines.megatron.config import ModuleContext
@@ -22,7 +21,7 @@ from mimo.engines.megatron.stack import layer_spec, layers_here, stack_spec
 
 
 class LanguageModel(GPTModel):
-    """`GPTModel` with our loss, and with checkpoints that need no global process groups.
+    """`GPTModel` with our loss.
 
     Under context parallelism token ids, labels and embeddings are this rank's share; positions
     are those of the whole sequence.
@@ -63,30 +62,6 @@ class LanguageModel(GPTModel):
         if packed_seq_params is None and self.cp_group.size() > 1:
             frequencies = zigzag_share(frequencies, self.cp_group)
         return (hidden, frequencies, *rest)
-
-    def tie_embeddings_and_output_weights_state_dict(
-        self,
-        sharded_state_dict: dict[str, Any],
-        output_layer_weight_key: str,
-        first_stage_word_emb_key: str,
-        metadata: dict[str, Any] | None = None,
-    ) -> None:
-        """Store the last stage's copy of a tied embedding as a replica of the first stage's.
-
-        Megatron's version asks the global `parallel_state` for the replica's number.
-        """
-        if not self.post_process or self.pre_process:
-            assert output_layer_weight_key not in sharded_state_dict
-            return
-        assert metadata is not None
-        dp_cp_group = metadata["dp_cp_group"]
-        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
-            tensor=sharded_state_dict[output_layer_weight_key].data,
-            key=first_stage_word_emb_key,
-            replica_id=(1, 0, dp_cp_group.rank()),
-            tp_group=self.tp_group,
-            dp_cp_group=dp_cp_group,
-        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ of the tensor-parallel group.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import (
@@ -34,11 +34,8 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from mimo.engines.megatron.config import LoRA
@@ -83,26 +80,6 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
             down = copy_to_tensor_model_parallel_region(down, group=self.tp_group)
         return output + linear(self.scale * down, self.lora_b), bias
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """As Megatron's, with ``lora_b`` cut like the weight."""
-        assert metadata is not None, "replicas are numbered by metadata['dp_cp_group']"
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0, "bias": 0, "lora_b": 0},
-            sharded_offsets,
-            tp_group=cast("ProcessGroup", self.tp_group),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        if self.lora_b.partition_stride > 1:  # type: ignore[attr-defined]
-            # Gate and up are stacked, and each is cut separately. The MLP around this linear
-            # takes care of `weight` and `bias` only.
-            key = f"{prefix}lora_b"
-            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
-        return state
-
 
 class LoRARowParallelLinear(RowParallelLinear):
     """A row-parallel linear with an adapter; ``lora_a`` has the columns of ``weight``, in order."""
@@ -127,20 +104,6 @@ class LoRARowParallelLinear(RowParallelLinear):
         else:
             down = reduce_from_tensor_model_parallel_region(down, group=self.tp_group)
         return output + linear(self.scale * down, self.lora_b), bias
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """As Megatron's, with ``lora_a`` cut like the weight."""
-        assert metadata is not None, "replicas are numbered by metadata['dp_cp_group']"
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 1, "lora_a": 1},
-            sharded_offsets,
-            tp_group=cast("ProcessGroup", self.tp_group),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 def let_backward_into_layers(block: TransformerBlock) -> None:

@@ -14,10 +14,6 @@ WARNINGS = (
     # Optional packages. What replaces them is ours or torch's, and is tested.
     (r"Transformer Engine and Apex are not installed", r"megatron\.core"),
     (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core"),
-    # The engine's load strategy calls torch this way: every rank reads its part, with the old
-    # order of arguments.
-    (r"torch\.distributed is disabled, unavailable or", r"torch\.distributed\.checkpoint"),
-    (r"The argument order of load has been changed", r"torch\.distributed\.checkpoint"),
     # One of the engine's packages imports from another in a way that is being removed.
     (r"The following imports from `dynamic_context\.py` will", r"megatron\.core\.inference"),
 )
@@ -27,8 +23,6 @@ RECORDS = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     # Its successor in the engine is for hybrids of attention and state spaces.
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
-    # The engine has no other way to write synchronous checkpoints.
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
 )
 
 

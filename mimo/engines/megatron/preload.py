@@ -18,7 +18,6 @@ torch.set_num_threads(1)
 if find_spec("transformer_engine") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
     sys.modules["megatron"] = None  # type: ignore[assignment]  # its import fails from here on
 else:
-    import megatron.core.dist_checkpointing
     import megatron.core.distributed
     import megatron.core.models.gpt
     import megatron.core.optimizer

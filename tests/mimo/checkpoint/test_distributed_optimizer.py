@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from mimo.checkpoint.tensors import describe, read
 from tests import language_steps
 from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
@@ -116,6 +117,32 @@ def test_a_checkpoint_goes_on_in_another_layout(
     got = outcome(run(run_ranks, after, language_steps.resume, tmp_path, 1), gradients=False)
     rest = replace_steps(expected, 1)
     assert_same(got, rest, TOLERANCE)
+
+
+def masters_and_weights(rank: int, job: Job, directory: Path) -> list[tuple[str, torch.Tensor]]:
+    """By parameter, the fp32 numbers that a fresh 16-bit model has after loading."""
+    from mimo.engines.megatron.checkpoint import module_pieces
+
+    trainer = language_steps.Trainer(job)
+    language_steps.load(trainer, directory, 1)
+    pieces = module_pieces(trainer.module(), "load", with_optimizer=True)
+    beginning = "optimizer.fp32_param."
+    return [
+        (p.key.removeprefix(beginning), p.values) for p in pieces if p.key.startswith(beginning)
+    ]
+
+
+def test_a_bf16_run_goes_on_with_every_bit_of_an_fp32_run(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    run(run_ranks, replace(ADAM, grid={"dp": 2}), language_steps.save_and_go_on, tmp_path, 1)
+    described = {k: v for k, v in describe(tmp_path).items() if not k.startswith("optimizer.")}
+    stored = read(tmp_path, described)
+    job = replace(ADAM, dtype=torch.bfloat16)
+    (masters,) = run(run_ranks, job, masters_and_weights, tmp_path)
+    assert {key for key, _ in masters} == stored.keys()
+    for key, values in masters:
+        assert torch.equal(values.flatten(), stored[key].flatten()), key
 
 
 def replace_steps(expected: language_steps.Outcome, first: int) -> language_steps.Outcome:

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
+from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.cli import app
-from mimo.convert import checkpoint_tensors
 from mimo.convert.adapter import convert as write_adapter
 from mimo.convert.from_hf import convert as from_hf
 from mimo.convert.to_hf import convert as to_hf
@@ -295,7 +295,7 @@ class Converted:
         tensors = checkpoint_tensors.read(self.checkpoint, described)
         tensors |= {key: torch.ones(shape) for key, shape in shapes.items()}
         forms = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        for path in (*self.checkpoint.glob("*.distcp"), self.checkpoint / ".metadata"):
+        for path in self.checkpoint.glob("tensors*"):
             path.unlink()
         checkpoint_tensors.write(self.checkpoint, forms, torch.float32, tensors.__getitem__)
 

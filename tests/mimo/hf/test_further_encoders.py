@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 from webdataset.writer import TarWriter
 
+from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.convert import checkpoint_tensors, to_hf
+from mimo.convert import to_hf
 from mimo.errors import RecipeError
 from mimo.hf.initial import initial_weights
 from mimo.hf.recipe_keys import architecture_of_folder

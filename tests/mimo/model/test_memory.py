@@ -1,6 +1,7 @@
 """A model that does not fit is refused before it is built."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from mimo.device import Memory
 from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
+from mimo.layout.grids import Layout
 from mimo.model import recipe_checks
 from mimo.model.memory import (
     RANK_BYTES,
@@ -18,6 +20,8 @@ from mimo.model.memory import (
     parameters,
 )
 from mimo.model.recipe_checks import check_data
+from mimo.model.roles import RoleMemory, memory_by_role
+from mimo.recipe.schema import Recipe
 from mimo.train import main as job
 from mimo.verify import main as verify
 from tests.conftest import RunRanks
@@ -67,6 +71,142 @@ def test_parameters_are_counted_as_they_are_built(tmp_path: Path, run_ranks: Run
     assert len(built) == 3
     for name, overrides in MODELS.items():
         assert parameters(load_recipe(path, overrides)) == built[name]
+
+
+# About 26 M parameters.
+WIDE = (
+    "language.model={num_layers: 4, hidden_size: 512, ffn_hidden_size: 1536, "
+    "num_attention_heads: 8, num_query_groups: 4, head_size: 64, vocab_size: 8000, "
+    "mrope_section: [16, 8, 8]}",
+    "encoders.vision.model={num_layers: 4, hidden_size: 256, ffn_hidden_size: 768, "
+    "num_attention_heads: 4}",
+)
+STAGES = "language.grid={tp: 2, sp: true, pp: 2}"
+ROLES = {
+    "26 M parameters in fp32": (*WIDE, "train.precision=fp32", STAGES),
+    "qwen3 with tied weights": (
+        *MODELS["qwen3 and qwen3_vl"],
+        STAGES,
+        "encoders.vision.grid={tp: 2}",
+        "language.model.num_layers=4",
+        "train.precision=bf16",
+    ),
+    "qwen2_5, three stages": (
+        *MODELS["qwen2_5 and qwen_vl"],
+        "language.grid={pp: 3}",
+        "encoders.vision.grid={pp: 3}",
+        "train.precision=fp32",
+        "train.optimizer=sgd",
+    ),
+    "gemma3 with a tower that is frozen": (
+        *MODELS["gemma3"],
+        "language.grid={tp: 2}",
+        "encoders.vision.grid={tp: 2}",
+        "encoders.vision.freeze=tower",
+        "train.precision=fp64",
+    ),
+    "adapters": (
+        *MODELS["qwen3 and qwen3_vl"],
+        "language.grid={tp: 2}",
+        "language.lora={targets: [qkv, proj, fc1, fc2]}",
+        "encoders.vision.freeze=true",
+        "train.precision=bf16",
+    ),
+    "a distributed optimizer": (
+        *MODELS["qwen2_5 and qwen_vl"],
+        "language.grid={dp: 2}",
+        "encoders.vision.grid={dp: 2}",
+        "train.global_batch_size=16",
+        "train.precision=bf16",
+        "train.distributed_optimizer=true",
+    ),
+}
+
+
+def held_by_roles(rank: int, recipe: Recipe, layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
+    """Bytes of weights, gradients and optimizer that this rank holds, by role."""
+    from mimo.layout.groups import build_topology
+    from mimo.model.build import build_model
+
+    found = []
+    for name, module in build_model(recipe, build_topology(layout), 100).modules.items():
+        params = [p for chunk in module.raw for p in chunk.parameters()]
+        grads, state = 0, 0
+        if module.optimizer is not None:
+            base = module.optimizer.optimizer
+            assert base is not None
+            module.optimizer.init_state_fn(base, module.optimizer.config)
+            learnt: list[Any] = [p for p in params if p.requires_grad]
+            grads = sum(p.main_grad.nbytes for p in learnt)
+            state = sum(
+                tensor.nbytes
+                for one in base.state.values()
+                for kind, tensor in one.items()
+                if kind != "step"
+            )
+            # Master copies of 16-bit weights; in fp32 the optimizer has the weights themselves.
+            if recipe.train.precision == "bf16":
+                state += sum(p.nbytes for group in base.param_groups for p in group["params"])
+        stage, stages = module.groups.pp.rank(), module.groups.pp.size()
+        role = name
+        if stages > 1:
+            place = "first" if stage == 0 else "last" if stage == stages - 1 else "middle"
+            role = f"{name}, {place} stage"
+        found.append((role, (sum(p.nbytes for p in params), grads, state)))
+    return found
+
+
+@pytest.mark.parametrize("overrides", ROLES.values(), ids=ROLES)
+def test_each_role_holds_what_the_formula_says_to_the_byte(
+    tmp_path: Path, run_ranks: RunRanks, overrides: tuple[str, ...]
+) -> None:
+    recipe = load_recipe(tiny.write_recipe(tmp_path), ["train.optimizer=adam", *overrides])
+    layout = build_layout(recipe)
+    by_role: dict[str, list[tuple[int, ...]]] = {}
+    for own in run_ranks(held_by_roles, layout.world_size, recipe, layout):
+        for role, held in own:
+            by_role.setdefault(role, []).append(held)
+    roles = memory_by_role(recipe, layout)
+    assert {one.role for one in roles} == by_role.keys()
+    for one in roles:
+        measured = by_role[one.role]
+        for number, expected in enumerate((one.weights, one.gradients, one.optimizer)):
+            # What a distributed optimizer's ranks hold differs, but not what all of them do.
+            assert sum(held[number] for held in measured) == expected * len(measured), one.role
+    if "train.precision=fp32" in overrides and overrides[:2] == WIDE:
+        assert sum(parameters(recipe).values()) == pytest.approx(26e6, rel=0.01)
+
+
+def one_role(path: Path, role: str, *overrides: str) -> RoleMemory:
+    recipe = load_recipe(path, ["train.precision=bf16", *MODELS["gemma3"], *overrides])
+    roles = memory_by_role(recipe, build_layout(recipe))
+    return next(one for one in roles if one.role == role)
+
+
+def test_activations_and_logits_follow_the_tokens_of_a_rank(tmp_path: Path) -> None:
+    path = tiny.write_recipe(tmp_path)
+    tokens, layers, hidden = 128 * 4, 3, 32
+    # qkv 8·(4 + 2·2), inputs of the projection 8·4, gate and up 2·48, inputs of the last 48.
+    inside = 64 + 32 + 96 + 48
+    whole = one_role(path, "language")
+    assert whole.activations == 2 * tokens * layers * (4 * hidden + inside)
+    assert whole.logits == tokens * 128 * (2 + 4 + 4)
+    cut = one_role(path, "language", "language.grid={tp: 2, sp: true}")
+    assert cut.activations == whole.activations / 2
+    assert cut.logits == whole.logits / 2
+    without_sp = one_role(path, "language", "language.grid={tp: 2}")
+    assert without_sp.activations == 2 * tokens * layers * (4 * hidden + inside / 2)
+    recomputed = one_role(path, "language", "language.recompute=full")
+    assert recomputed.activations == 2 * tokens * (layers * hidden + 4 * hidden + inside)
+    # The first of three stages has three microbatches under way, each with a third of the layers.
+    first = one_role(path, "language, first stage", "language.grid={pp: 3}")
+    assert first.activations == whole.activations
+    assert first.logits == 0
+    last = one_role(path, "language, last stage", "language.grid={pp: 3}")
+    assert last.activations == whole.activations / 3
+    assert last.logits == whole.logits
+    shared = one_role(path, "language", "language.grid={cp: 2}")
+    assert (shared.activations, shared.logits) == (whole.activations / 2, whole.logits / 2)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from encoders.qwen_vl import PROJECTOR
+from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromScratch, FromWeights, Start
 from mimo.families.dtypes import DTYPES
@@ -68,14 +66,7 @@ def whole(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def read(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, by name: weights, and the optimizers' by their kind."""
-    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in metadata.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
-    load(state, checkpoint_id=checkpoint, no_dist=True)
-    return state
+    return tensors.read(checkpoint, tensors.describe(checkpoint))
 
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:

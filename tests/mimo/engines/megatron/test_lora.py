@@ -23,7 +23,7 @@ from mimo.recipe.schema import LoRA, RecipeError
 from mimo.verify.results import Reference
 from tests import language_steps
 from tests.conftest import RunRanks
-from tests.lone_module import noise
+from tests.lone_module import noise, tensor_parallel_slice
 from tests.mimo import tiny
 from tests.mimo.train.test_train import metrics
 from tests.mimo.train.test_train import run as train_recipe
@@ -176,8 +176,6 @@ def test_only_the_targets_have_adapters(run_ranks: RunRanks) -> None:
 
 @pytest.mark.parametrize(("dim", "stride"), [(0, 1), (0, 2), (1, 1)])
 def test_parts_of_a_weight_are_merged_without_the_others(dim: int, stride: int) -> None:
-    from mimo.engines.megatron.initialize import tensor_parallel_slice
-
     weight, a, b = noise(1, 24, 16), noise(2, 3, 16), noise(3, 24, 3)
     whole = merged_weight(weight, a, b, 0.5)
     torch.testing.assert_close(whole, weight + 0.5 * b @ a)

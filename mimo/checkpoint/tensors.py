@@ -1,0 +1,325 @@
+"""The tensors of a checkpoint: one safetensors file per rank, and an index of all pieces.
+
+Every rank writes rectangles of tensors (`Piece`), those that it owns, straight from the memory
+where they are; nothing is gathered. The index, `tensors.json`, says where each piece is. A reader
+takes the rectangles that it wants from the pieces that overlap them, and reads nothing else. So any
+layout reads what another wrote.
+
+Nothing is pickled: a file is a header in JSON and plain numbers, as safetensors defines it.
+
+Letters: R rows, C columns of a whole tensor as a matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mimo.engines.piece import Piece
+from mimo.errors import InputError
+
+_INDEX = "tensors.json"
+_FORMAT = "mimo tensors 1"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CHUNK_BYTES = 1 << 22
+"""Bytes on their way between a tensor and a file at a time."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A rectangle of a tensor in a file: its rows one after the other, from byte ``begin`` on."""
+
+    file: str
+    begin: int
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+@dataclass
+class StoredTensor:
+    """A whole tensor and where its pieces are."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Stored] = field(default_factory=list)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """R and C."""
+        return _matrix(self.shape)
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+# ------------------------------------------------------------------------------- writing
+
+
+def write_pieces(
+    folder: Path,
+    rank: int,
+    pieces: Sequence[Piece],
+    values_of: Callable[[Piece], Tensor] = lambda piece: piece.values,
+) -> None:
+    """Write this rank's pieces into its file; without any there is none.
+
+    values_of: asked for a piece's values when its turn comes; of ``piece.values`` only shape and
+    dtype are needed before. Beside the tensors, `_CHUNK_BYTES` of memory are used.
+    """
+    if not pieces:
+        return
+    entries: dict[str, Any] = {}
+    position = 0
+    for piece in pieces:
+        name = f"{piece.key}[{piece.row},{piece.column}]"
+        assert name not in entries, f"{name} is written twice by one rank"
+        end = position + piece.values.numel() * piece.values.element_size()
+        entries[name] = {
+            "dtype": _NAMES[piece.values.dtype],
+            "shape": list(piece.values.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    shapes = {piece.key: json.dumps(piece.shape) for piece in pieces}
+    header = json.dumps({"__metadata__": shapes, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    with (folder / f"tensors_{rank}.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for piece in pieces:
+            for chunk in _chunks(values_of(piece)):
+                file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _chunks(values: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in order, in place if it is on the CPU."""
+    flat = values.detach().reshape(-1)
+    for part in flat.split(_CHUNK_BYTES // flat.element_size()):
+        yield memoryview(part.cpu().view(torch.uint8).numpy())
+
+
+def write_index(folder: Path) -> None:
+    """Write the index of all files in a folder, once they are complete; one rank calls it.
+
+    It asserts that the pieces cover every tensor, each element once.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("tensors_*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        shapes = header.pop("__metadata__")
+        for name, entry in header.items():
+            key, _, place = name.rpartition("[")
+            row, column = map(int, place.removesuffix("]").split(","))
+            whole = StoredTensor(tuple(json.loads(shapes[key])), _DTYPES[entry["dtype"]])
+            known = tensors.setdefault(key, whole)
+            assert (known.shape, known.dtype) == (whole.shape, whole.dtype), f"{key} differs"
+            begin = 8 + length + entry["data_offsets"][0]
+            known.pieces.append(Stored(path.name, begin, row, column, *entry["shape"]))
+    for key, tensor in tensors.items():
+        _check_covered(key, tensor)
+    document = {
+        "format": _FORMAT,
+        "tensors": {
+            key: {
+                "shape": tensor.shape,
+                "dtype": _NAMES[tensor.dtype],
+                "pieces": [list(vars(piece).values()) for piece in tensor.pieces],
+            }
+            for key, tensor in sorted(tensors.items())
+        },
+    }
+    (folder / _INDEX).write_text(json.dumps(document))
+
+
+def _check_covered(key: str, tensor: StoredTensor) -> None:
+    """Assert that the pieces are the whole tensor, without a gap and without an overlap."""
+    rows, columns = tensor.matrix
+    ends = {p.row for p in tensor.pieces} | {p.row + p.rows for p in tensor.pieces} | {0, rows}
+    waiting = sorted(tensor.pieces, key=lambda piece: piece.row, reverse=True)
+    open_pieces: list[Stored] = []
+    # Between two of these rows the same pieces lie side by side.
+    for top, bottom in itertools.pairwise(sorted(ends)):
+        open_pieces = [piece for piece in open_pieces if piece.row + piece.rows > top]
+        while waiting and waiting[-1].row <= top:
+            open_pieces.append(waiting.pop())
+        column = 0
+        for piece in sorted(open_pieces, key=lambda piece: piece.column):
+            assert piece.column == column, f"{key}: rows {top}..{bottom} from column {column} on"
+            column += piece.columns
+        assert column == columns and bottom <= rows, f"{key}: rows {top}..{bottom}"
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+def read_index(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint by key.
+
+    Raises InputError for one without an index, or with an index of another version.
+    """
+    try:
+        document = json.loads((folder / _INDEX).read_text())
+    except FileNotFoundError as error:
+        if (folder / ".metadata").exists():
+            raise InputError(
+                f"checkpoint {folder}: it was written by a former version, in Megatron's format, "
+                f"which is not read any more; export it with `mimo convert to-hf` of the version "
+                f"that wrote it and start from that folder (init_from)"
+            ) from error
+        raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again") from error
+    if document.get("format") != _FORMAT:
+        raise InputError(
+            f"checkpoint {folder}: {_INDEX} has format {document.get('format')!r}, this version "
+            f"reads {_FORMAT!r}; use the version that wrote it"
+        )
+    return {
+        key: StoredTensor(
+            tuple(entry["shape"]),
+            _DTYPES[entry["dtype"]],
+            [Stored(*piece) for piece in entry["pieces"]],
+        )
+        for key, entry in document["tensors"].items()
+    }
+
+
+def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Sequence[Piece]) -> int:
+    """Fill the values of every wanted piece, in whatever dtype they have; the bytes read.
+
+    Beside the tensors, about `_CHUNK_BYTES` of memory are used.
+    Raises ValueError for a tensor that is missing or has another shape, and for a damaged file.
+    """
+    reads: list[tuple[Stored, Piece]] = []
+    for piece in wanted:
+        tensor = index.get(piece.key)
+        if tensor is None:
+            raise ValueError(f"checkpoint {folder}: {piece.key} is missing")
+        if tensor.matrix != _matrix(piece.shape):
+            raise ValueError(f"checkpoint {folder}: {_difference(piece, tensor)}")
+        reads += [(stored, piece) for stored in tensor.pieces if _overlap(stored, piece)]
+    reads.sort(key=lambda pair: (pair[0].file, pair[0].begin))
+    num_bytes = 0
+    for name, of_file in itertools.groupby(reads, key=lambda pair: pair[0].file):
+        with _opened(folder, name) as file:
+            for stored, piece in of_file:
+                num_bytes += _read(file, stored, piece, index[piece.key].dtype)
+    return num_bytes
+
+
+def _difference(piece: Piece, tensor: StoredTensor) -> str:
+    """In words, for tensors that are not of the same size."""
+    (rows, columns), (own_rows, own_columns) = tensor.matrix, _matrix(piece.shape)
+    if columns == own_columns:
+        return (
+            f"{piece.key} has {rows} rows, but the model has {own_rows}; give the sizes of its "
+            f"training (for a vocabulary: the tokenizer, language.model.vocab_size and "
+            f"language.model.vocab_multiple)"
+        )
+    return (
+        f"{piece.key} is {list(tensor.shape)}, but the model's is {list(piece.shape)}; give the "
+        f"sizes of its training"
+    )
+
+
+def _opened(folder: Path, name: str) -> Any:
+    try:
+        # No path of an index leads out of its folder.
+        return (folder / Path(name).name).open("rb", buffering=0)
+    except OSError as error:
+        raise ValueError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
+
+
+def _overlap(stored: Stored, piece: Piece) -> tuple[range, range] | None:
+    """The rows and columns of the whole tensor that both have; None without any."""
+    rows, columns = piece.values.shape
+    both = (
+        range(max(stored.row, piece.row), min(stored.row + stored.rows, piece.row + rows)),
+        range(
+            max(stored.column, piece.column),
+            min(stored.column + stored.columns, piece.column + columns),
+        ),
+    )
+    return both if all(both) else None
+
+
+def _read(file: Any, stored: Stored, piece: Piece, dtype: torch.dtype) -> int:
+    """Copy what both have of a tensor from a file; the bytes read."""
+    overlap = _overlap(stored, piece)
+    assert overlap is not None
+    rows, columns = overlap
+    width = len(columns)
+    at_once = max(1, _CHUNK_BYTES // (width * dtype.itemsize))
+    buffer = torch.empty(min(at_once, len(rows)), width, dtype=dtype)
+    left = columns.start - piece.column
+    for first in range(rows.start, rows.stop, at_once):
+        part = buffer[: min(at_once, rows.stop - first)]
+        # Whole rows lie one after the other; of cut ones each is read alone.
+        runs = [part] if width == stored.columns else list(part.split(1))
+        for number, run in enumerate(runs):
+            skipped = (first + number - stored.row) * stored.columns
+            skipped += columns.start - stored.column
+            _fill(file, stored.begin + skipped * dtype.itemsize, run)
+        top = first - piece.row
+        piece.values[top : top + len(part), left : left + width].copy_(part)
+    return len(rows) * width * dtype.itemsize
+
+
+def _fill(file: Any, begin: int, target: Tensor) -> None:
+    """Read a contiguous tensor from byte ``begin`` on. Raises ValueError where the file ends."""
+    left = memoryview(target.view(-1).view(torch.uint8).numpy())
+    while left:
+        count = os.preadv(file.fileno(), [left], begin)
+        if count <= 0:
+            raise ValueError(f"checkpoint {file.name}: the file is cut off; copy it again")
+        left, begin = left[count:], begin + count
+
+
+# --------------------------------------------------------------------------- whole tensors
+
+
+def describe(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor of a checkpoint, by key. Raises InputError."""
+    index = read_index(checkpoint)
+    return {key: (torch.Size(tensor.shape), tensor.dtype) for key, tensor in index.items()}
+
+
+def read(
+    checkpoint: Path, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
+    """Whole tensors by key, as `describe` describes them; no others are read."""
+    found = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in wanted.items()}
+    read_pieces(checkpoint, read_index(checkpoint), [_whole(*one) for one in found.items()])
+    return found
+
+
+def write(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensor_of: Callable[[str], Tensor],
+) -> None:
+    """Write a checkpoint's tensors; each is asked for when its turn comes, in order."""
+    described = {k: torch.empty(shape, dtype=dtype, device="meta") for k, shape in shapes.items()}
+    pieces = [_whole(*one) for one in described.items()]
+    write_pieces(folder, 0, pieces, lambda piece: tensor_of(piece.key))
+    write_index(folder)
+
+
+def _whole(key: str, tensor: Tensor) -> Piece:
+    shape = tuple(tensor.shape)
+    return Piece(key, shape, 0, 0, tensor.view(_matrix(shape)))

@@ -1,0 +1,24 @@
+"""What an engine gives to whoever writes and reads checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor: what a rank writes, or where it wants to have what it reads.
+
+    The tensor is seen as a matrix of its first dimension by all others; a vector has one column.
+
+    key: the tensor's name. shape: of the whole tensor. row, column: of the first element.
+    values: (rows, columns), the owner's memory, so that writing to it changes the model.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    row: int
+    column: int
+    values: Tensor

@@ -1,0 +1,263 @@
+"""What a rank keeps in memory, by the role that it has: an encoder's rank, or a stage's.
+
+Weights, gradients and optimizer state are counted exactly: what each rank of the role holds of
+every parameter, by the family's list of weights and the way the engine cuts them. A distributed
+optimizer's state is the mean over the ranks that share it.
+
+Activations are an estimate from above, of full microbatches whose tokens are all rows of items.
+Between forward and backward a token of a layer keeps the inputs of both norms and of all linears,
+and the outputs of the first linears; attention keeps no scores. With ``recompute: full`` it keeps
+the layer's input alone, and one layer at a time all of this. Source: Korthikanti et al. 2022,
+arXiv:2205.05198, section 4. Buffers of kernels and communication come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from data.media.processor import Part
+from mimo.families.dtypes import DTYPES
+from mimo.families.keymap import Weight, num_elements
+from mimo.families.registry import (
+    encoder_family,
+    encoder_settings,
+    language_family,
+    language_settings,
+)
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout, num_microbatches, run_ahead
+from mimo.recipe.schema import Recipe, Train
+
+_CUT_BY_ROWS = (
+    *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),
+    *("word_embeddings.weight", "output_layer.weight"),
+)
+_CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_LINEARS = {
+    "qkv": "self_attention.linear_qkv.weight",
+    "proj": "self_attention.linear_proj.weight",
+    "fc1": "mlp.linear_fc1.weight",
+    "fc2": "mlp.linear_fc2.weight",
+}
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+Where = Literal["first", "layer", "last"]
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes that a rank of a role needs for its module.
+
+    role: the module, with its stage if it has several.
+    """
+
+    role: str
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits)
+        return sum(parts)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of a module: where it is, and the elements that a tensor-parallel rank holds."""
+
+    where: Where
+    elements: int
+    learns: bool
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A module's layers as memory sees them, per token and tensor-parallel rank.
+
+    width: elements of a token between layers. kept: what a layer keeps for backward.
+    """
+
+    width: float
+    kept: float
+
+
+def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
+    """Of every encoder, then of the language model: its first, middle and last stage."""
+    found: list[RoleMemory] = []
+    for name, grid in layout.grids.items():
+        weights, projector = _weights(recipe, name)
+        parameters = list(_parameters(recipe, name, grid, weights, projector))
+        stack = _stack(weights, grid)
+        for stage in sorted({0, min(1, grid.pp - 1), grid.pp - 1}):
+            found.append(_of_stage(recipe, layout, name, stage, parameters, stack))
+    return found
+
+
+def tokens_per_microbatch(recipe: Recipe) -> int:
+    """Tokens of a full microbatch on one lane of the language model."""
+    return recipe.data.sequence_length * recipe.train.micro_batch_size
+
+
+def logits_bytes(recipe: Recipe, tokens: float, columns: float) -> float:
+    """What the loss of ``tokens`` needs at its peak, with ``columns`` of the vocabulary on a rank.
+
+    The logits, in at least fp32, and these again with the largest taken off.
+    """
+    size = DTYPES[recipe.train.precision].itemsize
+    wide = max(4, size)
+    return tokens * columns * (size + wide + (wide if size < 4 else 0))
+
+
+def gradient_bytes(train: Train) -> int:
+    """Of a parameter that learns."""
+    return max(4, DTYPES[train.precision].itemsize)
+
+
+def optimizer_bytes(train: Train, replicas: int) -> float:
+    """Of a parameter that learns. replicas: ranks that share its state if they can, dp · cp."""
+    state = 2 * gradient_bytes(train) * (train.optimizer == "adam")
+    state += 4 * (train.precision == "bf16")
+    return state / (replicas if train.distributed_optimizer else 1)
+
+
+def _weights(recipe: Recipe, name: str) -> tuple[list[Weight], tuple[str, ...]]:
+    """A module's weights with a single layer, and how the names of its projector begin."""
+    language = language_settings(recipe)
+    if name == LANGUAGE:
+        sizes = {"vocab_size": language.padded_vocab_size(1), "num_layers": 1}
+        family = language_family(recipe)
+        return family.weights_in_hf(language.model_copy(update=sizes)), ()
+    family = encoder_family(recipe, name)
+    settings = encoder_settings(recipe, name).model_copy(update={"num_layers": 1})
+    return family.weights_in_hf(settings, language.hidden_size), family.PROJECTOR
+
+
+def _shape(weight: Weight) -> tuple[int, int]:
+    rows = weight.num_rows
+    return rows, num_elements([weight]) // rows
+
+
+def _cut(name: str, grid: GridSpec) -> int:
+    """Into how many parts a parameter is cut over tensor parallelism."""
+    return grid.tp if name.endswith(_CUT_BY_ROWS + _CUT_BY_COLUMNS) else 1
+
+
+def _parameters(
+    recipe: Recipe, module: str, grid: GridSpec, weights: list[Weight], projector: tuple[str, ...]
+) -> Iterator[_Parameter]:
+    """Those of one layer and all others."""
+    part = recipe.module(module)
+    frozen = part.freeze is not False or part.lora is not None
+    tied = not any(weight.name == _OUTPUT for weight in weights)
+    adapted = [_LINEARS[target] for target in part.lora.targets] if part.lora else []
+    for weight in weights:
+        name, (rows, columns) = weight.name, _shape(weight)
+        in_layer = ".layers." in name
+        last = name.startswith(projector) if projector else False
+        last |= "final_layernorm" in name or name == _OUTPUT
+        where: Where = "layer" if in_layer else "last" if last else "first"
+        learns = not frozen or (part.trains and bool(projector) and name.startswith(projector))
+        elements = rows * columns // _cut(name, grid)
+        yield _Parameter(where, elements, learns)
+        if module == LANGUAGE and name == _EMBEDDING and tied and grid.pp > 1:
+            yield _Parameter("last", elements, learns)  # the output head's copy
+        if in_layer and part.lora is not None and name.endswith(tuple(adapted)):
+            inputs, outputs = columns, rows
+            if name.endswith(_CUT_BY_COLUMNS):
+                inputs //= grid.tp
+            else:
+                outputs //= grid.tp
+            yield _Parameter(where, part.lora.rank * (inputs + outputs), part.trains)
+
+
+def _stack(weights: list[Weight], grid: GridSpec) -> _Stack:
+    shapes = {weight.name: _shape(weight) for weight in weights if ".layers." in weight.name}
+    linear = {
+        key: next(shape for name, shape in shapes.items() if name.endswith(ending))
+        for key, ending in _LINEARS.items()
+    }
+    hidden = linear["qkv"][1] / (grid.tp if grid.sp else 1)
+    inside = linear["qkv"][0] + linear["proj"][1] + linear["fc1"][0] + linear["fc2"][1]
+    # The inputs of two norms, and of the linears that follow them.
+    return _Stack(hidden, 4 * hidden + inside / grid.tp)
+
+
+def _of_stage(
+    recipe: Recipe,
+    layout: Layout,
+    module: str,
+    stage: int,
+    parameters: list[_Parameter],
+    stack: _Stack,
+) -> RoleMemory:
+    grid, train = layout.grids[module], recipe.train
+    settings = language_settings(recipe) if module == LANGUAGE else encoder_settings(recipe, module)
+    layers = settings.num_layers // grid.pp
+    first, last = stage == 0, stage == grid.pp - 1
+    count = {"first": int(first), "layer": layers, "last": int(last)}
+    held = sum(count[one.where] * one.elements for one in parameters)
+    learnt = sum(count[one.where] * one.elements for one in parameters if one.learns)
+    size = DTYPES[train.precision].itemsize
+    title = module
+    if grid.pp > 1:
+        title += ", " + ("first" if first else "last" if last else "middle") + " stage"
+    logits = 0.0
+    if module == LANGUAGE and last:
+        columns = language_settings(recipe).padded_vocab_size(1) / grid.tp
+        logits = logits_bytes(recipe, tokens_per_microbatch(recipe) / grid.cp, columns)
+    return RoleMemory(
+        role=title,
+        weights=held * size,
+        gradients=learnt * gradient_bytes(train),
+        optimizer=learnt * optimizer_bytes(train, grid.dp * grid.cp),
+        activations=size * _activations(recipe, layout, module, stage, layers, stack),
+        logits=logits,
+    )
+
+
+def _activations(
+    recipe: Recipe, layout: Layout, module: str, stage: int, layers: int, stack: _Stack
+) -> float:
+    """Elements that a rank of a stage keeps at most."""
+    grid, part = layout.grids[module], recipe.module(module)
+    tokens = float(tokens_per_microbatch(recipe))
+    if module != LANGUAGE:
+        tokens *= layout.language.dp / grid.dp * _inputs_per_row(recipe, module)
+    tokens /= grid.cp
+    # A forward pass of what is frozen keeps nothing for backward, and one layer at a time.
+    if module != LANGUAGE and (part.freeze is True or (part.freeze == "tower" and not part.lora)):
+        return tokens * stack.kept
+    waiting = min(_in_flight(recipe, layout, module, stage), num_microbatches(recipe, layout))
+    if part.recompute == "full":
+        return tokens * (waiting * layers * stack.width + stack.kept)
+    return tokens * waiting * layers * stack.kept
+
+
+def _in_flight(recipe: Recipe, layout: Layout, module: str, stage: int) -> float:
+    """Microbatches between forward and backward on a stage, at most."""
+    grid = layout.grids[module]
+    if module != LANGUAGE:
+        if module not in layout.colocated:
+            return run_ahead(recipe, layout, module) + grid.pp - stage
+        group = recipe.encoders[module].encode_group
+        return math.inf if group == "all" else group
+    if grid.vpp == 1:
+        return grid.pp - stage
+    # Forward passes of chunks before the first backward; see Megatron's interleaved schedule.
+    return (2 * (grid.pp - 1 - stage) + (grid.vpp - 1) * grid.pp + 1) / grid.vpp
+
+
+def _inputs_per_row(recipe: Recipe, encoder: str) -> float:
+    """How many inputs of the tower, such as patches, become one row: of an item of noise."""
+    part = recipe.encoders[encoder]
+    media = encoder_settings(recipe, encoder).processor(part.media)
+    file = media.random_file(np.random.default_rng(0))
+    plan = media.plan(Part(media.size_of(media.decode(file))))
+    return math.prod(plan.grid) / plan.num_rows

@@ -1,0 +1,96 @@
+"""A rank writes its state from where it is, and reads it to where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+
+from tests import language_steps
+from tests.cases import quick_values
+from tests.conftest import RunRanks
+from tests.language_steps import Job
+
+# About 8 M parameters: in fp32 4 bytes of weight and 8 of Adam's moments for each.
+SIZES = {
+    "hidden_size": 256,
+    "ffn_hidden_size": 1024,
+    "num_layers": 4,
+    "vocab_multiple": 16384,
+}
+JOBS = {
+    "plain": Job(optimizer="adam", settings=SIZES, grid={"dp": 2}),
+    "distributed": Job(optimizer="adam", settings=SIZES, grid={"dp": 2}, distributed=True),
+    "distributed tp2 bf16": Job(
+        optimizer="adam",
+        settings=SIZES,
+        grid={"dp": 2, "tp": 2},
+        distributed=True,
+        dtype=torch.bfloat16,
+    ),
+}
+
+
+def peak_growth(action: Callable[[], Any]) -> int:
+    """Bytes by which the process grows beyond what it has before, at most, during ``action``."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    before = _status("VmRSS")
+    action()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:
+    """Bytes of what this rank holds and has written, and the growth while saving and loading."""
+    from mimo.checkpoint.tensors import read_index
+    from mimo.engines.megatron.checkpoint import module_pieces
+
+    trainer = language_steps.Trainer(job)
+    module = trainer.module()
+    held = list(module_pieces(module, "load", with_optimizer=True))
+    for piece in held:
+        # Replicas hold the same.
+        seed = crc32(f"{piece.key} {piece.row} {piece.column}".encode())
+        piece.values.normal_(generator=torch.Generator().manual_seed(seed))
+    sums = [piece.values.double().sum().item() for piece in held]
+    saving = peak_growth(lambda: language_steps.save(trainer, directory))
+    written = sum(
+        p.values.numel() * p.values.element_size() for p in module_pieces(module, "save", True)
+    )
+    for piece in held:
+        piece.values.zero_()
+    loading = peak_growth(lambda: language_steps.load(trainer, directory, 1))
+    assert [piece.values.double().sum().item() for piece in held] == sums
+    whole = sum(
+        tensor.matrix[0] * tensor.matrix[1] * tensor.dtype.itemsize
+        for tensor in read_index(directory).values()
+    )
+    return {
+        "held": sum(p.values.numel() * p.values.element_size() for p in held),
+        "written": written,
+        "whole": whole,
+        "saving": saving,
+        "loading": loading,
+    }
+
+
+@pytest.mark.parametrize("job", quick_values(JOBS, "plain", "distributed"))
+def test_saving_and_loading_need_a_fifth_of_the_state_on_top_at_most(
+    run_ranks: RunRanks, tmp_path: Path, job: Job
+) -> None:
+    results = run_ranks(save_and_load, job.grid["dp"] * job.grid.get("tp", 1), job, tmp_path)
+    for found in results:
+        assert found["held"] > 25 * 2**20
+        assert found["saving"] <= 0.2 * found["held"]
+        assert found["loading"] <= 0.2 * found["held"]
+        # Everybody writes an equal share of the whole.
+        assert found["written"] == pytest.approx(found["whole"] / len(results), rel=0.1)
+    assert sum(found["written"] for found in results) == results[0]["whole"]

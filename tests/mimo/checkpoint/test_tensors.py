@@ -1,0 +1,155 @@
+"""Pieces of tensors, written in one cut and read in another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mimo.checkpoint import tensors
+from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
+from mimo.engines.piece import Piece
+from mimo.errors import InputError
+
+ROWS, COLUMNS = 12, 10
+WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+
+# By rank, rectangles as (row, column, rows, columns).
+CUTS = {
+    "whole": [[(0, 0, 12, 10)]],
+    "rows": [[(0, 0, 7, 10)], [(7, 0, 5, 10)]],
+    "columns": [[(0, 0, 12, 4)], [(0, 4, 12, 6)]],
+    # The second half of a stack of two matrices, and stretches that begin within a row.
+    "stacked": [[(0, 0, 3, 10), (6, 0, 3, 10)], [(3, 0, 3, 10), (9, 0, 3, 10)]],
+    "stretches": [
+        [(0, 0, 4, 10), (4, 0, 1, 3)],
+        [(4, 3, 1, 7), (5, 0, 2, 10), (7, 0, 1, 9)],
+        [(7, 9, 1, 1), (8, 0, 4, 10)],
+    ],
+    "columns in stretches": [
+        [(0, 0, 5, 5), (5, 0, 1, 2)],
+        [(5, 2, 1, 3), (6, 0, 6, 5)],
+        [(0, 5, 12, 5)],
+    ],
+}
+
+
+def pieces(place: list[tuple[int, int, int, int]], values: Tensor) -> list[Piece]:
+    return [
+        Piece("w", tuple(WHOLE.shape), r, c, values[r : r + height, c : c + width])
+        for r, c, height, width in place
+    ]
+
+
+def write_cut(folder: Path, cut: str) -> None:
+    for rank, place in enumerate(CUTS[cut]):
+        write_pieces(folder, rank, pieces(place, WHOLE))
+    write_index(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("saved", CUTS)
+def test_any_cut_is_read_in_any_other_and_nothing_beside_it(
+    tmp_path: Path, saved: str, dtype: torch.dtype
+) -> None:
+    write_cut(tmp_path, saved)
+    for wanted in CUTS.values():
+        for place in wanted:
+            found = torch.full_like(WHOLE, -1, dtype=dtype)
+            own = pieces(place, found)
+            num_bytes = read_pieces(tmp_path, read_index(tmp_path), own)
+            assert num_bytes == sum(piece.values.numel() for piece in own) * 4
+            expected = torch.full_like(found, -1)
+            for piece in pieces(place, expected):
+                rows, columns = piece.values.shape
+                top, left = piece.row, piece.column
+                piece.values.copy_(WHOLE[top : top + rows, left : left + columns])
+            assert torch.equal(found, expected)
+
+
+def test_pieces_larger_than_a_chunk_are_read_in_any_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "_CHUNK_BYTES", 64)  # 16 numbers: a row and a half
+    for saved in CUTS:
+        folder = tmp_path / saved
+        folder.mkdir()
+        write_cut(folder, saved)
+        for place in (place for cut in CUTS.values() for place in cut):
+            found = torch.zeros_like(WHOLE)
+            read_pieces(folder, read_index(folder), pieces(place, found))
+            own = torch.zeros_like(WHOLE, dtype=torch.bool)
+            for piece in pieces(place, own):
+                piece.values.fill_(True)
+            assert torch.equal(found, torch.where(own, WHOLE, 0))
+
+
+def test_a_file_is_safetensors_and_whole_tensors_keep_shape_and_dtype(tmp_path: Path) -> None:
+    given = {
+        "vector": torch.randn(5, dtype=torch.float64),
+        "kernel": torch.randn(3, 2, 4).to(torch.bfloat16),
+    }
+    flat = [Piece(k, tuple(t.shape), 0, 0, t.view(len(t), -1)) for k, t in given.items()]
+    write_pieces(tmp_path, 3, flat)
+    write_index(tmp_path)
+    stored = load_file(tmp_path / "tensors_3.safetensors")
+    assert torch.equal(stored["kernel[0,0]"], given["kernel"].view(3, 8))
+    described = tensors.describe(tmp_path)
+    assert described == {k: (t.shape, t.dtype) for k, t in given.items()}
+    for key, tensor in tensors.read(tmp_path, described).items():
+        assert torch.equal(tensor, given[key])
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(0, 0, 6, 10)],
+        [(0, 0, 6, 10), (5, 0, 7, 10)],
+        [(0, 0, 6, 10), (6, 0, 6, 5)],
+        # As many elements as the whole has, but some twice and some not at all.
+        [(0, 0, 6, 10), (6, 0, 3, 10), (6, 0, 3, 10)],
+        [(0, 0, 12, 5), (0, 4, 12, 5)],
+    ],
+)
+def test_pieces_that_are_not_the_whole_tensor_are_noticed_at_once(
+    tmp_path: Path, places: list[tuple[int, int, int, int]]
+) -> None:
+    for rank, place in enumerate(places):
+        write_pieces(tmp_path, rank, pieces([place], WHOLE))
+    with pytest.raises(AssertionError, match="w: rows"):
+        write_index(tmp_path)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    write_cut(tmp_path, "rows")
+    index = read_index(tmp_path)
+    own = pieces([(0, 0, 12, 10)], WHOLE.clone())
+    with pytest.raises(ValueError, match="other is missing"):
+        read_pieces(tmp_path, index, [replace(own[0], key="other")])
+    with pytest.raises(ValueError, match=r"w has 12 rows, but the model has 24; .*vocab_multiple"):
+        read_pieces(tmp_path, index, [replace(own[0], shape=(24, 10))])
+    with pytest.raises(ValueError, match=r"w is \[12, 10\], but the model's is \[12, 20\]"):
+        read_pieces(tmp_path, index, [replace(own[0], shape=(12, 20))])
+    last = tmp_path / "tensors_1.safetensors"
+    last.write_bytes(last.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"tensors_1.safetensors: the file is cut off"):
+        read_pieces(tmp_path, index, own)
+    last.unlink()
+    with pytest.raises(ValueError, match=r"tensors_1.safetensors cannot be read"):
+        read_pieces(tmp_path, index, own)
+
+
+def test_other_formats_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="tensors.json is missing"):
+        read_index(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(InputError, match=r"former version.*mimo convert to-hf"):
+        read_index(tmp_path)
+    (tmp_path / "tensors.json").write_text(json.dumps({"format": "mimo tensors 9"}))
+    with pytest.raises(InputError, match=r"format 'mimo tensors 9'"):
+        read_index(tmp_path)
