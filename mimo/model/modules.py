@@ -44,7 +44,7 @@ from mimo.engines.megatron.segments import PackedSegments
 from mimo.families.item_rules import ItemRules
 from mimo.layout.grids import LANGUAGE
 from mimo.layout.levels import Link
-from mimo.model.loss import masked_sum, pass_token
+from mimo.model.loss import pass_token, sum_losses
 from mimo.model.partition import PartitionAdapter
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
 from mimo.step.loader import EncoderItems
@@ -56,13 +56,15 @@ class LanguageBatch:
     """One microbatch of the language model on one rank, on any pipeline stage.
 
     input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S) int64,
-    whole. labels (B, S/cp) int64, loss_mask (B, S/cp) float32. segments: whole; None for a batch.
+    whole. labels: (n,) int64 of the tokens that count in the loss. loss_at: (n,) int64, where they
+    are: s·B + b for token s of sequence b of this rank's (B, S/cp). segments: whole; None for a
+    batch.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
-    loss_mask: Tensor
+    loss_at: Tensor
     segments: PackedSegments | None
 
 
@@ -250,10 +252,11 @@ class MimoModel:
                 attention_mask=None,
                 decoder_input=self._embed(gpt, own, arrived) if embed else None,
                 labels=own.labels,
+                loss_at=own.loss_at,
                 packed_seq_params=own.segments,
                 extra_block_kwargs=level_inputs(self._levels(own, arrived)),
             )
-            return output, masked_sum(own.loss_mask)
+            return output, sum_losses
 
         sequences = batches[group.start].num_sequences
         with torch.set_grad_enabled(trains and not forward_only):
@@ -281,15 +284,17 @@ class MimoModel:
         ids = self._tensor(lane.input_ids).view(batch, -1)
         _, labels, loss_mask, segments = self.partition.shard(
             None,
-            self._tensor(lane.labels).view(batch, -1),
-            self._tensor(lane.loss_mask).view(batch, -1),
+            torch.from_numpy(lane.labels).view(batch, -1),
+            torch.from_numpy(lane.loss_mask).view(batch, -1),
             segments,
         )
+        # Chosen on the host: asking a device how many there are would stop the host.
+        loss_at = np.flatnonzero(loss_mask.numpy().T)
         return LanguageBatch(
             input_ids=ids if self.whole_rows else self.partition.slice_tokens(ids, segments),
             position_ids=self._tensor(self.item_rules.position_ids(lane)).view(3, batch, -1),
-            labels=labels,
-            loss_mask=loss_mask,
+            labels=self._tensor(labels.numpy().T.ravel()[loss_at]),
+            loss_at=self._tensor(loss_at),
             segments=segments,
         )
 
