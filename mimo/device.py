@@ -112,6 +112,11 @@ def gpu_memory() -> Memory | None:
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
 
 
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of this rank's GPU, such as (9, 0); None without. Initialises the GPU."""
+    return torch.cuda.get_device_capability() if has_gpu() else None
+
+
 def release_memory() -> None:
     """Give back what a model that is not used any more held on the device."""
     gc.collect()  # modules and their hooks refer to each other

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from bridge import SampleKeys
 from data.batch import PackedLane
 from mimo.device import local_device
+from mimo.engines.megatron.acceleration import fp8_multiple
 from mimo.layout.grids import LANGUAGE, num_microbatches
 from mimo.layout.groups import Topology
 from mimo.recipe.schema import Recipe
@@ -78,6 +79,7 @@ class Batches:
             done=(steps.start, samples),
             packed=recipe.data.packing,
             links=topology.bridges,
+            tokens_on_rank=fp8_multiple(recipe.train.fp8),
         )
         self._loader = StepLoader(
             self._planner,

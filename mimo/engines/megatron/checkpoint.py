@@ -101,7 +101,7 @@ def restore(
     for state in base.state.values():
         # One tensor each: a shared one would be advanced once per parameter.
         if "step" in state:
-            state["step"] = torch.tensor(float(step))
+            state["step"] = torch.full_like(state["step"], step)
 
 
 def save_sharded(state: State, directory: Path) -> None:

@@ -30,8 +30,8 @@ class Head(ColumnParallelLinear):
     def adopt(cls, layer: Any, num_tokens: int) -> None:
         """Make a head of the output layer that `GPTModel` has built; it names the class itself."""
         assert type(layer) is ColumnParallelLinear, f"an output layer of {type(layer)}"
-        cast("Any", layer).__class__ = cls
-        layer.num_tokens = num_tokens
+        head = cast("Any", layer)
+        head.__class__, head.num_tokens = cls, num_tokens
 
     def forward(
         self,

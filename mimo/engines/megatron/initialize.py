@@ -15,8 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from mimo.engines.megatron.layers.norms import ZeroCenteredRMSNorm
-
+_ZERO_CENTERED = "zero_centered_gamma"  # of norms, ours and Transformer Engine's
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
@@ -52,7 +51,7 @@ def initialize_parameters(
     """
     tp = groups.tp
     zero_centered = {
-        id(module.weight) for module in model.modules() if isinstance(module, ZeroCenteredRMSNorm)
+        id(module.weight) for module in model.modules() if getattr(module, _ZERO_CENTERED, False)
     }
     for name, param in model.named_parameters():
         if name.endswith((".bias", ".lora_b")):
