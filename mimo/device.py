@@ -29,6 +29,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of this rank's GPU, such as (9, 0); None without. Initialises the GPU."""
+    return torch.cuda.get_device_capability(local_device()) if has_gpu() else None
+
+
 def choose_before_fork(num_ranks: int) -> str | None:
     """Settle the device of ``num_ranks`` ranks on this machine, before their processes exist.
 
@@ -110,11 +115,6 @@ def gpu_memory() -> Memory | None:
         return None
     properties = torch.cuda.get_device_properties(local_device())
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
-
-
-def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of this rank's GPU, such as (9, 0); None without. Initialises the GPU."""
-    return torch.cuda.get_device_capability() if has_gpu() else None
 
 
 def release_memory() -> None:

@@ -21,26 +21,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to build layers from. capability: of the GPU, such as (9, 0); None without."""
+    """What there is to build layers from.
+
+    capability: of the GPU, such as (9, 0); None without. weight_gradient: Apex's kernel that adds a
+    weight gradient to a sum in fp32.
+    """
 
     capability: tuple[int, int] | None
     transformer_engine: bool
+    weight_gradient: bool
 
     @classmethod
     @functools.cache
     def here(cls) -> Machine:
         """This machine; initialises its GPU."""
-        found = importlib.util.find_spec("transformer_engine") is not None
-        return cls(gpu_capability(), found)
+        packages = ("transformer_engine", "fused_weight_gradient_mlp_cuda")
+        te, kernel = (importlib.util.find_spec(one) is not None for one in packages)
+        return cls(gpu_capability(), te, kernel)
 
 
 @dataclass(frozen=True)
 class LayerChoice:
     """transformer_engine: its linears and norms, whose weight gradients are added to the sums of
-    DDP as they are made. fused_activation: Megatron's compiled gated activations.
+    DDP as they are made. weight_gradient: Megatron's own linears add theirs so, too.
+    fused_activation: Megatron's compiled gated activations.
     """
 
     transformer_engine: bool
+    weight_gradient: bool
     fused_activation: bool
     reason: str
 
@@ -48,12 +56,12 @@ class LayerChoice:
 def choose_layers(machine: Machine, dtype: torch.dtype) -> LayerChoice:
     """The best layers for a dtype on a machine."""
     if machine.capability is None:
-        return LayerChoice(False, False, "no GPU")
+        return LayerChoice(False, False, False, "no GPU")
     if dtype not in (torch.bfloat16, torch.float16):
-        return LayerChoice(False, False, f"fused kernels are for 16 bits, not {dtype}")
-    if not machine.transformer_engine:
-        return LayerChoice(False, True, "Transformer Engine is not installed")
-    return LayerChoice(True, True, "Transformer Engine is installed")
+        return LayerChoice(False, False, False, f"fused kernels are for 16 bits, not {dtype}")
+    te = machine.transformer_engine
+    reason = f"Transformer Engine is {'' if te else 'not '}installed"
+    return LayerChoice(te, machine.weight_gradient, True, reason)
 
 
 @functools.cache

@@ -119,7 +119,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         },
     }[ctx.recompute]
     pipeline = ctx.groups.pp.size()
-    local = shape.local_attention
+    local, kernels = shape.local_attention, layers_of(ctx.dtype)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -161,7 +161,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         # Weights are drawn by `initialize_parameters`, the same in every layout.
         perform_initialization=False,
         use_cpu_initialization=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=kernels.weight_gradient,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -171,7 +171,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         cuda_graph_modules=[],
         **recompute,  # type: ignore[arg-type]
         **fp8_flags(ctx.fp8),
-        **fused_activation(shape.activation, shape.gated, layers_of(ctx.dtype).fused_activation),
+        **fused_activation(shape.activation, shape.gated, kernels.fused_activation),
     )
 
 

@@ -27,32 +27,29 @@ from tests.conftest import RunRanks
 from tests.lone_module import noise
 from tests.mimo import tiny
 
-NO_GPU = Machine(None, False)
 ADA, HOPPER, BLACKWELL = ((8, 9), (9, 0), (10, 0))
 
 # ------------------------------------------------------------------------------ the choice
 
 
 @pytest.mark.parametrize(
-    ("machine", "dtype", "transformer_engine", "fused_activation"),
+    ("machine", "dtype", "fused"),
     [
-        (NO_GPU, torch.bfloat16, False, False),
-        (Machine(None, True), torch.bfloat16, False, False),
-        (Machine(HOPPER, False), torch.bfloat16, False, True),
-        (Machine(HOPPER, True), torch.bfloat16, True, True),
-        (Machine(HOPPER, True), torch.float16, True, True),
-        (Machine(HOPPER, True), torch.float32, False, False),
-        (Machine(HOPPER, True), torch.float64, False, False),
+        (Machine(None, False, False), torch.bfloat16, (False, False, False)),
+        (Machine(None, True, True), torch.bfloat16, (False, False, False)),
+        (Machine(HOPPER, False, False), torch.bfloat16, (False, False, True)),
+        (Machine(HOPPER, False, True), torch.bfloat16, (False, True, True)),
+        (Machine(HOPPER, True, False), torch.bfloat16, (True, False, True)),
+        (Machine(HOPPER, True, True), torch.float16, (True, True, True)),
+        (Machine(HOPPER, True, True), torch.float32, (False, False, False)),
+        (Machine(HOPPER, True, True), torch.float64, (False, False, False)),
     ],
 )
 def test_layers_are_fused_in_16_bits_on_a_gpu_only(
-    machine: Machine, dtype: torch.dtype, transformer_engine: bool, fused_activation: bool
+    machine: Machine, dtype: torch.dtype, fused: tuple[bool, bool, bool]
 ) -> None:
     choice = choose_layers(machine, dtype)
-    assert (choice.transformer_engine, choice.fused_activation) == (
-        transformer_engine,
-        fused_activation,
-    )
+    assert (choice.transformer_engine, choice.weight_gradient, choice.fused_activation) == fused
 
 
 TANH = partial(functional.gelu, approximate="tanh")
@@ -202,7 +199,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
 
     plain = build()
     layer_classes._transformer_engine = lambda: (Column, Row, Norm)
-    choice = LayerChoice(transformer_engine=True, fused_activation=False, reason="a stand-in")
+    choice = LayerChoice(True, False, False, "a stand-in")
     layer_classes.layers_of = lambda dtype: choice
     stood_in = build()
     fused_linears, norms = [*fused], Norm.made
@@ -272,7 +269,7 @@ def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
     from mimo.engines.megatron import acceleration, config, layer_classes
 
     if not fused:
-        plain = LayerChoice(False, False, "for comparison")
+        plain = LayerChoice(False, False, False, "for comparison")
         for module in (acceleration, config, layer_classes):
             module.layers_of = lambda dtype: plain  # type: ignore[attr-defined]
     job = language_steps.Job(dtype=torch.bfloat16, steps=3, optimizer="adam", learning_rate=0.01)
@@ -293,15 +290,15 @@ def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
 )
 def test_8_bits_work_where_the_device_has_them(fp8: str, works: list[Any]) -> None:
     devices = [None, (8, 0), ADA, HOPPER, BLACKWELL, (10, 3), (12, 0)]
-    found = [one for one in devices if fp8_problem(fp8, Machine(one, True)) is None]
+    found = [one for one in devices if fp8_problem(fp8, Machine(one, True, False)) is None]
     assert found == works
-    without = fp8_problem(fp8, Machine(HOPPER, False))
+    without = fp8_problem(fp8, Machine(HOPPER, False, True))
     assert (without is None) == (fp8 == "none")
     assert without is None or "install transformer-engine[pytorch]" in without
 
 
 def test_the_message_about_a_device_names_what_works_there() -> None:
-    message = fp8_problem("mxfp8", Machine(HOPPER, True))
+    message = fp8_problem("mxfp8", Machine(HOPPER, True, True))
     assert message is not None
     assert "compute capability 9.0" in message
     assert "set it to current or block or none" in message
