@@ -194,7 +194,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
             position_ids=one.positions,
             attention_mask=None,
             labels=one.labels,
-            packed_seq_params=PackedSegments.from_lengths(one.lengths, one.ids.device),
+            packed_seq_params=PackedSegments.from_lengths(one.lengths or (), one.ids.device),
         ).sum()
 
     plain = build()
