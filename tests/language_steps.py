@@ -48,7 +48,7 @@ class Job:
     """What to train and how; grids differ, the rest is the same on one rank.
 
     grid: axes of a `GridSpec`. dense: a batch of two sequences instead of packed segments.
-    kl: distil from drawn teacher logits instead of learning labels.
+    distil: learn drawn logits by their squared errors instead of labels.
     """
 
     grid: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Job:
     optimizer: str = "sgd"
     learning_rate: float = 0.1
     dense: bool = False
-    kl: bool = False
+    distil: bool = False
     recompute: str = "none"
     overlap: bool = False
     distributed: bool = False
@@ -192,26 +192,33 @@ class Trainer:
         return {"loss": float(sum(logged)) if first else 0.0, "squared_norm": norm}
 
     def _forward_step(self, batches: Iterator[Microbatch], chunk: Any) -> tuple[Any, Any]:
-        from mimo.engines.megatron.layers.cross_entropy import vocab_parallel_kl
+        from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+
         from mimo.engines.megatron.segments import PackedSegments
-        from mimo.model.loss import masked_sum
+        from mimo.model.loss import sum_losses
 
         one, cp, tp = next(batches), self.groups.cp, self.groups.tp
         lengths = one.lengths or (one.ids.shape[1],)
         segments = None
         if one.lengths is not None:
             segments = PackedSegments.from_lengths(one.lengths, one.ids.device)
-        output = chunk(
-            input_ids=share(one.ids, lengths, cp),
-            position_ids=one.positions,
-            attention_mask=None,
-            labels=None if self.job.kl else share(one.labels, lengths, cp),
-            packed_seq_params=segments,
-        )
-        if self.job.kl and self.raw[-1].post_process:
+        inputs = {
+            "input_ids": share(one.ids, lengths, cp),
+            "position_ids": one.positions,
+            "attention_mask": None,
+            "packed_seq_params": segments,
+        }
+        counted = share(one.loss_mask, lengths, cp).t().flatten().nonzero()[:, 0]
+        if not self.job.distil:
+            labels = share(one.labels, lengths, cp).t().flatten()[counted]
+            return chunk(**inputs, labels=labels, loss_at=counted), sum_losses
+        output = chunk(**inputs)
+        if self.raw[-1].post_process:
             teacher = share(one.teacher, lengths, cp).chunk(tp.size(), -1)[tp.rank()]
-            output = vocab_parallel_kl(output, teacher.to(output.dtype), NUM_TOKENS, tp)
-        return output, masked_sum(share(one.loss_mask, lengths, cp))
+            squares = (output - teacher.to(output.dtype)).square().sum(-1)
+            squares = reduce_from_tensor_model_parallel_region(squares, group=tp)
+            output = squares.t().flatten()[counted]
+        return output, sum_losses
 
     def module(self) -> Any:
         """The model as a `Module`."""

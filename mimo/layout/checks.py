@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
+from mimo.engines.megatron.acceleration import fp8_multiple
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import minimum_run_ahead
 from mimo.layout.padding import sequence_multiple
@@ -109,14 +110,14 @@ def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"got {train.global_batch_size}, needs a multiple of {step} (train.micro_batch_size "
             f"{train.micro_batch_size} · language.grid.dp {language.dp}), such as {nearby}",
         )
-    divisor = sequence_multiple(language.cp, language.tp, language.sp)
+    divisor = sequence_multiple(language.cp, language.tp, language.sp, fp8_multiple(train.fp8))
     if recipe.data.sequence_length % divisor:
         nearby = (recipe.data.sequence_length // divisor + 1) * divisor
         yield recipe.problem(
             ("data", "sequence_length"),
             f"got {recipe.data.sequence_length}, needs a multiple of {divisor} "
-            f"(language.grid tp {language.tp}, sp {str(language.sp).lower()}, cp {language.cp}), "
-            f"such as {nearby}",
+            f"(language.grid tp {language.tp}, sp {str(language.sp).lower()}, cp {language.cp}; "
+            f"train.fp8 {train.fp8}), such as {nearby}",
         )
     microbatches = max(1, train.global_batch_size // step)
     if language.vpp > 1:

@@ -7,12 +7,18 @@ sequence into tp parts.
 
 from __future__ import annotations
 
+import math
+
 
 def segment_multiple(cp: int) -> int:
     """The multiple for the tokens of each segment of a packed sequence."""
     return 2 * cp if cp > 1 else 1
 
 
-def sequence_multiple(cp: int, tp: int, sp: bool) -> int:
-    """The multiple for the tokens of each whole sequence, packed or not."""
-    return segment_multiple(cp) * (tp if sp else 1)
+def sequence_multiple(cp: int, tp: int, sp: bool, tokens_on_rank: int = 1) -> int:
+    """The multiple for the tokens of each whole sequence, packed or not.
+
+    tokens_on_rank: the multiple for the part of it that a rank holds.
+    """
+    parts = tp if sp else 1
+    return math.lcm(segment_multiple(cp) * parts, tokens_on_rank * cp * parts)

@@ -43,6 +43,7 @@ from mimo.layout.groups import Topology
 from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
+from mimo.model.recipe_checks import check_fp8_here
 from mimo.recipe.schema import Encoder, Language, Recipe
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,10 @@ def build_model(
 
     initial: weights to start from. provided: parameters that the caller is about to fill, as
     ``<module>.<parameter>``. All others get freshly drawn values. Every rank of the world calls it.
-    Raises RecipeError for a tokenizer with more tokens than the model knows.
+    Raises RecipeError for a tokenizer with more tokens than the model knows, and for 8-bit linears
+    that this rank's GPU does not have.
     """
+    check_fp8_here(recipe)
     prepare_engine(recipe.train.seed)
     dtype = DTYPES[recipe.train.precision]
     settings = language_settings(recipe)
@@ -109,6 +112,8 @@ def build_model(
                 scatter_embedding=recipe.bridge.delivery == "sharded",
                 lora=lora,
                 provided=frozenset(filled),
+                # Patches of encoders come in any number, which 8-bit kernels do not take.
+                fp8=recipe.train.fp8 if name == LANGUAGE else "none",
             )
             if name == LANGUAGE:
                 chunk = language_family(recipe).build(

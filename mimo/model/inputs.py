@@ -27,13 +27,15 @@ class LanguageBatch:
     """One microbatch of the language model on one rank, on any pipeline stage.
 
     input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S) int64,
-    whole. labels (B, S/cp) int64, loss_mask (B, S/cp) float32. segments: whole; None for a batch.
+    whole. labels: (n,) int64 of the tokens that count in the loss. loss_at: (n,) int64, where they
+    are: s·B + b for token s of sequence b of this rank's (B, S/cp). segments: whole; None for a
+    batch.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
-    loss_mask: Tensor
+    loss_at: Tensor
     segments: PackedSegments | None
 
     @property
@@ -82,14 +84,16 @@ def stage_lane(
         for own in (lane.input_ids, lane.labels, lane.loss_mask)
     )
     _, labels, loss_mask, segments = partition.shard(None, labels, loss_mask, segments)
+    # Chosen on the host: asking a device how many there are would stop the host.
+    loss_at = np.flatnonzero(loss_mask.numpy().T)
     if not whole_rows:
         ids = partition.slice_tokens(ids, segments)
     positions = torch.from_numpy(rules.position_ids(lane)).view(3, batch, -1)
     return LanguageBatch(
         input_ids=staging.copy(ids),
         position_ids=staging.copy(positions),
-        labels=staging.copy(labels),
-        loss_mask=staging.copy(loss_mask),
+        labels=staging.copy(torch.from_numpy(labels.numpy().T.ravel()[loss_at])),
+        loss_at=staging.copy(torch.from_numpy(loss_at)),
         segments=None if segments is None else _stage_segments(segments, staging),
     )
 

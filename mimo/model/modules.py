@@ -44,7 +44,7 @@ from mimo.families.item_rules import ItemRules
 from mimo.layout.grids import LANGUAGE
 from mimo.layout.levels import Link
 from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_lane
-from mimo.model.loss import masked_sum, pass_token
+from mimo.model.loss import pass_token, sum_losses
 from mimo.model.partition import PartitionAdapter
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
 from mimo.step.loader import EncoderItems
@@ -270,10 +270,11 @@ class MimoModel:
                 attention_mask=None,
                 decoder_input=self._embed(gpt, own, arrived) if embed else None,
                 labels=own.labels,
+                loss_at=own.loss_at,
                 packed_seq_params=own.segments,
                 extra_block_kwargs=level_inputs(self._levels(own, arrived)),
             )
-            return output, masked_sum(own.loss_mask)
+            return output, sum_losses
 
         config = cast("Any", module.raw[0]).config
         shapes = [

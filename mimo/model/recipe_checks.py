@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mimo.device import has_gpu, machine_memory
+from mimo.engines.megatron.acceleration import Machine, fp8_multiple, fp8_problem
 from mimo.errors import RecipeError
+from mimo.families.keymap import num_elements
 from mimo.families.registry import (
     encoder_family,
     encoder_settings,
@@ -19,6 +21,8 @@ from mimo.model.memory import check_memory
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import check_media, item_processors, open_dataset, open_tokenizer
+
+_ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
@@ -44,6 +48,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
                 settings.padded_vocab_size(1),
             )
         ]
+        problems += _fp8_problems(recipe, grid.tp)
         rules = language_family(recipe).ITEM_RULES
         if rules.bidirectional and recipe.encoders and not recipe.data.packing:
             message = (
@@ -69,6 +74,40 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     if problems:
         raise RecipeError(*problems)
     return layout
+
+
+def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
+    """Adapters and sizes that 8-bit linears cannot have, whatever the machine."""
+    fp8, multiple = recipe.train.fp8, fp8_multiple(recipe.train.fp8)
+    if fp8 == "none":
+        return
+    if recipe.language.lora is not None:
+        yield recipe.problem(
+            ("train", "fp8"),
+            f"got {fp8}, but linears with adapters (language.lora) compute in bf16; remove one",
+        )
+    settings = language_settings(recipe)
+    small = {"num_layers": 1, "vocab_size": settings.padded_vocab_size(1)}
+    for weight in language_family(recipe).weights_in_hf(settings.model_copy(update=small)):
+        linear = weight.name.removesuffix(".weight").rpartition(".")[2]
+        if not (linear.startswith("linear_") and weight.name.endswith(".weight")):
+            continue
+        rows, columns = weight.num_rows, num_elements([weight]) // weight.num_rows
+        sizes = (rows, columns // tp) if linear in _ROW_PARALLEL else (rows // tp, columns)
+        if any(size % multiple for size in sizes):
+            yield recipe.problem(
+                ("train", "fp8"),
+                f"got {fp8}, which needs linears whose sizes on a rank are multiples of "
+                f"{multiple}, but {linear} is {sizes[0]} x {sizes[1]} with language.grid.tp {tp}; "
+                f"set it to none",
+            )
+
+
+def check_fp8_here(recipe: Recipe) -> None:
+    """Raise RecipeError unless this machine has what `train.fp8` needs; initialises its GPU."""
+    problem = fp8_problem(recipe.train.fp8, Machine.here())
+    if problem is not None:
+        raise RecipeError(recipe.problem(("train", "fp8"), problem))
 
 
 def check_data(recipe: Recipe) -> None:
@@ -101,8 +140,11 @@ def check_room(
 ) -> None:
     """Raise RecipeError if the ranks of this machine cannot hold a phase's model.
 
-    On GPUs each rank checks its GPU once it has one: see `mimo.train.rank`.
+    On GPUs each rank checks its GPU once it has one: see `mimo.train.rank`. So it does for
+    `train.fp8`, which without a GPU is refused here.
     """
+    if not has_gpu():
+        phased.each(check_fp8_here)
     memory = None if has_gpu() else machine_memory()
     if memory is None:
         return

@@ -48,7 +48,7 @@ def record_language(module: Module) -> list[Recording]:
             gpt.decoder.final_layernorm.register_forward_hook(
                 partial(_keep_hidden, own, "language.norm")
             )
-            gpt.output_layer.register_forward_hook(partial(_keep_hidden, own, LOGITS))
+            gpt.output_layer.register_forward_pre_hook(partial(_keep_logits, own))
         found.append(own)
     return found
 
@@ -86,3 +86,13 @@ def _keep_hidden(own: Recording, point: str, layer: nn.Module, args: object, out
     """Keep output (S, 1, H), which comes alone or as the first of several."""
     hidden = output if isinstance(output, torch.Tensor) else output[0]
     own.keep(point, hidden[:, 0])
+
+
+def _keep_logits(own: Recording, head: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
+    """Keep the logits (S, 1, V/tp) of all tokens, which a step does not compute.
+
+    args: hidden states and the head's weight if it is tied. Every rank of the tensor-parallel
+    group calls it.
+    """
+    with torch.no_grad():
+        own.keep(LOGITS, head.forward(*args)[0][:, 0])

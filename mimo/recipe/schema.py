@@ -120,6 +120,9 @@ class Train(Section):
     """Samples that one lane of the language model processes at a time."""
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     """Dtype of weights and computation; `fp64` is for checking results on a CPU."""
+    fp8: Literal["none", "current", "block", "mxfp8"] = "none"
+    """8-bit linears in the language model's layers, by Transformer Engine: scaled by tensor
+    (`current`), by blocks of 128 (`block`, Hopper) or of 32 (`mxfp8`, Blackwell)."""
     seed: bounds.Seed = 1
     """Seed of freshly drawn weights and of the order of samples."""
     learning_rate: bounds.LearningRate = 1e-3
@@ -158,6 +161,15 @@ class Train(Section):
     """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None
     """CPU threads of each rank; null shares out the cores."""
+
+    @model_validator(mode="after")
+    def _fp8_computes_for_bf16_weights(self) -> "Train":
+        if self.fp8 != "none" and self.precision != "bf16":
+            raise ValueError(
+                f"fp8: {self.fp8} works beside bf16 weights, but precision is {self.precision}; "
+                f"set precision: bf16, or remove fp8"
+            )
+        return self
 
     @model_validator(mode="after")
     def _state_can_be_distributed(self) -> "Train":

@@ -100,6 +100,7 @@ class StepPlanner:
         batch size was.
     packed: whether a lane's samples share one sequence.
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
+    tokens_on_rank: the multiple for the part of a sequence that a rank holds.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class StepPlanner:
         done: tuple[int, int] = (0, 0),
         packed: bool = True,
         links: Collection[Link] | None = None,
+        tokens_on_rank: int = 1,
     ) -> None:
         assert not any(isinstance(own, str) for own in media.values()), "media are tuples of names"
         self.delivery = delivery
@@ -134,7 +136,7 @@ class StepPlanner:
         self.padding = Padding(
             packed,
             segment=segment_multiple(language.cp),
-            sequence=sequence_multiple(language.cp, language.tp, language.sp),
+            sequence=sequence_multiple(language.cp, language.tp, language.sp, tokens_on_rank),
         )
         self.samples_per_microbatch = micro_batch_size * language.dp
         self.samples_per_step = self.samples_per_microbatch * num_microbatches

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from bridge import SampleKeys
 from mimo.device import Staging, copy_stream, local_device
+from mimo.engines.megatron.acceleration import fp8_multiple
 from mimo.families.dtypes import DTYPES
 from mimo.layout.grids import LANGUAGE, num_microbatches
 from mimo.layout.groups import Topology
@@ -105,6 +106,7 @@ class Batches:
             done=(steps.start, samples),
             packed=recipe.data.packing,
             links=topology.bridges,
+            tokens_on_rank=fp8_multiple(recipe.train.fp8),
         )
         self._num_prepared = 1 if ahead > 1 else 0  # while another batch is in use
         self._loader = StepLoader(

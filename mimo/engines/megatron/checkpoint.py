@@ -108,4 +108,4 @@ def set_steps(optimizer: MegatronOptimizer, step: int) -> None:
     for state in base.state.values():
         # One tensor each: a shared one would be advanced once per parameter.
         if "step" in state:
-            state["step"] = torch.tensor(float(step))
+            state["step"] = torch.full_like(state["step"], step)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import functional
 
+from mimo.engines.megatron.acceleration import fp8_flags, layers_of
 from mimo.engines.megatron.cpu import adapt_to_machine
 
 
@@ -40,6 +43,7 @@ class ModuleContext:
     lora: None for layers without adapters.
     provided: names, as in the whole module, of parameters that a checkpoint is about to fill, so
         that nobody draws them.
+    fp8: a name of `FP8_RECIPES`, or "none": how linears compute.
     """
 
     groups: ProcessGroupCollection
@@ -51,6 +55,7 @@ class ModuleContext:
     scatter_embedding: bool = True
     lora: LoRA | None = None
     provided: frozenset[str] = frozenset()
+    fp8: str = "none"
 
     @property
     def is_first_stage(self) -> bool:
@@ -117,7 +122,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         },
     }[ctx.recompute]
     pipeline = ctx.groups.pp.size()
-    local = shape.local_attention
+    local, kernels = shape.local_attention, layers_of(ctx.dtype)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -127,7 +132,6 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         kv_channels=shape.head_size,
         layernorm_epsilon=shape.norm_eps,
         normalization=shape.normalization,
-        activation_func=shape.activation,
         gated_linear_unit=shape.gated,
         add_bias_linear=shape.linear_bias,
         add_qkv_bias=shape.qkv_bias,
@@ -159,8 +163,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         # Weights are drawn by `initialize_parameters`, the same in every layout.
         perform_initialization=False,
         use_cpu_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        gradient_accumulation_fusion=kernels.weight_gradient,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -169,4 +172,22 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         # No CUDA graphs; the default is a name that Megatron itself calls deprecated.
         cuda_graph_modules=[],
         **recompute,  # type: ignore[arg-type]
+        **fp8_flags(ctx.fp8),
+        **fused_activation(shape.activation, shape.gated, kernels.fused_activation),
     )
+
+
+def fused_activation(
+    activation: Callable[[Tensor], Tensor], gated: bool, fuse: bool
+) -> dict[str, Any]:
+    """Megatron's flags for an activation: its compiled SwiGLU or GeGLU where there is one.
+
+    Megatron's fused GeGLU is the approximation by tanh, under the name of the exact function.
+    """
+    is_tanh = isinstance(activation, partial) and (
+        activation.func is functional.gelu and activation.keywords == {"approximate": "tanh"}
+    )
+    if fuse and gated and (activation is functional.silu or is_tanh):
+        named = functional.gelu if is_tanh else activation
+        return {"activation_func": named, "bias_activation_fusion": True}
+    return {"activation_func": activation, "bias_activation_fusion": False}

@@ -19,11 +19,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from mimo.engines.megatron.cut import Cut, as_matrix
-from mimo.engines.megatron.layers.norms import ZeroCenteredRMSNorm
 
 BLOCK = 256
 """Rows and columns of a block. Another number gives other weights for the same seed."""
 
+_ZERO_CENTERED = "zero_centered_gamma"  # of norms, ours and Transformer Engine's
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -62,7 +62,7 @@ def initialize_parameters(
     are not drawn but set to NaN, so that one which is left out after all does not go unnoticed.
     """
     zero_centered = {
-        id(module.weight) for module in model.modules() if isinstance(module, ZeroCenteredRMSNorm)
+        id(module.weight) for module in model.modules() if getattr(module, _ZERO_CENTERED, False)
     }
     for name, param in model.named_parameters():
         whole = stored_name(global_name(name, config, groups.pp.rank(), chunk), model)

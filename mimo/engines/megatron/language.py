@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from mimo.engines.megatron.config import ModuleContext
+from mimo.engines.megatron.head import Head, losses
 from mimo.engines.megatron.layers.context_parallel import zigzag_share
-from mimo.engines.megatron.layers.cross_entropy import vocab_parallel_cross_entropy
 from mimo.engines.megatron.lora import let_backward_into_layers
 from mimo.engines.megatron.stack import layer_spec, layers_here, stack_spec
 
@@ -30,24 +30,30 @@ class LanguageModel(GPTModel):
 
     num_tokens: int
 
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """labels (B, S) int64, logits (S, B, V/tp) -> per-token losses (B, S), at least fp32.
-
-        Every tensor-parallel rank calls it with its columns. Padding takes no part.
-        """
-        columns = logits.transpose(0, 1)
-        return vocab_parallel_cross_entropy(columns, labels, self.num_tokens, self.pg_collection.tp)
-
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **given: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        labels: Tensor | None = None,
+        loss_at: Tensor | None = None,
+        **given: Any,
     ) -> Tensor:
-        """As `GPTModel`. Raises ValueError for a dense mask under context parallelism."""
+        """As `GPTModel`, but the last stage's losses are those of chosen tokens.
+
+        labels: (n,) int64 of the tokens at ``loss_at`` (n,) int64, where s·B + b is token s of
+            sequence b -> losses (n,); or, without ``loss_at``, (B, S) -> losses (B, S). At least
+            fp32. None -> logits (B, S, V/tp).
+        Raises ValueError for a dense mask under context parallelism.
+        """
         if attention_mask is not None and self.cp_group.size() > 1:
             raise ValueError(
                 f"a dense attention mask under context parallelism (language.grid.cp = "
                 f"{self.cp_group.size()}): ranks hold chunks of the sequence, which it does not "
                 f"describe; pack segments instead, or set cp to 1"
             )
+        if labels is not None:
+            given["output_processor"] = partial(losses, labels, loss_at)
         return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple:
@@ -114,6 +120,8 @@ def build_gpt(
     )
     cast("Any", model).rotary_pos_emb = rotary()
     model.num_tokens = shape.num_tokens
+    if ctx.is_last_stage:
+        Head.adopt(model.output_layer, shape.num_tokens)
     if ctx.lora is not None:
         let_backward_into_layers(model.decoder)
     if shape.embedding_scale is not None and ctx.is_first_stage:

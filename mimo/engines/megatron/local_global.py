@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mimo.engines.megatron.attention import CoreAttention
 from mimo.engines.megatron.config import LoRA
 from mimo.engines.megatron.deepstack import DeepStackLayer
-from mimo.engines.megatron.layers.norms import norm_class
+from mimo.engines.megatron.layer_classes import norm_of
 from mimo.engines.megatron.stack import layer_spec
 
 _LOCAL, _GLOBAL = 0, 1
@@ -64,7 +64,7 @@ class NormedAdd(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         assert config.hidden_dropout == 0, "no family of ours has dropout"
-        self.norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
+        self.norm = norm_of(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> BiasDropoutAdd:
         """The function that does it, in the form that Megatron asks for."""

@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 
+from mimo.device import has_gpu
 from mimo.engines.megatron.cpu import adapt_to_machine
 
 
@@ -133,6 +134,8 @@ def build_optimizer(
             lr=learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
+            # One kernel for all parameters. On a CPU it would round otherwise than the default.
+            fused=has_gpu(),
         )
     else:
         base = torch.optim.SGD(param_groups, lr=learning_rate)
@@ -145,7 +148,8 @@ def build_optimizer(
             for p in group["params"]:
                 if not optimizer.state[p]:
                     optimizer.state[p] = {
-                        "step": torch.zeros((), dtype=torch.float32),
+                        # A fused update counts steps on the device.
+                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
                         "exp_avg": torch.zeros_like(p),
                         "exp_avg_sq": torch.zeros_like(p),
                     }

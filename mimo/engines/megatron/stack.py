@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,24 +28,9 @@ from torch import Tensor, nn
 from mimo.engines.megatron.attention import core_attention
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.deepstack import DeepStackLayer
-from mimo.engines.megatron.layers.norms import norm_class
+from mimo.engines.megatron.layer_classes import linear_classes, norm_of
 from mimo.engines.megatron.layers.windows import WindowAttention
-from mimo.engines.megatron.lora import (
-    LoRAColumnParallelLinear,
-    LoRARowParallelLinear,
-    let_backward_into_layers,
-)
-
-
-def _linear_classes(lora: LoRA | None) -> dict[str, Any]:
-    """The class of each linear of a layer, by its name in `LoRA.targets`."""
-    column, row = ColumnParallelLinear, RowParallelLinear
-    classes: dict[str, Any] = {"qkv": column, "proj": row, "fc1": column, "fc2": row}
-    if lora is not None:
-        adapted = {column: LoRAColumnParallelLinear, row: LoRARowParallelLinear}
-        for target in lora.targets:
-            classes[target] = partial(adapted[classes[target]], lora=lora)
-    return classes
+from mimo.engines.megatron.lora import let_backward_into_layers
 
 
 def layer_spec(
@@ -56,9 +40,9 @@ def layer_spec(
 
     lora: its adapters. windowed: it attends inside the windows of `WindowedSegments`.
     """
-    linears = _linear_classes(lora)
+    linears = linear_classes(config, lora)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    norm = norm_class(config)
+    norm = norm_of(config)
     qk_norm = norm if config.qk_layernorm else None
     core = core_attention(config, causal)
     attention = SelfAttentionSubmodules(
@@ -103,7 +87,7 @@ def stack_spec(
     """These layers plus the final norm, which is ours and so allows sequence parallelism."""
     return TransformerBlockSubmodules(
         layer_specs=list(layers),
-        layer_norm=norm_class(config),  # type: ignore[arg-type]
+        layer_norm=norm_of(config),  # type: ignore[arg-type]
     )
 
 

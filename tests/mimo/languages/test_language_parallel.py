@@ -110,7 +110,7 @@ def test_token_ids_alone_keep_their_length_under_sequence_parallelism(
 def test_distilling_the_language_tower_alone_equals_one_rank(
     run_ranks: RunRanks, one_rank: Any, grid: dict[str, Any]
 ) -> None:
-    job = Job(grid=grid, steps=4, kl=True, scatter_embedding=False)
+    job = Job(grid=grid, steps=4, learning_rate=0.001, distil=True, scatter_embedding=False)
     got, expected = run(run_ranks, job), one_rank(job)
     assert expected.losses[-1] < expected.losses[0], "nothing was learnt"
     assert_same(got, expected, TOLERANCE)

@@ -112,15 +112,15 @@ def _one_segment(from_lengths: Callable[..., Any]) -> Callable[..., Any]:
 
 def normalise_loss_per_rank() -> None:
     """Each lane divides by its own tokens of a microbatch; the sum over lanes is rescaled."""
-    from mimo.model import loss
+    from mimo.model import modules
 
-    masked_sum = loss._masked_sum
+    sum_losses = modules.sum_losses
 
-    def mean(loss_mask: Any, output: Any) -> Any:
-        total, tokens, logged = masked_sum(loss_mask, output)
+    def mean(losses: Any) -> Any:
+        total, tokens, logged = sum_losses(losses)
         return total / tokens.clamp(min=1) * 20, tokens, logged
 
-    loss._masked_sum = mean
+    modules.sum_losses = mean
 
 
 def shift_labels_over_segments() -> None:

@@ -1,142 +1,136 @@
-"""Losses on logits that are sharded over the vocabulary; whole logits never exist anywhere.
+"""Cross-entropy of hidden states under a head that is sharded over the vocabulary.
 
-Letters: V vocabulary rows, padding included, P tensor-parallel ranks, ... any leading dims.
-The maximum and the sum of exponentials are exchanged, not logits: Shoeybi et al. 2019,
-"Megatron-LM", section 3.
+Logits exist for a block of this rank's vocabulary at a time. The forward pass keeps only their
+maximum and sum of exponentials, and exchanges these instead of logits (Shoeybi et al. 2019,
+"Megatron-LM", section 3). The backward pass computes each block's logits once more. Blocks cut
+the vocabulary, not the tokens: then a block's rows of the weight gradient are complete at once,
+rounded once and never accumulated, and what is accumulated is only (n, H).
+
+Transformer Engine's fused cross-entropy is not used where it is installed: it takes whole logits.
+
+Measured on a CPU, one thread, 2,048 tokens of which 614 have a loss, hidden 512, V = 262,144:
+MEASURED
+
+Letters: n tokens, H hidden, V vocabulary rows, padding included, P tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+LOGITS_AT_ONCE = 2**25
+"""Logits of a block, of all tokens together: 128 MiB in fp32, and enough to fill a GPU."""
 
-def _tokens_here(logits: Tensor, num_tokens: int, group: dist.ProcessGroup) -> int:
-    """How many of this shard's columns are tokens; the others pad the vocabulary."""
-    columns = logits.shape[-1]
-    whole = columns * group.size()
+_COLUMNS = 128  # blocks are a multiple of it, as kernels for matrices like it
+
+
+def _tokens_here(rows: int, num_tokens: int, group: dist.ProcessGroup) -> int:
+    """How many of this shard's rows are tokens; the others pad the vocabulary."""
+    whole = rows * group.size()
     assert 0 < num_tokens <= whole, f"{num_tokens} tokens, but {whole} columns on the ranks"
-    return min(max(num_tokens - group.rank() * columns, 0), columns)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    """In at least fp32."""
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _largest(logits: Tensor) -> Tensor:
-    """Maximum over the last dim; -inf where this shard has only padding."""
-    if logits.shape[-1] == 0:
-        return logits.new_full(logits.shape[:-1], -torch.inf)
-    return logits.amax(dim=-1)
+    return min(max(num_tokens - group.rank() * rows, 0), rows)
 
 
 def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
+    if group.size() > 1 and tensor.numel():
         dist.all_reduce(tensor, op=op, group=group)
 
 
-def _gradient(
-    slope: Tensor, gradient: Tensor, columns: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """slope (..., count) times the losses' gradient (...), rounded once; zero for padding.
-
-    Returns the whole shard's gradient (..., columns) and its view of the tokens' columns.
-    """
-    found = torch.zeros(*slope.shape[:-1], columns, dtype=dtype, device=slope.device)
-    tokens = found[..., : slope.shape[-1]]
-    torch.mul(slope, gradient[..., None], out=tokens)
-    return found, tokens
+def _blocks(weight: Tensor, count: int, num_hidden: int) -> Iterator[tuple[int, Tensor]]:
+    """The first ``count`` rows of a weight, cut into blocks: (first row, rows)."""
+    rows = LOGITS_AT_ONCE // max(num_hidden, 1) // _COLUMNS * _COLUMNS
+    rows = max(rows, _COLUMNS)
+    for start in range(0, count, rows):
+        yield start, weight[start : min(start + rows, count)]
 
 
-class _CrossEntropy(torch.autograd.Function):
+def _scores(hidden: Tensor, rows: Tensor) -> Tensor:
+    """Logits of a block, rounded to the dtype of the model, then in at least fp32."""
+    logits = hidden @ rows.T
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _label_column(place: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Each label's column (n, 1) of a block, and whether the label is in it (n,)."""
+    column = place - start
+    here = (column >= 0) & (column < columns)
+    return column.clamp(0, columns - 1)[:, None], here
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, num_tokens: int, group: dist.ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        num_tokens: int,
+        group: dist.ProcessGroup,
     ) -> Tensor:
-        count = _tokens_here(logits, num_tokens, group)
-        scores = _wide(logits[..., :count])
-        largest = _largest(scores)
+        count = _tokens_here(weight.shape[0], num_tokens, group)
+        place = labels - group.rank() * weight.shape[0]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        own_largest = hidden.new_full(labels.shape, -torch.inf, dtype=wide)
+        total, score = hidden.new_zeros((2, *labels.shape), dtype=wide)
+        for start, rows in _blocks(weight, count, hidden.shape[0]):
+            scores = _scores(hidden, rows)
+            column, here = _label_column(place, start, rows.shape[0])
+            score = scores.gather(1, column)[:, 0].where(here, score)
+            before, own_largest = own_largest, torch.maximum(own_largest, scores.amax(dim=1))
+            total = total * (before - own_largest).exp()
+            total += scores.sub_(own_largest[:, None]).exp_().sum(dim=1)
+        largest = own_largest.clone()
         _all_reduce(largest, dist.ReduceOp.MAX, group)
-        scores = scores - largest[..., None]
-        place = labels - group.rank() * logits.shape[-1]
+        # Only the rank that has the label knows its score.
         here = (place >= 0) & (place < count)
-        place = place.clamp(0, max(count - 1, 0))
-        # [sum of exponentials, the label's score], the second only on the rank that has it.
-        sums = torch.zeros(2, *labels.shape, dtype=scores.dtype, device=scores.device)
-        if count:
-            sums[1] = scores.gather(-1, place[..., None])[..., 0].where(here, sums[1])
-            sums[0] = scores.exp_().sum(dim=-1)
+        score = (score - largest).where(here, 0)
+        sums = torch.stack((total * (own_largest - largest).exp(), score))
         _all_reduce(sums, dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(scores.div_(sums[0][..., None]), place, here)
-        ctx.columns, ctx.dtype = logits.shape[-1], logits.dtype
+        ctx.save_for_backward(hidden, weight, place, largest, sums[0])
+        ctx.count = count
         # Marked by nan: a label that is no token would otherwise silently never be learnt.
         known = (labels >= 0) & (labels < num_tokens)
         return (sums[0].log() - sums[1]).where(known, torch.nan)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, place, here = ctx.saved_tensors
-        found, tokens = _gradient(probabilities, gradients[0], ctx.columns, ctx.dtype)
-        if tokens.shape[-1]:
-            own = probabilities.gather(-1, place[..., None])[..., 0] - here.to(probabilities.dtype)
-            tokens.scatter_(-1, place[..., None], (own * gradients[0])[..., None].to(ctx.dtype))
-        return found, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, place, largest, total = ctx.saved_tensors
+        of_hidden = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_hidden = torch.zeros_like(hidden, dtype=largest.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.empty_like(weight)
+            of_weight[ctx.count :].zero_()
+        for start, rows in _blocks(weight, ctx.count, hidden.shape[0]):
+            slope = _scores(hidden, rows).sub_(largest[:, None]).exp_().div_(total[:, None])
+            column, here = _label_column(place, start, rows.shape[0])
+            slope.scatter_add_(1, column, here.to(slope.dtype).neg()[:, None])
+            slope = slope.mul_(gradients[0][:, None]).to(hidden.dtype)
+            if of_hidden is not None:
+                of_hidden += slope @ rows
+            if of_weight is not None:
+                torch.mm(slope.T, hidden, out=of_weight[start : start + rows.shape[0]])
+        if of_hidden is not None:
+            of_hidden = of_hidden.to(hidden.dtype)
+        return of_hidden, of_weight, None, None, None
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, num_tokens: int, group: dist.ProcessGroup
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, num_tokens: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Loss of every token: logits (..., V/P), labels (...) int64 -> (...), fp64 or fp32.
+    """Loss of every token: hidden (n, H), weight (V/P, H), labels (n,) int64 -> (n,) fp64 or fp32.
 
     Columns of the whole vocabulary from ``num_tokens`` on take no part: they change no loss and
-    get a zero gradient. Every rank of ``group`` calls it, with its columns and equal labels in
-    [0, num_tokens); each gets equal losses. Two all_reduces forward, none backward: each
-    rank's gradient is complete for its columns.
+    get a zero gradient. Every rank of ``group`` calls it, with its rows of the weight, equal
+    hidden states and equal labels in [0, num_tokens); each gets equal losses. Two all_reduces
+    forward unless n is 0, none backward: the gradient of the weight is complete, that of the
+    hidden states is this rank's share, which the caller sums over ``group``.
     """
-    loss = _CrossEntropy.apply(logits, labels, num_tokens, group)
+    loss = _LinearCrossEntropy.apply(hidden, weight, labels, num_tokens, group)
     assert isinstance(loss, Tensor)
     return loss
-
-
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, num_tokens: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        count = _tokens_here(student, num_tokens, group)
-        scores, targets = _wide(student[..., :count]), _wide(teacher[..., :count])
-        largest = torch.stack((_largest(scores), _largest(targets)))
-        _all_reduce(largest, dist.ReduceOp.MAX, group)
-        scores, targets = scores - largest[0][..., None], targets - largest[1][..., None]
-        weights = targets.exp()
-        parts = (scores.exp().sum(-1), weights.sum(-1), (weights * (targets - scores)).sum(-1))
-        sums = torch.stack(parts)
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
-        # Gradient of the student's scores: its probabilities minus the teacher's.
-        difference = scores.exp_().div_(sums[0][..., None]) - weights.div_(sums[1][..., None])
-        ctx.save_for_backward(difference)
-        ctx.columns, ctx.dtype = student.shape[-1], student.dtype
-        return sums[2] / sums[1] - sums[1].log() + sums[0].log()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (difference,) = ctx.saved_tensors
-        found, _ = _gradient(difference, gradients[0], ctx.columns, ctx.dtype)
-        return found, None, None, None
-
-
-def vocab_parallel_kl(
-    student: Tensor, teacher: Tensor, num_tokens: int, group: dist.ProcessGroup
-) -> Tensor:
-    """KL(teacher || student) of every token: two logits (..., V/P) -> (...), fp64 or fp32.
-
-    For distillation: only the student gets a gradient. Otherwise as `vocab_parallel_cross_entropy`:
-    the same sharding of both, padding takes no part, two all_reduces forward, none backward.
-    """
-    divergence = _Divergence.apply(student, teacher.detach(), num_tokens, group)
-    assert isinstance(divergence, Tensor)
-    return divergence

@@ -21,7 +21,11 @@ def _parameter(config, hidden_size: int, value: float) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in fp32: (..., H) -> (..., H), same dtype as its input."""
+    """Root-mean-square norm, computed in fp32: (..., H) -> (..., H), same dtype as its input.
+
+    In 16 bits it is rounded before the factor is applied, as in transformers, so the factor is no
+    argument of torch's fused norm, which would round once.
+    """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
         super().__init__()
@@ -32,8 +36,7 @@ class RMSNorm(nn.Module):
         """x (..., H) -> (..., H)."""
         if x.dtype == torch.float32 or x.dtype == torch.float64:
             return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        normed = nn.functional.rms_norm(x.float(), (x.shape[-1],), None, self.eps)
-        return self.weight * normed.to(x.dtype)
+        return self.weight * nn.functional.rms_norm(x, (x.shape[-1],), None, self.eps)
 
 
 class ZeroCenteredRMSNorm(nn.Module):
@@ -42,6 +45,8 @@ class ZeroCenteredRMSNorm(nn.Module):
     The factor is applied in fp32, before the result is cast back. Source: transformers
     `Gemma3RMSNorm`.
     """
+
+    zero_centered_gamma = True  # the name of Transformer Engine's norms for it
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
         super().__init__()

@@ -1,0 +1,138 @@
+"""What a machine has to make layers fast, and what a module's layers use of it.
+
+Pure but for `Machine.here`, and light: recipes are checked with it before anything imports the
+engine. Nothing is fused in fp32 or fp64, or on a CPU, where results are checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mimo.device import gpu_capability
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to build layers from.
+
+    capability: of the GPU, such as (9, 0); None without. weight_gradient: Apex's kernel that adds a
+    weight gradient to a sum in fp32.
+    """
+
+    capability: tuple[int, int] | None
+    transformer_engine: bool
+    weight_gradient: bool
+
+    @classmethod
+    @functools.cache
+    def here(cls) -> Machine:
+        """This machine; initialises its GPU."""
+        packages = ("transformer_engine", "fused_weight_gradient_mlp_cuda")
+        te, kernel = (importlib.util.find_spec(one) is not None for one in packages)
+        return cls(gpu_capability(), te, kernel)
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """transformer_engine: its linears and norms, whose weight gradients are added to the sums of
+    DDP as they are made. weight_gradient: Megatron's own linears add theirs so, too.
+    fused_activation: Megatron's compiled gated activations.
+    """
+
+    transformer_engine: bool
+    weight_gradient: bool
+    fused_activation: bool
+    reason: str
+
+
+def choose_layers(machine: Machine, dtype: torch.dtype) -> LayerChoice:
+    """The best layers for a dtype on a machine."""
+    if machine.capability is None:
+        return LayerChoice(False, False, False, "no GPU")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return LayerChoice(False, False, False, f"fused kernels are for 16 bits, not {dtype}")
+    te = machine.transformer_engine
+    reason = f"Transformer Engine is {'' if te else 'not '}installed"
+    return LayerChoice(te, machine.weight_gradient, True, reason)
+
+
+@functools.cache
+def layers_of(dtype: torch.dtype) -> LayerChoice:
+    """The choice for this machine, logged once."""
+    choice = choose_layers(Machine.here(), dtype)
+    kind = "Transformer Engine" if choice.transformer_engine else "Megatron"
+    logger.info("linears and norms: %s (%s)", kind, choice.reason)
+    return choice
+
+
+# ---------------------------------------------------------------------------- FP8
+
+
+@dataclass(frozen=True)
+class FP8:
+    """A recipe of Transformer Engine for linears in 8 bits.
+
+    megatron: its name there. format: of the numbers; "hybrid" has wider exponents in gradients.
+    multiple: of tokens on a rank and of a linear's sizes. lowest, below: compute capabilities.
+    """
+
+    megatron: str
+    format: str
+    multiple: int
+    lowest: tuple[int, int]
+    below: tuple[int, int]
+    devices: str
+
+
+FP8_RECIPES = {
+    "current": FP8("tensorwise", "hybrid", 16, (8, 9), (100, 0), "Ada, Hopper or Blackwell"),
+    "block": FP8("blockwise", "e4m3", 128, (9, 0), (10, 0), "Hopper"),
+    "mxfp8": FP8("mxfp8", "e4m3", 32, (10, 0), (12, 0), "Blackwell of a data centre"),
+}
+"""By the name that a recipe gives."""
+
+
+def fp8_multiple(fp8: str) -> int:
+    """What the tokens on a rank, and the sizes of a linear on it, must be a multiple of."""
+    return 1 if fp8 == "none" else FP8_RECIPES[fp8].multiple
+
+
+def fp8_flags(fp8: str) -> dict[str, Any]:
+    """Megatron's flags for ``train.fp8``."""
+    if fp8 == "none":
+        return {}
+    return {"fp8": FP8_RECIPES[fp8].format, "fp8_recipe": FP8_RECIPES[fp8].megatron}
+
+
+def fp8_problem(fp8: str, machine: Machine) -> str | None:
+    """Why a machine cannot do ``train.fp8``, and what to do; None if it can."""
+    if fp8 == "none":
+        return None
+    wanted = FP8_RECIPES[fp8]
+    if machine.capability is None:
+        return f"got {fp8}, which needs a GPU, but this machine has none; set it to none"
+    if not machine.transformer_engine:
+        return (
+            f"got {fp8}, which needs Transformer Engine, but it is not installed; install "
+            "transformer-engine[pytorch], or set it to none"
+        )
+    if not wanted.lowest <= machine.capability < wanted.below:
+        has = ".".join(map(str, machine.capability))
+        work = [
+            name
+            for name, one in FP8_RECIPES.items()
+            if one.lowest <= machine.capability < one.below
+        ]
+        return (
+            f"got {fp8}, which needs {wanted.devices}, but this GPU has compute capability {has}; "
+            f"set it to {' or '.join([*work, 'none'])}"
+        )
+    return None
