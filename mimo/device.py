@@ -129,11 +129,14 @@ def gpu_memory() -> Memory | None:
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
 
 
-def copy_ahead(tensor: Tensor, device: torch.device) -> Tensor:
-    """The host tensor on ``device``, by a copy that the host does not wait for."""
-    # Only from pinned memory: else the driver makes the host wait.
-    pinned = tensor.pin_memory() if has_gpu() else tensor
-    return pinned.to(device, non_blocking=True)
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on ``device``, by a copy that the host does not wait for.
+
+    From pageable memory it would. One for the host comes back as it is.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def send_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor]) -> list[Tensor]:

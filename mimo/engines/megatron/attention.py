@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mimo.device import copy_ahead
+from mimo.device import send
 from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm
 from mimo.engines.megatron.layers.context_parallel import gather_lane
 from mimo.engines.megatron.layers.kernel_choice import (
@@ -173,7 +173,7 @@ class CoreAttention(nn.Module):
 def _batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
     """Of ``batch`` segments of one ``length``; the same in all layers and mostly in all steps."""
     plan: AttentionPlan = brought(
-        form.plan((length,) * batch, ()), functools.partial(copy_ahead, device=device)
+        form.plan((length,) * batch, ()), functools.partial(send, device=device)
     )
     return plan
 

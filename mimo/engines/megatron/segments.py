@@ -19,7 +19,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mimo.device import copy_ahead, send_together
+from mimo.device import send, send_together
 
 
 class AttentionForm(Hashable, Protocol):
@@ -70,7 +70,7 @@ class PackedSegments(PackedSeqParams):
         ends = [bounds_of(padded)]
         if pads:
             ends.append(bounds_of([m for _, m in kept]))
-        padded_bounds, *rest = send_together(ends, partial(copy_ahead, device=device))
+        padded_bounds, *rest = send_together(ends, partial(send, device=device))
         bounds = rest[0] if pads else padded_bounds
         longest = max(padded, default=0)
         return cls(
@@ -100,7 +100,7 @@ class PackedSegments(PackedSeqParams):
         if not missing:
             return
         assert self.cu_seqlens_q is not None, "made by from_lengths"
-        copy = copy or partial(copy_ahead, device=self.cu_seqlens_q.device)
+        copy = copy or partial(send, device=self.cu_seqlens_q.device)
         found = tuple(form.plan(self.lengths, self.items) for form in missing)
         self.plans.update(zip(missing, brought(found, copy), strict=True))
 

@@ -5,14 +5,12 @@ Letters: T packed tokens of a lane, C context-parallel ranks, S sequence.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.device import copy_ahead
 from mimo.engines.megatron.segments import LaneOrder, zigzag_indices
 
 
@@ -54,11 +52,5 @@ def zigzag_share(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     No collective. Raises ValueError when 2·C does not divide S.
     """
-    index = _rows_of_share(whole.shape[0], group.size(), group.rank(), whole.device)
-    return whole.index_select(0, index)
-
-
-@functools.lru_cache(maxsize=8)
-def _rows_of_share(length: int, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
-    """Kept on the device: batches have one length in most steps."""
-    return copy_ahead(zigzag_indices((length,), cp_size, cp_rank), device)
+    index = zigzag_indices((whole.shape[0],), group.size(), group.rank())
+    return whole.index_select(0, index.to(whole.device))

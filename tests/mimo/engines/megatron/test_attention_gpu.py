@@ -39,12 +39,12 @@ def gpu_inputs(num_queries: int) -> list[Tensor]:
 
 def by_kernel(kernel: str, cp: tuple[int, int], causal: bool, window: int | None, items: Any):
     """A function of q, k and v: the attention of one rank by this kernel."""
-    from mimo.device import copy_ahead, local_device
+    from mimo.device import local_device, send
     from mimo.engines.megatron.layers.attention_plan import LayerForm
     from mimo.engines.megatron.segments import brought
 
     form = LayerForm(kernel, causal, window, *cp)
-    plan = brought(form.plan(GPU_LENGTHS, items), lambda tensor: copy_ahead(tensor, local_device()))
+    plan = brought(form.plan(GPU_LENGTHS, items), lambda tensor: send(tensor, local_device()))
     return lambda q, k, v: form.attend(q, k, v, plan, GPU_HEAD_SIZE**-0.5)
 
 

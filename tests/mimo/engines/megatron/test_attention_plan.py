@@ -227,8 +227,15 @@ def test_masks_are_bounded_by_cutting_queries(monkeypatch: pytest.MonkeyPatch) -
 # --------------------------------------------------------------- what reaches the device, and when
 
 
+@pytest.fixture
+def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that has no values to read, and needs no GPU to pin memory for it."""
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    return torch.device("meta")
+
+
 class Crossings(TorchDispatchMode):
-    """Counts what crosses between the host and the device "meta", which has no values to read."""
+    """Counts what crosses between the host and that device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,22 +255,21 @@ class Crossings(TorchDispatchMode):
 
 @pytest.mark.parametrize("kernel", ["sdpa", *VARLEN])
 def test_plans_reach_the_device_in_one_copy_and_layers_make_none(
-    monkeypatch: pytest.MonkeyPatch, calls: list[Recorded], kernel: str
+    monkeypatch: pytest.MonkeyPatch, calls: list[Recorded], meta: torch.device, kernel: str
 ) -> None:
     from mimo.engines.megatron.layers.attention_plan import LayerForm
     from mimo.engines.megatron.segments import PackedSegments
 
-    there = torch.device("meta")
     for name in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setattr(sys.modules[name], "flash_attn_varlen_func", _nothing)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _nothing)
     forms = [LayerForm(kernel, True, window, 2, 1) for window in (None, 6)]
-    segments = PackedSegments.from_lengths(LENGTHS, there, items=ITEMS)
+    segments = PackedSegments.from_lengths(LENGTHS, meta, items=ITEMS)
     with Crossings() as crossings:
         segments.prepare(forms)
     assert crossings.copies == 1
-    q = torch.randn(sum(LENGTHS) // 2, HEADS, SIZE, device=there, requires_grad=True)
-    k, v = (torch.randn(sum(LENGTHS), GROUPS, SIZE, device=there) for _ in range(2))
+    q = torch.randn(sum(LENGTHS) // 2, HEADS, SIZE, device=meta, requires_grad=True)
+    k, v = (torch.randn(sum(LENGTHS), GROUPS, SIZE, device=meta) for _ in range(2))
     with Crossings() as crossings:
         segments.prepare(forms)
         for form in forms:
@@ -279,11 +285,11 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> T
     return q * 1
 
 
-def test_a_tensor_of_a_plan_stays_one_tensor_on_the_device() -> None:
+def test_a_tensor_of_a_plan_stays_one_tensor_on_the_device(meta: torch.device) -> None:
     from mimo.engines.megatron.layers.attention_plan import LayerForm
     from mimo.engines.megatron.segments import PackedSegments
 
-    segments = PackedSegments.from_lengths(LENGTHS, torch.device("meta"))
+    segments = PackedSegments.from_lengths(LENGTHS, meta)
     (call,) = segments.plan(LayerForm("torch_varlen", causal=True)).calls
     assert call.blocks.query_bounds.is_meta
     assert call.blocks.query_bounds is call.blocks.key_bounds
