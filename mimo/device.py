@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 # Of a container, by the two versions of control groups. What is used of it counts files as well.
@@ -22,6 +23,9 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+
+# Where tensors live when there is no GPU.
+DEVICE_WITHOUT_GPU = torch.device("cpu")
 
 
 def has_gpu() -> bool:
@@ -47,7 +51,7 @@ def choose_before_fork(num_ranks: int) -> str | None:
 def local_device(local_rank: int | None = None) -> torch.device:
     """The device of this process; with ``local_rank`` on a GPU machine, makes it current."""
     if not has_gpu():
-        return torch.device("cpu")
+        return DEVICE_WITHOUT_GPU
     if local_rank is not None:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
@@ -110,6 +114,25 @@ def gpu_memory() -> Memory | None:
         return None
     properties = torch.cuda.get_device_properties(local_device())
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on ``device``, by a copy that the host does not wait for.
+
+    From pageable memory it would. One for the host comes back as it is.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def barrier() -> None:
+    """Wait for all ranks of the world; every rank calls it.
+
+    On a GPU it names the device: otherwise every rank of a machine may take the first one.
+    """
+    device = local_device()
+    dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
 
 
 def release_memory() -> None:
