@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish, read_progress
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
+from mimo.device import barrier
 from mimo.engines.megatron.checkpoint import (
     State,
     load_sharded,
@@ -61,10 +62,10 @@ def save_checkpoint(
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
+    barrier()
     save_sharded(_modules_state(modules, "save"), partial)
     torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
-    dist.barrier()
+    barrier()
     if rank == 0:
         # First those of the last checkpoint, in case their folder has since been moved away.
         before = latest_checkpoint(checkpoints)
@@ -72,7 +73,7 @@ def save_checkpoint(
             copy_assets(before / ASSETS, partial / ASSETS)
         collect_assets(recipe, partial / ASSETS)
         publish(partial, progress, recipe.to_yaml(), keep)
-    dist.barrier()
+    barrier()
     return final
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from mimo.device import local_device
+from mimo.device import barrier, local_device
 from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link
@@ -81,7 +81,7 @@ class Topology:
 
         Every rank of the world calls it. The world may then build another topology.
         """
-        dist.barrier()
+        barrier()
         for group in self.groups:
             dist.destroy_process_group(group)
         self.groups.clear()

@@ -102,14 +102,15 @@ class MimoModel:
         forward_only: bool = False,
         check: bool = False,
         sample_keys: SampleKeys | None = None,
-    ) -> float:
+    ) -> float | Tensor:
         """All microbatches of one step, forward and backward; every rank of the world calls it.
 
         language: this lane's packed microbatches, on language ranks. items: for each
         encoder of this rank, its lane's items. check: compare plan digests over the bridge first,
         and with ``sample_keys`` also which samples each microbatch has.
         Returns the summed loss of this lane on tensor-parallel rank 0 of the last language stage,
-        else 0. Gradients are complete after `finish_gradients`.
+        else 0: a number () in fp64 on the device, which the host has not waited for. Gradients are
+        complete after `finish_gradients`.
         """
         for module in self.modules.values():
             for chunk in module.chunks:
@@ -122,7 +123,7 @@ class MimoModel:
             if check:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.begin(plans, forward_only)
-        loss = 0.0
+        loss: float | Tensor = 0.0
         for name, module in self.modules.items():
             if name == LANGUAGE:
                 loss = self._run_groups(module, language, items, forward_only)
@@ -181,12 +182,12 @@ class MimoModel:
         batches: Sequence[PackedLane],
         items: Mapping[str, Sequence[EncoderItems]],
         forward_only: bool,
-    ) -> float:
+    ) -> float | Tensor:
         """The language model's schedule, once or, with colocated encoders, group by group."""
         size = len(batches)
         if self.colocated and self.encode_group is not None:
             size = self.encode_group
-        loss = 0.0
+        loss: float | Tensor = 0.0
         for start in range(0, len(batches), size):
             group = range(start, min(start + size, len(batches)))
             with ExitStack() as stack:
@@ -234,7 +235,7 @@ class MimoModel:
 
     def _run_language(
         self, module: Module, batches: Sequence[PackedLane], group: range, forward_only: bool
-    ) -> float:
+    ) -> float | Tensor:
         raw_of = dict(zip(map(id, module.chunks), module.raw, strict=True))
         trains = module.trains or self.trains_encoders
 
@@ -267,7 +268,7 @@ class MimoModel:
                 num_sequences=sequences,
             )
         counts = module.groups.tp.rank() == 0
-        return float(torch.stack(logged).sum()) if logged and counts else 0.0
+        return torch.stack(logged).sum().double() if logged and counts else 0.0
 
     def _language_batch(self, lane: PackedLane) -> LanguageBatch:
         """What every stage and tensor-parallel rank needs of a microbatch, cut for this rank."""

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from mimo.checkpoint.contents import begin
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
+    barrier,
     gpu_memory,
     initialize_distributed,
     local_device,
@@ -65,7 +66,7 @@ def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> Ra
 
 def leave_world() -> None:
     """End this rank; every rank of the world calls it."""
-    dist.barrier()
+    barrier()
     dist.destroy_process_group()
 
 

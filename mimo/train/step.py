@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from bridge import BridgeError
 from mimo.device import synchronize
 from mimo.engines.megatron.module import Module
@@ -41,7 +43,7 @@ def train_step(
 
     # ---- forward and backward of the modules of this rank
     observer.at(step, "forward and backward")
-    loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
+    own_loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
 
     # ---- complete the gradients: sum over lanes, divide once by the tokens of the whole batch
     observer.at(step, "gradients")
@@ -54,7 +56,7 @@ def train_step(
     idle = sum(sender.take_waited_seconds() for sender in model.senders.values())
     observer.at(step, "norm and loss")
     own_part = _squared_norm(model.modules)
-    squared_norm, loss, idle = batches.sum_over_world(own_part, loss, idle)
+    squared_norm, loss, idle = batches.sum_over_world(own_part, own_loss, idle)
     norm = math.sqrt(squared_norm)
     _check_finite(step, {"loss": loss, "gradient norm": norm})
 
@@ -75,7 +77,7 @@ def train_step(
 
 def run_modules(
     model: MimoModel, batch: RankBatch, forward_only: bool = False, check: bool = False
-) -> float:
+) -> float | Tensor:
     """Forward (and backward) of this rank's modules; returns its part of the summed loss.
 
     check: compare plans over the bridge first. Every rank of the world calls it.
@@ -125,9 +127,9 @@ def _checks(recipe: Recipe, steps_done: int) -> bool:
     return check == "always" or (check == "first_steps" and steps_done < _CHECKED_STEPS)
 
 
-def _squared_norm(modules: Mapping[str, Module]) -> float:
+def _squared_norm(modules: Mapping[str, Module]) -> float | Tensor:
     """This rank's share; summed over all ranks it is the squared norm of the whole gradient."""
-    return math.fsum(
+    return sum(
         squared_gradient_norm(module.optimizer, module.groups)
         for module in modules.values()
         if module.optimizer is not None

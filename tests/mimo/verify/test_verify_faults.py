@@ -97,7 +97,7 @@ def lose_segments_on_middle_stage() -> None:
 
     run, from_lengths = MimoModel._run_language, PackedSegments.from_lengths
 
-    def run_language(self: Any, module: Any, *args: Any) -> float:
+    def run_language(self: Any, module: Any, *args: Any) -> Any:
         if module.groups.pp.rank() == 1:
             PackedSegments.from_lengths = _one_segment(from_lengths)  # type: ignore[method-assign]
         return run(self, module, *args)
@@ -146,7 +146,7 @@ def keep_gradients_of_first_cp_rank() -> None:
 
     run, backward, cp_rank = MimoModel._run_language, BridgeReceiver._backward, 0
 
-    def run_language(self: Any, module: Any, *args: Any) -> float:
+    def run_language(self: Any, module: Any, *args: Any) -> Any:
         nonlocal cp_rank
         cp_rank = module.groups.cp.rank()
         return run(self, module, *args)
