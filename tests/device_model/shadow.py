@@ -36,7 +36,13 @@ Kind = Literal["error", "wait", "blocking copy", "object collective"]
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _ROOT = Path(__file__).parents[2]
-_SKIPPED_FRAMES = ("/torch/", "/tests/device_model/shadow", "/engines/megatron/cpu.py")
+# Of torch and of helpers: who calls them says more.
+_SKIPPED_FRAMES = (
+    "/torch/",
+    "/tests/device_model/shadow",
+    "/engines/megatron/cpu.py",
+    "/mimo/device.py",
+)
 
 # Their results have as many elements as the values say.
 _DATA_DEPENDENT = {
