@@ -95,7 +95,7 @@ class BridgeEnd:
         if self.rank in plan.staged_positions:
             return plan.staged_positions[self.rank]
         index = [plan.receives(rank).index for rank in self.sharers()]
-        return torch.from_numpy(np.concatenate(index)).to(self.device)
+        return on_device(np.concatenate(index), self.device)
 
     def edge(self, group: dist.ProcessGroup) -> str:
         """Which modules ``group`` connects, in the direction of its messages."""
@@ -270,6 +270,12 @@ def _leaving(end: BridgeEnd, exchange: Exchange, values: Tensor) -> list[Tensor]
     return [part.to(end.wire_dtype).contiguous() for part in parts]
 
 
+def on_device(index: Ints, device: torch.device) -> Tensor:
+    """Places (n,) as a tensor on ``device``; the host does not wait for the copy."""
+    tensor = torch.from_numpy(index)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _together(index: Ints) -> bool:
     """Whether (n,) places, n > 0, are consecutive."""
     return bool(index[-1] - index[0] == index.size - 1 and (np.diff(index) == 1).all())
@@ -279,7 +285,7 @@ def _rows_at(values: Tensor, index: Ints) -> Tensor:
     """Rows of ``values`` (N, H): a view of (n, H) where they are contiguous, else a copy."""
     if _together(index):
         return values[int(index[0]) : int(index[0]) + index.size]
-    return values[torch.from_numpy(index).to(values.device)]
+    return values[on_device(index, values.device)]
 
 
 def _landing(
@@ -292,7 +298,7 @@ def _landing(
             parts.append(into[int(index[0]) : int(index[0]) + index.size])
         else:
             parts.append(into.new_empty(index.size, into.shape[1]))
-            apart.append((torch.from_numpy(index).to(into.device), parts[-1]))
+            apart.append((on_device(index, into.device), parts[-1]))
     return parts, apart
 
 

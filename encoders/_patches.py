@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders._tower import Tower
+from mimo.device import send
 from mimo.engines import megatron as engine
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class WindowOrder:
         Values of the blank patches at the end may be missing: blank patches stay last.
         """
         of_rows = values.unflatten(0, (-1, self.merge**2))
-        return of_rows[self.rows[: len(of_rows)].to(values.device)].flatten(0, 1)
+        return of_rows[send(self.rows[: len(of_rows)], values.device)].flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class PatchRope(nn.Module):
         self.register_buffer("inv_freq", base**-exponent, persistent=False)
 
     def forward(self, places: Tensor) -> Tensor:
-        """places (P, 2) int64 on any device -> (P, 1, 1, D) fp32."""
-        places = places.to(self.inv_freq.device, torch.float32)
+        """places (P, 2) int64 on the CPU -> (P, 1, 1, D) fp32."""
+        places = send(places.float(), self.inv_freq.device)
         freqs = (places[:, :, None] * self.inv_freq).flatten(1)  # (P, D / 2)
         return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]

@@ -24,6 +24,7 @@ from encoders._hf import block_norms, both, check_processor
 from encoders._patches import PackedPatches, PatchTower
 from encoders._tower import SequencePart, TowerSettings, build_tower, check_grid
 from mimo.bounds import Crops, Means, Rows, Side, SideRatio, Stds
+from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.hf_config import Config, agree, expect
 from mimo.families.hf_preprocessing import WHOLE, Processors, check_agreement, normalisation
@@ -192,7 +193,7 @@ class Gemma3Tower(PatchTower):
         # Blank patches lie outside the image; any position will do for them.
         index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
         own, index = (self.part.own(x, packed.num_patches) for x in (patches, index))
-        return self.patch_embed(own) + self.pos_embed(index.to(self.pos_embed.weight.device))
+        return self.patch_embed(own) + self.pos_embed(send(index, self.pos_embed.weight.device))
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Hidden states (P', 1, D) -> rows (N', H)."""

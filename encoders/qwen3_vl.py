@@ -35,6 +35,7 @@ from encoders._patches import (
 )
 from encoders._tower import TowerSettings, build_tower, check_grid
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, RotaryBase, Side, Stds
+from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.hf_config import Config, expect
 from mimo.families.hf_preprocessing import Processors
@@ -182,8 +183,8 @@ class GridPositions(nn.Module):
         index = taps[:, None, :, 0] * self.side + taps[None, :, :, 1]
         share = weights[:, None, :, 0] * weights[None, :, :, 1]
         device = self.weight.device
-        corners = nn.functional.embedding(index.flatten(0, 1).to(device), self.weight)
-        mixed = (corners * share.flatten(0, 1).to(device)[..., None]).sum(0)
+        corners = nn.functional.embedding(send(index.flatten(0, 1), device), self.weight)
+        mixed = (corners * send(share.flatten(0, 1), device)[..., None]).sum(0)
         return mixed.to(self.weight.dtype)
 
 

@@ -36,6 +36,7 @@ from encoders._patches import (
 )
 from encoders._tower import TowerSettings, build_tower, check_grid
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, Rate, RotaryBase, Side, Stds
+from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.hf_config import Config, expect
 from mimo.families.hf_preprocessing import Processors
@@ -270,7 +271,7 @@ class QwenVLTower(PatchTower):
         if self.part.count > 1:
             rows = engine.gather_sequence(rows, self.tp_group)
         back = order.rows.argsort()
-        return rows[self.part.own(back, len(back)).to(rows.device)]
+        return rows[send(self.part.own(back, len(back)), rows.device)]
 
 
 def build(

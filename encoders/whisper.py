@@ -25,6 +25,7 @@ from data.media.audio import FRAMES_PER_TOKEN, AudioClips
 from encoders._hf import both
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo.bounds import Epsilon, ItemSeconds, MelBins, Patches
+from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.keymap import Weight
 
@@ -134,7 +135,7 @@ def neighbours(lengths: Tensor, stride: int) -> Tensor:
 def convolve(convolution: nn.Conv1d, values: Tensor, seen: Tensor) -> Tensor:
     """GELU of a convolution: values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
     padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 picks this last one
-    inputs = padded[seen.to(values.device)].flatten(1)
+    inputs = padded[send(seen, values.device)].flatten(1)
     weight = convolution.weight.transpose(1, 2).flatten(1)
     return nn.functional.gelu(nn.functional.linear(inputs, weight, convolution.bias))
 
@@ -198,7 +199,7 @@ class WhisperTower(Tower[Clips]):
         hidden = convolve(self.conv1, patches, frames)
         hidden = convolve(self.conv2, hidden, torch.where(own >= 0, own - first, -1))
         positions = sinusoids(places, hidden.shape[1])
-        return hidden + positions.to(hidden.device, hidden.dtype)
+        return hidden + send(positions.to(hidden.dtype), hidden.device)
 
     def stack_inputs(self, packed: Clips) -> dict[str, Any]:
         """Each clip is a segment."""

@@ -26,6 +26,9 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
+# Where tensors live when there is no GPU.
+DEVICE_WITHOUT_GPU = torch.device("cpu")
+
 
 def has_gpu() -> bool:
     """Whether this process trains on a GPU."""
@@ -55,7 +58,7 @@ def choose_before_fork(num_ranks: int) -> str | None:
 def local_device(local_rank: int | None = None) -> torch.device:
     """The device of this process; with ``local_rank`` on a GPU machine, makes it current."""
     if not has_gpu():
-        return torch.device("cpu")
+        return DEVICE_WITHOUT_GPU
     if local_rank is not None:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())

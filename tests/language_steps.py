@@ -189,7 +189,7 @@ class Trainer:
         norm = squared_gradient_norm(self.optimizer, self.groups)
         step_optimizer(self.optimizer, self.job.learning_rate, 1.0)
         first = self.groups.tp.rank() == 0
-        return {"loss": float(sum(logged)) if first else 0.0, "squared_norm": norm}
+        return {"loss": float(sum(logged)) if first else 0.0, "squared_norm": float(norm)}
 
     def _forward_step(self, batches: Iterator[Microbatch], chunk: Any) -> tuple[Any, Any]:
         from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region

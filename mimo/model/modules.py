@@ -115,14 +115,15 @@ class MimoModel:
         forward_only: bool = False,
         check: bool = False,
         sample_keys: SampleKeys | None = None,
-    ) -> float:
+    ) -> float | Tensor:
         """All microbatches of one step, forward and backward; every rank of the world calls it.
 
         language: this lane's microbatches, on language ranks. items: for each encoder of this
         rank, what it encodes in each go. Both are of `stage`. check: compare plan digests over the
         bridge first, and with ``sample_keys`` also which samples each microbatch has.
         Returns the summed loss of this lane on tensor-parallel rank 0 of the last language stage,
-        else 0. Gradients are complete after `finish_gradients`.
+        else 0: a number () in fp64 on the device, which the host has not waited for. Gradients are
+        complete after `finish_gradients`.
         """
         for module in self.modules.values():
             for chunk in module.chunks:
@@ -135,7 +136,7 @@ class MimoModel:
             if check:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.begin(plans, forward_only)
-        loss = 0.0
+        loss: float | Tensor = 0.0
         for name, module in self.modules.items():
             if name == LANGUAGE:
                 loss = self._run_groups(module, language, items, forward_only)
@@ -202,10 +203,10 @@ class MimoModel:
         batches: Sequence[LanguageBatch],
         items: Mapping[str, Sequence[EncoderBatch]],
         forward_only: bool,
-    ) -> float:
+    ) -> float | Tensor:
         """The language model's schedule, once or, with colocated encoders, group by group."""
         size = self._group_size(len(batches))
-        loss = 0.0
+        loss: float | Tensor = 0.0
         for start in range(0, len(batches), size):
             group = range(start, min(start + size, len(batches)))
             with ExitStack() as stack:
@@ -254,7 +255,7 @@ class MimoModel:
 
     def _run_language(
         self, module: Module, batches: Sequence[LanguageBatch], group: range, forward_only: bool
-    ) -> float:
+    ) -> float | Tensor:
         raw_of = dict(zip(map(id, module.chunks), module.raw, strict=True))
         trains = module.trains or self.trains_encoders
 
@@ -291,7 +292,7 @@ class MimoModel:
                 forward_only=forward_only or not trains,
             )
         counts = module.groups.tp.rank() == 0
-        return float(torch.stack(logged).sum()) if logged and counts else 0.0
+        return torch.stack(logged).sum().double() if logged and counts else 0.0
 
     def _receive(self, gpt: Any, number: int) -> list[Arrived]:
         """What all encoders deliver to a chunk for a microbatch."""

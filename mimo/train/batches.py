@@ -26,9 +26,10 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bridge import SampleKeys
-from mimo.device import Staging, copy_stream, local_device
+from mimo.device import Staging, copy_stream, local_device, send
 from mimo.engines.megatron.acceleration import fp8_multiple
 from mimo.families.dtypes import DTYPES
 from mimo.layout.grids import LANGUAGE, num_microbatches
@@ -170,7 +171,7 @@ class Batches:
                 self._read.append(self._loader.next())
             self._left -= 1
 
-    def sum_over_world(self, *values: float) -> list[float]:
+    def sum_over_world(self, *values: float | Tensor) -> list[float]:
         """Sum ``values`` over all ranks, after `read_ahead`; every rank of the world calls it.
 
         The same message carries which samples each rank could not read; then their batch is
@@ -239,10 +240,18 @@ class Batches:
         self._preparer.shutdown(wait=True, cancel_futures=True)
 
 
-def sum_over_world(values: Sequence[float]) -> list[float]:
-    """Element-wise sum over all ranks, in fp64; every rank calls it with equally many values."""
+def sum_over_world(values: Sequence[float | Tensor]) -> list[float]:
+    """Element-wise sum over all ranks, in fp64; every rank calls it with equally many values.
+
+    values: numbers of the host, and tensors () of the device. On a device the host waits once, for
+    all sums together.
+    """
     if not values:
         return []
-    total = torch.tensor(list(values), dtype=torch.float64, device=local_device())
+    numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
+    total = send(torch.tensor(numbers, dtype=torch.float64), local_device())
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            total[place] = value
     dist.all_reduce(total)
     return total.tolist()

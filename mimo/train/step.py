@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from bridge import BridgeError, SampleKeys
 from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import squared_gradient_norm, step_optimizer
@@ -42,7 +44,7 @@ def train_step(
 
     # ---- forward and backward of the modules of this rank
     observer.at(step, "forward and backward")
-    loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
+    own_loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
     del batch  # its memory, before another batch is copied to the device
 
     # ---- complete the gradients: sum over lanes, divide once by the tokens of the whole batch
@@ -59,7 +61,7 @@ def train_step(
     waited = batches.take_waited_seconds()
     asked = time.perf_counter()
     squared_norm, loss, idle, *data_waits = batches.sum_over_world(
-        own_part, loss, idle, *batches.shares_of_means(waited)
+        own_part, own_loss, idle, *batches.shares_of_means(waited)
     )
     waited += time.perf_counter() - asked + model.take_waited_seconds()
     norm = math.sqrt(squared_norm)
@@ -90,7 +92,7 @@ def train_step(
 
 def run_modules(
     model: MimoModel, batch: RankBatch, forward_only: bool = False, check: bool = False
-) -> float:
+) -> float | Tensor:
     """Forward (and backward) of this rank's modules; returns its part of the summed loss.
 
     check: compare plans over the bridge first. Every rank of the world calls it.
@@ -140,9 +142,9 @@ def _checks(recipe: Recipe, steps_done: int) -> bool:
     return check == "always" or (check == "first_steps" and steps_done < _CHECKED_STEPS)
 
 
-def _squared_norm(modules: Mapping[str, Module]) -> float:
+def _squared_norm(modules: Mapping[str, Module]) -> float | Tensor:
     """This rank's share; summed over all ranks it is the squared norm of the whole gradient."""
-    return math.fsum(
+    return sum(
         squared_gradient_norm(module.optimizer, module.groups)
         for module in modules.values()
         if module.optimizer is not None

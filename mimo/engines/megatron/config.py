@@ -167,6 +167,8 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        # Transformer Engine's packed kernel counts positions from the start of each segment, which
+        # are not those of images; without a device's bounds `SelfAttention` needs no packed one.
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=pipeline > 1,
         # No CUDA graphs; the default is a name that Megatron itself calls deprecated.

@@ -8,7 +8,6 @@ happens here.
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -32,8 +31,15 @@ def _is_cuda(value: Any) -> bool:
 class CudaToCpu(TorchFunctionMode):
     """Maps every request for a CUDA device to the CPU.
 
-    Kept thin: it sees every torch call of the process.
+    Kept thin: it sees every torch call of the process. A subclass given to `install` first may do
+    more, such as count what a device would have to wait for.
     """
+
+    device = torch.device("cpu")
+    """What `torch.cuda.current_device` answers."""
+
+    def synchronize(self, device: Any = None) -> None:
+        """What `torch.cuda.synchronize` does."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         if kwargs:
@@ -54,20 +60,29 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@functools.cache
+_installed: CudaToCpu | None = None
+
+
 def adapt_to_machine() -> None:
     """Install the mapping once per process when there is no GPU; call before building models."""
-    if torch.cuda.is_available():
-        return
-    CudaToCpu().__enter__()
+    if _installed is None and not torch.cuda.is_available():
+        install(CudaToCpu())
+
+
+def install(mapping: CudaToCpu) -> None:
+    """Answer what Megatron asks of a GPU by ``mapping`` from now on; once per process."""
+    global _installed
+    assert _installed is None, "what stands for a GPU has been chosen already"
+    _installed = mapping
+    mapping.__enter__()
     # Megatron's linears ask for it under tensor parallelism; it matters only on a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    def cpu_device(*args: Any) -> torch.device:
-        return torch.device("cpu")
+    def current_device(*args: Any) -> torch.device:
+        return mapping.device
 
     def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
@@ -76,8 +91,8 @@ def adapt_to_machine() -> None:
         torch.set_rng_state(state)
 
     cuda: Any = torch.cuda
-    cuda.current_device = cpu_device
-    cuda.synchronize = nothing
+    cuda.current_device = current_device
+    cuda.synchronize = mapping.synchronize
     cuda.empty_cache = nothing
     cuda.current_stream = nothing
     cuda.manual_seed = torch.manual_seed

@@ -57,16 +57,17 @@ class LanguageModel(GPTModel):
         return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple:
-        """As `GPTModel`, but frequencies (S, B, 1, D) of a dense batch are cut to (S/cp, B, 1, D).
+        """As `GPTModel`, but frequencies (S, B, 1, D) are cut to (S/cp, B, 1, D).
 
-        Packed ones stay whole: Megatron's packed rope picks each segment's chunks itself.
+        They are cut as the tokens are: here, once for all layers of a microbatch.
         """
         found: tuple[Any, ...] = super()._preprocess(
             *args, packed_seq_params=packed_seq_params, **kwargs
         )
         hidden, frequencies, *rest = found
-        if packed_seq_params is None and self.cp_group.size() > 1:
-            frequencies = zigzag_share(frequencies, self.cp_group)
+        if self.cp_group.size() > 1:
+            lengths = () if packed_seq_params is None else packed_seq_params.lengths
+            frequencies = zigzag_share(frequencies, self.cp_group, lengths)
         return (hidden, frequencies, *rest)
 
 

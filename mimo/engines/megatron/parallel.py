@@ -7,7 +7,6 @@ Gradients are summed over data parallelism, never averaged: every module's confi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,9 +25,9 @@ from megatron.core.optimizer.optimizer import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch import nn
+from torch import Tensor, nn
 
-from mimo.device import has_gpu
+from mimo.device import has_gpu, local_device
 from mimo.engines.megatron.cpu import adapt_to_machine
 
 
@@ -215,18 +214,23 @@ def finish_gradients(
         chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
 
 
-def squared_gradient_norm(optimizer: MegatronOptimizer, groups: ProcessGroupCollection) -> float:
+def squared_gradient_norm(optimizer: MegatronOptimizer, groups: ProcessGroupCollection) -> Tensor:
     """This rank's share of the squared global gradient norm, after `finish_gradients`.
 
     Summed over all ranks of all modules it is the squared norm of the whole model's gradient:
     replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only, tied weights
     once. A distributed optimizer has no replicas: each rank counts its share.
+
+    Returns a number () in fp64 on the device; the host does not wait for it. The norm of each
+    parameter is taken in its gradient's dtype, fp32 or fp64.
     """
     optimizer.prepare_grads()
-    if groups.dp_cp.rank() != 0 and not isinstance(optimizer, DistributedOptimizer):
-        return 0.0
-    grads = optimizer.get_grads_for_grad_norm()
-    return math.fsum(float(g.double().pow(2).sum()) for g in grads)
+    counts = groups.dp_cp.rank() == 0 or isinstance(optimizer, DistributedOptimizer)
+    grads = optimizer.get_grads_for_grad_norm() if counts else []
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=local_device())
+    norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(grads)
+    return torch.stack(list(norms)).double().square().sum()
 
 
 def step_optimizer(
@@ -235,9 +239,8 @@ def step_optimizer(
     """Scale the prepared gradients by ``gradient_factor`` (clipping) and update the weights."""
     assert optimizer.optimizer is not None, "a module without trainable parameters has no optimizer"
     if gradient_factor != 1.0:
-        for param in optimizer.get_parameters():
-            if param.grad is not None:
-                param.grad.mul_(gradient_factor)
+        grads = [param.grad for param in optimizer.get_parameters() if param.grad is not None]
+        cast("Any", torch)._foreach_mul_(grads, gradient_factor)
     for group in optimizer.optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step_with_ready_grads()

@@ -8,7 +8,7 @@ from functools import partial
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,6 +29,7 @@ from mimo.engines.megatron.attention import core_attention
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.deepstack import DeepStackLayer
 from mimo.engines.megatron.layer_classes import linear_classes, norm_of
+from mimo.engines.megatron.layers.self_attention import SelfAttention
 from mimo.engines.megatron.layers.windows import WindowAttention
 from mimo.engines.megatron.lora import let_backward_into_layers
 

@@ -147,7 +147,7 @@ def keep_gradients_of_first_cp_rank() -> None:
 
     run, backward, cp_rank = MimoModel._run_language, BridgeReceiver._backward, 0
 
-    def run_language(self: Any, module: Any, *args: Any) -> float:
+    def run_language(self: Any, module: Any, *args: Any) -> Any:
         nonlocal cp_rank
         cp_rank = module.groups.cp.rank()
         return run(self, module, *args)

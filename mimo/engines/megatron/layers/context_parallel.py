@@ -5,12 +5,14 @@ Letters: T packed tokens of a lane, C context-parallel ranks, S sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mimo.device import send
 from mimo.engines.megatron.segments import LaneOrder, zigzag_indices
 
 
@@ -47,10 +49,13 @@ def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Te
     return gathered
 
 
-def zigzag_share(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+def zigzag_share(whole: Tensor, group: dist.ProcessGroup, lengths: Sequence[int] = ()) -> Tensor:
     """Chunks r and 2·C-1-r of the 2·C equal chunks of dim 0: (S, ...) -> (S/C, ...).
 
-    No collective. Raises ValueError when 2·C does not divide S.
+    lengths: of packed segments, padded, each of which is cut so; empty for one sequence.
+    No collective. Raises ValueError when 2·C does not divide S, or a segment.
     """
-    index = zigzag_indices((whole.shape[0],), group.size(), group.rank())
-    return whole.index_select(0, index.to(whole.device))
+    lengths = tuple(lengths) or (whole.shape[0],)
+    assert sum(lengths) == whole.shape[0], f"{sum(lengths)} tokens in segments of {len(whole)}"
+    index = zigzag_indices(lengths, group.size(), group.rank())
+    return whole.index_select(0, send(index, whole.device))

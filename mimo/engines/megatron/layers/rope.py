@@ -15,9 +15,8 @@ from torch import Tensor, nn
 class _MRope(nn.Module):
     """Multimodal rotary embedding: each of the K rotary channels follows one axis of the position.
 
-    Takes the place of `GPTModel.rotary_pos_emb`. Returns the frequencies of the whole sequence:
-    Megatron's packed rope itself picks those of each segment and context-parallel chunk, and for
-    a dense batch `LanguageModel` cuts them.
+    Takes the place of `GPTModel.rotary_pos_emb`. Returns the frequencies of the whole sequence;
+    under context parallelism `LanguageModel` cuts them.
 
     section: channels that follow time, height and width.
     """

@@ -1,0 +1,430 @@
+"""A device that isn't there: CPU tensors labelled as its own, and what a real one would object to.
+
+A storage is labelled when it is made on, or copied to, a CUDA device (which a function mode sees),
+or by an operation on labelled tensors (which a dispatch mode sees); every other one is the host's.
+Values are computed on the CPU either way. What is found out:
+
+- errors: operations on tensors of both places, tensors of the host in collectives and messages,
+  barriers that do not say which device they mean, `.numpy()` of a device's tensor.
+- waits: places where the host waits until the device has done all that was queued before.
+- blocking copies: from pageable memory to the device; the host waits for the copy itself.
+- object collectives: pickled, in two messages, with a wait in between.
+
+Not seen: work of other threads, in which nothing is labelled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from mimo.engines.megatron.cpu import CudaToCpu
+
+Kind = Literal["error", "wait", "blocking copy", "object collective"]
+
+CUDA = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+_ROOT = Path(__file__).parents[2]
+# Of torch and of helpers: who calls them says more.
+_SKIPPED_FRAMES = (
+    "/torch/",
+    "/tests/device_model/shadow",
+    "/engines/megatron/cpu.py",
+    "/mimo/device.py",
+)
+
+# Their results have as many elements as the values say.
+_DATA_DEPENDENT = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::bincount",
+}
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_OBJECT_COLLECTIVES = {
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a device would have noticed.
+
+    what: the operation. site: the innermost line of Megatron's, if it is one, and of ours.
+    step, activity: what the rank was doing, see `mimo.train.observer`.
+    """
+
+    kind: Kind
+    what: str
+    site: str
+    step: int
+    activity: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what} at {self.site} (step {self.step}, {self.activity})"
+
+
+@dataclass
+class Record:
+    """How often each event happened on one rank, and what the rank is doing now."""
+
+    events: Counter[Event] = field(default_factory=Counter)
+    step: int = -1
+    activity: str = "setup"
+
+    def note(self, kind: Kind, what: str) -> None:
+        """Count one event at the current line."""
+        self.events[Event(kind, what, _site(), self.step, self.activity)] += 1
+
+
+def _site() -> str:
+    """Like ``megatron/core/x.py:1 < mimo/y.py:2``, innermost first."""
+    found: list[str] = []
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if any(part in name for part in _SKIPPED_FRAMES):
+            continue
+        if name.startswith(str(_ROOT)) and "site-packages" not in name:
+            found.append(f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno}")
+            break
+        if not found:
+            found.append(f"{name.split('site-packages/')[-1]}:{frame.f_lineno}")
+    return " < ".join(found)
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class Labels:
+    """Storages of the device, and those of the host whose memory is pinned.
+
+    A weak reference keeps a storage's identity from being used again, so no label outlives it.
+    """
+
+    def __init__(self) -> None:
+        self._device: dict[int, StorageWeakRef] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self._purge_at = 10_000
+
+    @staticmethod
+    def key(tensor: Tensor) -> int:
+        with torch._C.DisableTorchFunction():
+            return tensor.untyped_storage()._cdata
+
+    def on_device(self, tensor: Tensor) -> bool:
+        return self.key(tensor) in self._device
+
+    def pinned(self, tensor: Tensor) -> bool:
+        return self.key(tensor) in self._pinned
+
+    def pin(self, tensor: Tensor) -> None:
+        self._add(self._pinned, tensor)
+
+    def put(self, tensor: Tensor, on_device: bool) -> None:
+        """Label the storage of a tensor that was just made."""
+        if on_device:
+            self._add(self._device, tensor)
+        else:
+            self._device.pop(self.key(tensor), None)
+
+    def _add(self, known: dict[int, StorageWeakRef], tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            known[self.key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        if len(known) > self._purge_at:
+            for key in [key for key, storage in known.items() if storage.expired()]:
+                del known[key]
+            self._purge_at = max(self._purge_at, 2 * len(known))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+class _Operations(TorchDispatchMode):
+    """Sees every operation, those of a backward too: checks its inputs, labels its results."""
+
+    def __init__(self, labels: Labels, record: Record) -> None:
+        super().__init__()
+        self.labels, self.record = labels, record
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        held = [self.labels.on_device(one) for one in inputs]
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self._check_collective(name, func, args, held)
+            return func(*args, **kwargs)
+        if not any(held):
+            return func(*args, **kwargs)
+        self._check(name, args, kwargs, inputs, held)
+        known = {self.labels.key(one) for one in inputs}
+        out = func(*args, **kwargs)
+        for one in _tensors(out):
+            if self.labels.key(one) not in known:
+                self.labels.put(one, on_device=True)
+        return out
+
+    def _check(self, name, args, kwargs, inputs: list[Tensor], held: list[bool]) -> None:
+        note = self.record.note
+        if name == "aten::_local_scalar_dense":
+            note("wait", ".item()")
+        elif name == "aten::equal":
+            note("wait", "torch.equal")
+        elif name in _DATA_DEPENDENT:
+            note("wait", f"data-dependent shape of {name}")
+        elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+            note("wait", f"data-dependent shape of {name} without output_size")
+        elif name in ("aten::copy_", "aten::_foreach_copy_"):
+            for to, source in zip(_tensors(args[0]), _tensors(args[1]), strict=True):
+                self._check_copy(to, source, non_blocking=any(a is True for a in args[2:]))
+        elif name in _INDEXING:
+            self._check_index(name, args)
+        # A tensor of the host without dims is a number, which may take part anywhere.
+        elif any(one.dim() and not here for one, here in zip(inputs, held, strict=True)):
+            note("error", f"tensors of host and device in {name}")
+
+    def _check_copy(self, to: Tensor, source: Tensor, non_blocking: bool) -> None:
+        there, here = self.labels.on_device(to), self.labels.on_device(source)
+        if there == here or not source.numel():
+            return
+        host = source if there else to
+        if non_blocking and self.labels.pinned(host):
+            return
+        if there:
+            # A number travels with the kernel that fills the tensor.
+            if source.dim():
+                self.record.note("blocking copy", "copy_ from the host")
+        else:
+            self.record.note("wait", "copy_ to the host")
+
+    def _check_index(self, name: str, args: Any) -> None:
+        values = [one for one in (args[0], *args[2:3]) if isinstance(one, Tensor) and one.dim()]
+        if not all(map(self.labels.on_device, values)):
+            self.record.note("error", f"tensors of host and device in {name}")
+        for index in _tensors(args[1]):
+            if not self.labels.on_device(index):
+                self.record.note("blocking copy", f"index on the host in {name}")
+            fills = name != "aten::index" and args[2].numel() == 1
+            if index.dtype in (torch.bool, torch.uint8) and not fills:
+                self.record.note("wait", f"data-dependent shape of a mask in {name}")
+
+    def _check_collective(self, name: str, func: Any, args: Any, held: list[bool]) -> None:
+        calls = {f.f_code.co_name for f in _frames() if "distributed_c10d" in f.f_code.co_filename}
+        if name == "c10d::barrier":
+            named = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
+            if not named.get("device_ids"):
+                self.record.note("error", "a barrier without device_ids")
+        elif objects := calls & _OBJECT_COLLECTIVES:
+            self.record.note("object collective", objects.pop())
+        elif not all(held):
+            self.record.note("error", f"a tensor of the host in {name}")
+
+
+class ShadowDevice(CudaToCpu):
+    """Stands for a GPU: give it to `install`, then call `watch`; see the module.
+
+    record: what it has seen.
+    """
+
+    device = CUDA
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels, self.record = Labels(), Record()
+        get: Any = torch.Tensor
+        self._answers: dict[Any, Callable[..., Any]] = {
+            get.device.__get__: self._device_of,
+            get.is_cuda.__get__: self.labels.on_device,
+            get.to: self._to,
+            get.cuda: self._cuda,
+            get.cpu: lambda tensor, **unused: self._move(tensor, to_device=False),
+            get.pin_memory: self._pin,
+            get.is_pinned: lambda tensor, *a: self.labels.pinned(tensor),
+            get.tolist: self._tolist,
+            get.numpy: self._numpy,
+            get.__array__: self._numpy,
+            get.__deepcopy__: self._deepcopy,
+            get.backward: self._tensor_backward,
+            torch.autograd.backward: self._backward,
+        }
+
+    def watch(self) -> None:
+        """Label and check every operation of this thread from now on."""
+        _Operations(self.labels, self.record).__enter__()
+        work: Any = dist.Work
+        wait = work.wait
+
+        def wait_unseen(*args: Any) -> Any:
+            # Gloo finishes some collectives here, by copies from memory of its own.
+            with _disable_current_modes():
+                return wait(*args)
+
+        work.wait = wait_unseen
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A copy on the device, for threads in which nothing is seen or labelled."""
+        placed = tensor.clone()
+        self.labels.put(placed, on_device=True)
+        return placed
+
+    def synchronize(self, device: Any = None) -> None:
+        """What `torch.cuda.synchronize` does."""
+        self.record.note("wait", "torch.cuda.synchronize")
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        answer = self._answers.get(func)
+        if answer is not None:
+            return answer(*args, **kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
+        if kwargs.get("pin_memory"):
+            self.labels.pin(cast("Tensor", out))
+        place = kwargs.get("device")
+        if place is None or torch.device(place).type == "meta":
+            return out
+        on_device = torch.device(place).type == "cuda"
+        for one in _tensors(out):
+            if on_device and not self.labels.on_device(one) and func in _FROM_VALUES:
+                self.record.note("blocking copy", f"{func.__name__}(..., device)")
+            self.labels.put(one, on_device)
+        return out
+
+    def _cuda(self, tensor: Tensor, device: object = None, non_blocking: bool = False, **unused):
+        return self._move(tensor, to_device=True, non_blocking=non_blocking)
+
+    def _device_of(self, tensor: Tensor) -> torch.device:
+        return CUDA if self.labels.on_device(tensor) else _REAL_DEVICE(tensor)
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rest, device, dtype = list(args), kwargs.pop("device", None), kwargs.pop("dtype", None)
+        other = kwargs.pop("other", None)
+        for one in rest:
+            if isinstance(one, str | torch.device):
+                device = one
+            elif isinstance(one, torch.dtype):
+                dtype = one
+            elif isinstance(one, Tensor):
+                other = one
+        flags = [one for one in rest if isinstance(one, bool)]
+        non_blocking = kwargs.pop("non_blocking", flags[0] if flags else False)
+        copy = kwargs.pop("copy", flags[1] if len(flags) > 1 else False)
+        if other is not None:
+            device, dtype = self._device_of(other), other.dtype
+        if device is not None and torch.device(device).type == "meta":
+            return tensor.to(device, dtype, copy=copy, **kwargs)
+        dtype = dtype or tensor.dtype
+        on_device = self.labels.on_device(tensor)
+        to_device = on_device if device is None else torch.device(device).type == "cuda"
+        if to_device == on_device:
+            return tensor.to(dtype, copy=copy, **kwargs)
+        # Between devices the cast comes first; what it makes is not pinned.
+        return self._move(tensor.to(dtype, **kwargs), to_device, non_blocking)
+
+    def _move(self, tensor: Tensor, to_device: bool, non_blocking: bool = False) -> Tensor:
+        if self.labels.on_device(tensor) == to_device:
+            return tensor
+        if tensor.numel() and not to_device:
+            self.record.note("wait", "a copy to the host")
+        elif tensor.numel() and not (non_blocking and self.labels.pinned(tensor)):
+            self.record.note("blocking copy", "a copy to the device")
+        moved = tensor.clone()
+        self.labels.put(moved, to_device)
+        return moved
+
+    def _pin(self, tensor: Tensor, *args: Any) -> Tensor:
+        if self.labels.on_device(tensor):
+            self.record.note("error", "pin_memory of a device's tensor")
+        pinned = tensor.clone()
+        self.labels.pin(pinned)
+        return pinned
+
+    def _tolist(self, tensor: Tensor) -> Any:
+        if self.labels.on_device(tensor):
+            self.record.note("wait", ".tolist()")
+        return tensor.tolist()
+
+    def _numpy(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.labels.on_device(tensor):
+            self.record.note("error", ".numpy() of a device's tensor")
+        return tensor.numpy(**kwargs)
+
+    def _deepcopy(self, tensor: Tensor, memo: Any) -> Tensor:
+        copied = tensor.__deepcopy__(memo)
+        self.labels.put(copied, self.labels.on_device(tensor))
+        return copied
+
+    def _tensor_backward(
+        self, tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        self._backward(tensor, gradient, *args, **kwargs)
+
+    def _backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        **unused: Any,
+    ) -> None:
+        """`torch.autograd.backward`, which would take this mode off for the whole backward."""
+        from torch.autograd import _make_grads, _tensor_or_tensors_to_tuple
+        from torch.autograd.graph import _engine_run_backward
+
+        assert not any(unused.values()), f"not supported here: {unused}"
+        outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        given = _tensor_or_tensors_to_tuple(grad_tensors, len(outputs))
+        gradients = _make_grads(outputs, given, is_grads_batched=False)
+        with self:
+            _engine_run_backward(
+                outputs,
+                gradients,
+                create_graph if retain_graph is None else retain_graph,
+                create_graph,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+
+# Bound before any mode is on; the values of these functions come from the host.
+_REAL_DEVICE = torch.Tensor.device.__get__
+_FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+
+
+def pose_as_device() -> Record:
+    """Make this process, which has no GPU, believe in one; before anything of Megatron is built.
+
+    Returns what will be seen of it.
+    """
+    import mimo.device
+    from mimo.engines.megatron.cpu import install
+
+    shadow = ShadowDevice()
+    install(shadow)
+    mimo.device.DEVICE_WITHOUT_GPU = CUDA
+    shadow.watch()
+    return shadow.record
