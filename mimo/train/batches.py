@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from bridge import SampleKeys
 from data.batch import PackedLane
+from data.packing import Used
 from mimo.device import local_device
 from mimo.layout.grids import LANGUAGE, num_microbatches
 from mimo.layout.groups import Topology
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset
+from mimo.step.dataset import Dataset, linear_tokens, token_budget
 from mimo.step.loader import EncoderItems, LoadedStep, StepLoader, gather_items, pack_language
 from mimo.step.plan import StepPlan, StepPlanner
 
@@ -46,7 +48,8 @@ class Batches:
     """The batches of ``steps`` in order; a context manager that every rank of the world enters.
 
     For each batch call `plan`, then `read`, then `read_next` and `sum_over_world`.
-    name: what messages call one batch, such as "step". samples: number before the first batch.
+    name: what messages call one batch, such as "step". used: the samples before the first batch;
+    later, those before the batch at hand.
     ahead: batches to read ahead of use. encode_group: as for `StepPlanner`.
     """
 
@@ -57,13 +60,14 @@ class Batches:
         topology: Topology,
         dataset: Dataset,
         steps: range,
-        samples: int,
+        used: Used,
         ahead: int,
         encode_group: int | None,
     ) -> None:
         self.name = name
         self.steps = steps
         self.dataset = dataset
+        self.used = used
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
         self._planner = StepPlanner(
@@ -75,9 +79,11 @@ class Batches:
             num_microbatches(recipe, topology.layout),
             delivery=recipe.bridge.delivery,
             encode_group=encode_group,
-            done=(steps.start, samples),
+            done=(steps.start, used),
             packed=recipe.data.packing,
             links=topology.bridges,
+            budget=token_budget(recipe),
+            linear_tokens=linear_tokens(recipe),
         )
         self._loader = StepLoader(
             self._planner,
@@ -109,22 +115,16 @@ class Batches:
     ) -> None:
         self._loader.close()
 
-    def samples_before(self, step: int) -> int:
-        """The position of a step's first sample in the order of all samples."""
-        return self._planner.samples_before(step)
-
     def plan(self) -> StepPlan:
         """The plan of the current batch, without its unusable samples; the same on all ranks."""
         return self._planner.finish(self._at_hand.microbatches, self._unusable)
 
     def unusable_samples(self) -> set[tuple[int, int]]:
         """(data source, sample) of each sample left out of the current batch."""
-        found = set()
-        for position in self._unusable:
-            microbatch, number = divmod(position, self._planner.samples_per_microbatch)
-            samples = self._at_hand.microbatches[microbatch].samples
-            found.add((int(samples.source[number]), int(samples.sample[number])))
-        return found
+        microbatches = [planned.samples for planned in self._at_hand.microbatches]
+        source = np.concatenate([samples.source for samples in microbatches])[self._unusable]
+        sample = np.concatenate([samples.sample for samples in microbatches])[self._unusable]
+        return set(zip(source.tolist(), sample.tolist(), strict=True))
 
     def read(self, plan: StepPlan) -> RankBatch:
         """What this rank needs of the current batch, in the order of its plan."""
@@ -146,6 +146,8 @@ class Batches:
 
     def read_next(self) -> None:
         """Move on to the next batch, which is already being read; after the last there is none."""
+        if self._loaded is not None:
+            self.used = self._loaded.used
         self._loaded = self._loader.next() if self._left > 0 else None
         self._left -= 1
 
@@ -168,7 +170,7 @@ class Batches:
         """For each sample of the current batch, 1 if this rank could not read it."""
         if self._loaded is None:
             return []
-        flags = [0.0] * self._planner.samples_per_step
+        flags = [0.0] * sum(m.samples.num_samples for m in self._loaded.microbatches)
         for sample, error in self._loaded.unusable.items():
             flags[sample] = 1.0
             logger.warning("skipped %s", error)

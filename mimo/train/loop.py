@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 
+from data.packing import Used
 from mimo.checkpoint.contents import save_checkpoint
 from mimo.checkpoint.folder import Progress
 from mimo.families.registry import language_settings
@@ -45,13 +45,13 @@ class Trainer:
         train, layout = self.recipe.train, self.topology.layout
         steps, flops = range(self.progress.step, train.steps), self._flops_per_token()
         ahead = self.recipe.data.prefetch_steps
-        with self._batches("step", dataset, steps, self.progress.samples, ahead) as batches:
+        with self._batches("step", dataset, steps, self.progress.used, ahead) as batches:
             for step in steps:
                 progress = self.progress.with_skipped(batches.unusable_samples())
                 self._check_skipped(progress.skipped_samples)
                 result = train_step(step, self.recipe, self.model, batches, observer)
                 done = step + 1
-                self.progress = replace(progress, step=done, samples=batches.samples_before(done))
+                self.progress = progress.after_step(step, batches.used)
                 yield {
                     "step": step,
                     **step_metrics(result, layout, flops, progress.skipped_samples),
@@ -67,7 +67,7 @@ class Trainer:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
         steps = range(self.recipe.train.validation_batches)
         total = tokens = 0.0
-        with self._batches("validation batch", dataset, steps) as batches:
+        with self._batches("validation batch", dataset, steps, Used()) as batches:
             for _ in steps:
                 plan = batches.plan()
                 own_part = run_modules(self.model, batches.read(plan), forward_only=True)
@@ -90,12 +90,10 @@ class Trainer:
         )
 
     def _batches(
-        self, name: str, dataset: Dataset, steps: range, samples: int = 0, ahead: int = 0
+        self, name: str, dataset: Dataset, steps: range, used: Used, ahead: int = 0
     ) -> Batches:
         encode_group = self.model.encode_group
-        return Batches(
-            name, self.recipe, self.topology, dataset, steps, samples, ahead, encode_group
-        )
+        return Batches(name, self.recipe, self.topology, dataset, steps, used, ahead, encode_group)
 
     def _check_skipped(self, skipped: int) -> None:
         limit = self.recipe.data.max_skipped_samples
