@@ -6,6 +6,7 @@ from mimo.commands._shared import NumRanksOption, OverridesArgument, RecipeArgum
 
 if TYPE_CHECKING:
     from mimo.layout.grids import Layout
+    from mimo.recipe.schema import Recipe
 
 
 @readable_errors
@@ -26,6 +27,17 @@ def check(
         needs = module_memory(phase.recipe, layout)
         memory = {name: in_words(need.bytes_per_rank) for name, need in needs.items()}
         print_layout(layout, num_microbatches(phase.recipe, layout), memory, phase.title)
+        print(f"microbatch of a lane: {describe_microbatch(phase.recipe)}")
+
+
+def describe_microbatch(recipe: "Recipe") -> str:
+    """What a lane of the language model processes at a time."""
+    tokens, rows = f"up to {recipe.longest_microbatch:,} tokens", recipe.data.rows_per_microbatch
+    if recipe.data.tokens_per_microbatch is None:
+        samples = recipe.train.micro_batch_size
+        return f"{samples} sample{'s' * (samples > 1)}, {tokens}"
+    limit = "" if rows is None else f" and {rows:,} rows"
+    return f"as many samples as fit, {tokens}{limit}"
 
 
 def print_layout(

@@ -242,7 +242,7 @@ class Recipe(Section):
             raise ValueError(
                 f"train.micro_batch_size {samples} packs that many samples, but "
                 f"data.tokens_per_microbatch {self.data.tokens_per_microbatch} packs as many as "
-                f"fit; remove one of them"
+                f"fit; set train.micro_batch_size: 1, or remove data.tokens_per_microbatch"
             )
         if longest * samples > bounds.MAX_MICROBATCH_TOKENS:
             raise ValueError(
