@@ -187,7 +187,7 @@ def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses
     run_ranks: RunRanks, recipe: Path
 ) -> None:
     corrupt(recipe)  # sample 0 of 12
-    by_tokens = ["data.tokens_per_microbatch=128", "data.packing_window=5"]
+    by_tokens = ["data.tokens_per_microbatch=128", "data.packing_window=12"]
     batch = ["language.grid.dp=2", "train.global_batch_size=4", "train.micro_batch_size=1"]
     settings = [*ADAM, *by_tokens, *batch, "train.steps=4", "train.save_every=2"]
     runs = recipe.parent / "runs"
