@@ -3,7 +3,7 @@
 from data.digits.shards import prepare_digits
 from data.index.build import build_index
 from data.index.reader import SampleReader, UnreadableSample
-from data.index.samples import Index, Processors, SkippedSample, check_lengths
+from data.index.samples import Index, Processors, SkippedSample, check_lengths, check_rows
 from data.index.store import load_index, load_or_build_index, save_index
 from data.media.image_files import image_size, open_image
 from data.media.images import ImageProcessor
@@ -38,6 +38,7 @@ __all__ = [
     "VideoProcessor",
     "build_index",
     "check_lengths",
+    "check_rows",
     "image_size",
     "item_text_problem",
     "load_index",

@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from data.index.lookup import column, items_of_samples, rows_of_samples
 from data.index.samples import Index
 from data.order import SampleOrder
+from data.packing import Sizes
 from data.positions import mrope_position_ids
 from data.text.chat import EncodedSample
 
@@ -132,66 +134,65 @@ class GlobalMicrobatch:
 def plan_microbatch(
     indexes: Sequence[Index],
     order: SampleOrder,
-    first_position: int,
-    lanes: int,
-    samples_per_lane: int,
+    packs: Sequence[np.ndarray],
     padding: Padding = Padding(),
 ) -> GlobalMicrobatch:
-    """The microbatch of ``lanes · samples_per_lane`` samples from ``first_position`` on.
+    """The microbatch of the samples at these positions of the order.
 
+    packs: the positions of each lane's samples, at least one; equally many if each sample is a
+    sequence of its own.
     A pure function of its arguments, so every rank plans the same. All ``indexes`` have the same
     media.
     """
-    count = lanes * samples_per_lane
-    source, sample = order.at(np.arange(first_position, first_position + count))
-    length = np.empty(count, np.int64)
-    loss_tokens = np.empty(count, np.int64)
-    media, items, item_sample, placeholder, rows, cost = [], [], [], [], [], []
-    for i in range(count):
-        index, s = indexes[source[i]], sample[i]
-        length[i], loss_tokens[i] = index.token_length[s], index.loss_tokens[s]
-        own = np.arange(index.item_start[s], index.item_start[s + 1])
-        media.append(index.item_media[own])
-        items.append(own)
-        item_sample.append(np.full(own.size, i))
-        placeholder.append(index.item_placeholder[own])
-        rows.append(index.item_rows[own])
-        cost.append(index.item_cost[own])
-    lane = np.repeat(np.arange(lanes), samples_per_lane)
+    source, sample = order.at(np.concatenate(packs))
+    item, item_sample = items_of_samples(indexes, source, sample)
+
+    def of_items(name: str) -> np.ndarray:
+        return column(indexes, name, source[item_sample], item)
+
+    counts = np.array([len(pack) for pack in packs])
+    first = np.cumsum(counts) - counts  # sample of each lane
+    length = column(indexes, "token_length", source, sample)
     segment = _up(length, padding.segment if padding.packed else padding.sequence)
     if not padding.packed:
-        segment = segment.reshape(lanes, -1).max(axis=1).repeat(samples_per_lane)
-    per_lane = segment.reshape(lanes, samples_per_lane)
-    start = (np.cumsum(per_lane, axis=1) - per_lane).reshape(-1)
-    total = per_lane.sum(axis=1)
-    of_sample = _concatenate(item_sample)
+        segment = np.maximum.reduceat(segment, first).repeat(counts)
+    before = np.cumsum(segment) - segment
+    start = before - before[first].repeat(counts)
+    total = np.add.reduceat(segment, first)
     return GlobalMicrobatch(
         source=source,
         sample=sample,
-        lane=lane,
+        lane=np.repeat(np.arange(len(packs)), counts),
         start=start,
         length=length,
-        loss_tokens=loss_tokens,
+        loss_tokens=column(indexes, "loss_tokens", source, sample),
         segment_length=segment,
         lane_tokens=_up(total, padding.sequence) if padding.packed else total,
         packed=padding.packed,
         media=indexes[0].media,
-        item_media=_concatenate(media),
-        item=_concatenate(items),
-        item_sample=of_sample,
-        item_position=start[of_sample] + _concatenate(placeholder),
-        item_rows=_concatenate(rows),
-        item_cost=_concatenate(cost),
+        item_media=of_items("item_media"),
+        item=item,
+        item_sample=item_sample,
+        item_position=start[item_sample] + of_items("item_placeholder"),
+        item_rows=of_items("item_rows"),
+        item_cost=of_items("item_cost"),
     )
+
+
+def sizes_in_order(indexes: Sequence[Index], order: SampleOrder) -> Sizes:
+    """The tokens and rows of samples by their positions, for packing by budget."""
+
+    def sizes(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        source, sample = order.at(positions)
+        tokens = column(indexes, "token_length", source, sample)
+        return tokens, rows_of_samples(indexes, source, sample)
+
+    return sizes
 
 
 def _up(length: np.ndarray, multiple: int) -> np.ndarray:
     """The next multiple."""
     return -(-length // multiple) * multiple
-
-
-def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ Microbatches = Annotated[int, Field(ge=0, le=2**20)]
 SequenceLength = Annotated[int, Field(ge=1, le=2**24)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
 WarmupSteps = Annotated[int, Field(ge=0, le=10**9)]
+PackingWindow = Annotated[int, Field(ge=1, le=2**16)]
+"""Samples that a checkpoint may have to name."""
 PrefetchSteps = Annotated[int, Field(ge=0, le=2**10)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 SkippedSamples = Annotated[int, Field(ge=0, le=10**12)]

@@ -171,16 +171,38 @@ def check_lengths(index: Index, sequence_length: int) -> None:
     """
     too_long = np.flatnonzero(index.token_length > sequence_length)
     if len(too_long):
-        named = [
-            f"{index.shards[index.shard[i]]}: {index.keys[i]}: {index.token_length[i]} tokens"
-            for i in too_long[:_SHOWN]
-        ]
+        named = _named(index, too_long, index.token_length, "tokens")
         raise ValueError(
             f"{len(too_long)} of {len(index)} samples are longer than sequence_length "
             f"{sequence_length}; the longest has {index.token_length.max()} tokens:\n  "
             f"{listed(named, len(too_long))}\nraise data.sequence_length, let an encoder's "
             "items have fewer rows, or leave them out of the shards (samples are never truncated)"
         )
+
+
+def check_rows(index: Index, rows_per_microbatch: int | None) -> None:
+    """Raise ValueError when samples have more rows than a microbatch may have (None: any)."""
+    if rows_per_microbatch is None:
+        return
+    before = np.concatenate(([0], np.cumsum(index.item_rows, dtype=np.int64)))
+    rows = np.diff(before[index.item_start])
+    too_many = np.flatnonzero(rows > rows_per_microbatch)
+    if len(too_many):
+        named = _named(index, too_many, rows, "rows")
+        raise ValueError(
+            f"{len(too_many)} of {len(index)} samples have more rows than rows_per_microbatch "
+            f"{rows_per_microbatch}; the most are {rows.max()}:\n  "
+            f"{listed(named, len(too_many))}\nraise data.rows_per_microbatch, let an encoder's "
+            "items have fewer rows, or leave them out of the shards"
+        )
+
+
+def _named(index: Index, samples: np.ndarray, size: np.ndarray, what: str) -> list[str]:
+    """A line for each of the first of these samples. size: of every sample, in ``what``."""
+    return [
+        f"{index.shards[index.shard[i]]}: {index.keys[i]}: {size[i]} {what}"
+        for i in samples[:_SHOWN]
+    ]
 
 
 def listed(lines: list[str], total: int | None = None) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data.packing import Used
 from mimo.errors import InputError
 from mimo.recipe.phases import PHASE_FOLDER
 
@@ -25,6 +26,8 @@ _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
 class Progress:
     """Where a run stands. The schedule follows from the step, the data from the samples.
 
+    samples, passed_over: which samples of the order are used, as of `data.packing.Used`; a run with
+    another batch size or budget continues with the others.
     skipped: (data source, sample) of each sample that could not be read, numbered as in the order
     of samples, so independent of layout and batch size.
     skipped_samples: how many there are. It is larger than the number in `skipped` if an older
@@ -35,6 +38,16 @@ class Progress:
     samples: int
     skipped_samples: int = 0
     skipped: frozenset[tuple[int, int]] = frozenset()
+    passed_over: tuple[int, ...] = ()
+
+    @property
+    def used(self) -> Used:
+        """The samples of the order that are used."""
+        return Used(self.samples, self.passed_over)
+
+    def after_step(self, step: int, used: Used) -> Progress:
+        """The same once this step is done, which leaves these samples used."""
+        return replace(self, step=step + 1, samples=used.samples, passed_over=used.passed_over)
 
     def with_skipped(self, found: Set[tuple[int, int]]) -> Progress:
         """The same with these samples skipped; each counts once, however often it comes up."""
@@ -139,4 +152,5 @@ def read_progress(checkpoint: Path) -> Progress:
     """Where the run stood when ``checkpoint`` was written."""
     document = json.loads((checkpoint / _PROGRESS).read_text())
     skipped = frozenset((source, sample) for source, sample in document.pop("skipped", ()))
-    return Progress(**document, skipped=skipped)
+    passed_over = tuple(document.pop("passed_over", ()))
+    return Progress(**document, skipped=skipped, passed_over=passed_over)

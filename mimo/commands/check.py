@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from mimo.layout.grids import Layout
     from mimo.model.roles import RoleMemory
+    from mimo.recipe.schema import Recipe
 
 
 @readable_errors
@@ -27,7 +28,18 @@ def check(
     layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
     for phase, layout in zip(phased.phases, layouts, strict=True):
         print_layout(layout, num_microbatches(phase.recipe, layout), phase.title)
+        print(f"microbatch of a lane: {describe_microbatch(phase.recipe)}")
         print_memory(memory_by_role(phase.recipe, layout))
+
+
+def describe_microbatch(recipe: "Recipe") -> str:
+    """What a lane of the language model processes at a time."""
+    tokens, rows = f"up to {recipe.longest_microbatch:,} tokens", recipe.data.rows_per_microbatch
+    if recipe.data.tokens_per_microbatch is None:
+        samples = recipe.train.micro_batch_size
+        return f"{samples} sample{'s' * (samples > 1)}, {tokens}"
+    limit = "" if rows is None else f" and {rows:,} rows"
+    return f"as many samples as fit, {tokens}{limit}"
 
 
 def print_layout(layout: "Layout", microbatches: int, phase: str = "") -> None:

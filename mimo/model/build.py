@@ -120,7 +120,7 @@ def build_model(
                     settings,
                     ctx,
                     num_tokens,
-                    recipe.data.sequence_length * recipe.train.micro_batch_size,
+                    recipe.longest_microbatch,
                     recipe.train.seed,
                 )
             else:

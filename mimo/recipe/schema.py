@@ -103,10 +103,42 @@ class Data(Section):
     packing: bool = True
     """`true` joins the samples of a microbatch into one sequence, each a segment of its own;
     `false` pads each to the longest."""
+    tokens_per_microbatch: bounds.SequenceLength | None = None
+    """Packs samples into sequences of up to this many tokens by best fit, one sequence to a
+    microbatch of a lane; padding for `cp` and `sp` comes on top. Null packs
+    `train.micro_batch_size` samples."""
+    rows_per_microbatch: bounds.Rows | None = None
+    """With `tokens_per_microbatch`: most rows of the items in a sequence, over all encoders; null
+    for any number."""
+    packing_window: bounds.PackingWindow = 512
+    """With `tokens_per_microbatch`: how many samples, in their order, the next sequence is put
+    together from."""
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
     prefetch_steps: bounds.PrefetchSteps = 2
     """Steps that are read ahead of use; from 2 on, the next one is on the device ahead of use."""
+
+    @model_validator(mode="after")
+    def _budget_is_of_packed_sequences(self) -> "Data":
+        tokens = self.tokens_per_microbatch
+        if tokens is None and self.rows_per_microbatch is not None:
+            raise ValueError(
+                f"rows_per_microbatch {self.rows_per_microbatch} limits sequences that are packed "
+                f"by tokens, but tokens_per_microbatch is not set; set it, or remove "
+                f"rows_per_microbatch"
+            )
+        if tokens is not None and not self.packing:
+            raise ValueError(
+                f"tokens_per_microbatch {tokens} packs samples into sequences, but packing is "
+                f"false; set packing: true, or remove tokens_per_microbatch"
+            )
+        if tokens is not None and tokens < self.sequence_length:
+            raise ValueError(
+                f"tokens_per_microbatch {tokens} is below sequence_length {self.sequence_length}, "
+                f"so the longest samples would not fit; raise it to {self.sequence_length} or "
+                f"more, or lower sequence_length"
+            )
+        return self
 
 
 class Train(Section):
@@ -115,9 +147,10 @@ class Train(Section):
     steps: bounds.Steps
     """Length of the run."""
     global_batch_size: bounds.Batch
-    """Samples of a step, over all ranks."""
+    """Samples of a step, over all ranks; with `data.tokens_per_microbatch`, packed sequences."""
     micro_batch_size: bounds.Batch = 1
-    """Samples that one lane of the language model processes at a time."""
+    """Samples that one lane of the language model processes at a time; stays 1 with
+    `data.tokens_per_microbatch`."""
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     """Dtype of weights and computation; `fp64` is for checking results on a CPU."""
     fp8: Literal["none", "current", "block", "mxfp8"] = "none"
@@ -217,6 +250,12 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _tokens_can_be_counted(self) -> "Recipe":
         longest, samples = self.data.sequence_length, self.train.micro_batch_size
+        if self.data.tokens_per_microbatch is not None and samples != 1:
+            raise ValueError(
+                f"train.micro_batch_size {samples} packs that many samples, but "
+                f"data.tokens_per_microbatch {self.data.tokens_per_microbatch} packs as many as "
+                f"fit; set train.micro_batch_size: 1, or remove data.tokens_per_microbatch"
+            )
         if longest * samples > bounds.MAX_MICROBATCH_TOKENS:
             raise ValueError(
                 f"train.micro_batch_size {samples} · data.sequence_length {longest} makes "
@@ -224,6 +263,12 @@ class Recipe(Section):
                 f"{bounds.MAX_MICROBATCH_TOKENS} can be counted; lower one of them"
             )
         return self
+
+    @property
+    def longest_microbatch(self) -> int:
+        """Most tokens of samples that a lane of the language model processes at a time."""
+        of_samples = self.data.sequence_length * self.train.micro_batch_size
+        return self.data.tokens_per_microbatch or of_samples
 
     def module(self, name: str) -> Language | Encoder:
         """The part of the recipe that says what the module of this name is."""

@@ -8,14 +8,15 @@ from typing import Any
 
 from data.batch import GlobalMicrobatch
 from data.index.reader import SampleReader
-from data.index.samples import Index, Processors, check_lengths
+from data.index.samples import Index, Processors, check_lengths, check_rows
 from data.index.store import load_or_build_index
 from data.media.processor import Media
 from data.order import SampleOrder
+from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
 from mimo.errors import RecipeError
-from mimo.families.registry import encoder_settings
+from mimo.families.registry import encoder_settings, language_settings
 from mimo.recipe.schema import MediaTokens, Recipe, Source
 from mimo.recipe.source import Location, dotted
 
@@ -32,6 +33,25 @@ class Dataset:
         """The keys of a microbatch's samples, lane after lane."""
         pairs = zip(microbatch.source.tolist(), microbatch.sample.tolist(), strict=True)
         return [str(self.indexes[source].keys[sample]) for source, sample in pairs]
+
+
+def token_budget(recipe: Recipe) -> TokenBudget | None:
+    """What fits into a packed sequence; None if microbatches are a number of samples."""
+    data = recipe.data
+    if data.tokens_per_microbatch is None:
+        return None
+    return TokenBudget(data.tokens_per_microbatch, data.rows_per_microbatch, data.packing_window)
+
+
+def linear_tokens(recipe: Recipe) -> int:
+    """Tokens of a sample at which the attention scores cost as much as all other work.
+
+    In a layer, the scores of L tokens take 6 · hidden_size · L² FLOPs, forward and backward; heads
+    count as wide as the hidden size together, and windows are left out.
+    """
+    settings = language_settings(recipe)
+    linear = settings.flops_per_token(settings.padded_vocab_size(1))
+    return round(linear / (6 * settings.num_layers * settings.hidden_size))
 
 
 def check_media(recipe: Recipe) -> None:
@@ -101,8 +121,9 @@ def open_dataset(
     """A split ("sources", "validation" or "test"); None when the recipe names no shards for it.
 
     Builds an index where there is none that fits.
-    Raises RecipeError for missing shards, samples that are too long, and samples whose
-    placeholders do not match their items or that have items which no encoder takes.
+    Raises RecipeError for missing shards, samples that are too long or have too many rows for a
+    microbatch, and samples whose placeholders do not match their items or that have items which no
+    encoder takes.
     """
     sources: Sequence[Source] = getattr(recipe.data, split)
     if not sources:
@@ -112,6 +133,7 @@ def open_dataset(
         try:
             index = load_or_build_index(source.path, chat, processors, progress)
             check_lengths(index, recipe.data.sequence_length)
+            check_rows(index, recipe.data.rows_per_microbatch)
             if len(index) == 0:
                 raise ValueError(
                     f"{source.path}: none of {len(index.skipped)} samples is usable; the first: "

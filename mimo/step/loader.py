@@ -17,9 +17,10 @@ from torch import Tensor
 
 from data.batch import PackedLane, pack_lane
 from data.index.reader import SampleReader, UnreadableSample
+from data.packing import Used
 from data.text.chat import EncodedSample
 from mimo.layout.grids import Coords, Layout
-from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner
+from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner, first_samples
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class EncoderItems:
 class LoadedStep:
     """What this rank has read for a step, before it is known which samples are unusable.
 
+    used: the samples of the order that are used once the step is done.
     encoded: per microbatch, samples by their number in it.
     patches: per microbatch, items (P, C) by data source and number in its index, in the dtype in
         which they are computed on.
@@ -47,6 +49,7 @@ class LoadedStep:
 
     step: int
     microbatches: list[PlannedMicrobatch]
+    used: Used
     encoded: list[dict[int, EncodedSample]] = field(default_factory=list)
     patches: list[dict[tuple[int, int], Tensor]] = field(default_factory=list)
     unusable: dict[int, str] = field(default_factory=dict)
@@ -112,12 +115,11 @@ class StepLoader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, step: int) -> LoadedStep:
-        loaded = LoadedStep(step, self.planner.microbatches(step))
-        first = 0
-        for planned in loaded.microbatches:
+        microbatches = self.planner.microbatches(step)
+        loaded = LoadedStep(step, microbatches, self.planner.used_before(step + 1))
+        for first, planned in zip(first_samples(microbatches), microbatches, strict=True):
             loaded.encoded.append(self._encode_samples(planned, first, loaded.unusable))
             loaded.patches.append(self._decode_items(planned, first, loaded.unusable))
-            first += planned.samples.num_samples
         return loaded
 
     def _encode_samples(

@@ -23,9 +23,10 @@ from bridge import (
     replicated_destination,
     sharded_destination,
 )
-from data.batch import GlobalMicrobatch, Padding, plan_microbatch
+from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_order
 from data.index.samples import Index
 from data.order import SampleOrder
+from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
 from mimo.layout.grids import GridSpec, Layout
 from mimo.layout.levels import Link
 from mimo.layout.padding import segment_multiple, sequence_multiple
@@ -96,11 +97,14 @@ class StepPlanner:
     delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
         language lane).
     encode_group: microbatches that colocated encoders encode in one go; None for all.
-    done: (steps, samples) before this run: samples continue where they stopped, whatever the
-        batch size was.
+    done: the steps before this run, and the samples used in them: they continue where they
+        stopped, whatever the batch size or the budget was.
     packed: whether a lane's samples share one sequence.
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
     tokens_on_rank: the multiple for the part of a sequence that a rank holds.
+    budget: of the tokens of a lane's microbatch; then it has as many samples as fit instead of
+        ``micro_batch_size``. linear_tokens: a lane's load of L tokens in one sample is
+        L · (linear_tokens + L): the length at which attention costs as much as everything else.
     """
 
     def __init__(
@@ -113,15 +117,20 @@ class StepPlanner:
         num_microbatches: int,
         delivery: str = "sharded",
         encode_group: int | None = None,
-        done: tuple[int, int] = (0, 0),
+        done: tuple[int, Used] = (0, Used()),
         packed: bool = True,
         links: Collection[Link] | None = None,
         tokens_on_rank: int = 1,
+        budget: TokenBudget | None = None,
+        linear_tokens: int = 0,
     ) -> None:
+        assert budget is None or packed, "a budget is of the tokens of one sequence"
         assert not any(isinstance(own, str) for own in media.values()), "media are tuples of names"
         self.delivery = delivery
         self.encode_group = encode_group
-        self.done = done
+        self._done = self._latest = done
+        self.budget = budget
+        self.linear_tokens = linear_tokens
         self.layout = layout
         self.media = media
         self.indexes = indexes
@@ -138,17 +147,34 @@ class StepPlanner:
             segment=segment_multiple(language.cp),
             sequence=sequence_multiple(language.cp, language.tp, language.sp, tokens_on_rank),
         )
-        self.samples_per_microbatch = micro_batch_size * language.dp
-        self.samples_per_step = self.samples_per_microbatch * num_microbatches
 
-    def samples_before(self, step: int) -> int:
-        """The position of a step's first sample in the order of all samples."""
-        steps, samples = self.done
-        return samples + (step - steps) * self.samples_per_step
+    def used_before(self, step: int) -> Used:
+        """The samples used in all steps before this one; quick if asked in the order of steps."""
+        known, used = self._latest if self._latest[0] <= step else self._done
+        assert known <= step, f"step {step} is before the first step, {known}"
+        for _ in range(known, step):
+            used = used.with_packs(self._packs(used))
+        self._latest = step, used
+        return used
+
+    def _packs(self, used: Used) -> list[np.ndarray]:
+        """The next step's packs, lane by lane of each microbatch."""
+        lanes = self.layout.language.dp
+        count = self.num_microbatches * lanes
+        if self.budget is None:
+            return packs_of_samples(used, count, self.micro_batch_size)
+        sizes = sizes_in_order(self.indexes, self.order)
+        packs = packs_of_tokens(used, count, self.budget, sizes)
+        tokens, _ = sizes(np.concatenate(packs))
+        first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
+        loads = np.add.reduceat(tokens * (self.linear_tokens + tokens), first)
+        return [packs[pack] for pack in deal(loads, lanes).flat]
 
     def microbatches(self, step: int) -> list[PlannedMicrobatch]:
         """The microbatches of a step with items assigned to lanes, but nothing blanked yet."""
-        first = self.samples_before(step)
+        used, lanes = self.used_before(step), self.layout.language.dp
+        packs = self._packs(used)
+        self._latest = step + 1, used.with_packs(packs)
         planned = []
         grids = self.layout.encoders
         step_loads = {name: np.zeros(grid.dp, np.int64) for name, grid in grids.items()}
@@ -157,9 +183,7 @@ class StepPlanner:
             samples = plan_microbatch(
                 self.indexes,
                 self.order,
-                first + m * self.samples_per_microbatch,
-                self.layout.language.dp,
-                self.micro_batch_size,
+                packs[m * lanes : (m + 1) * lanes],
                 self.padding,
             )
             encoders = {}
@@ -192,9 +216,9 @@ class StepPlanner:
             longest = max(m.samples.longest_sequence for m in microbatches)
             microbatches = [replace(m, samples=m.samples.padded_to(longest)) for m in microbatches]
         finished = []
-        for m, planned in enumerate(microbatches):
-            first = m * self.samples_per_microbatch
-            here = [s - first for s in unusable if 0 <= s - first < self.samples_per_microbatch]
+        for first, planned in zip(first_samples(microbatches), microbatches, strict=True):
+            numbers = range(first, first + planned.samples.num_samples)
+            here = [sample - first for sample in unusable if sample in numbers]
             kept = ~np.isin(planned.samples.item_sample, here)
             renumbered = np.cumsum(kept) - 1
             samples = planned.samples.without(here)
@@ -264,6 +288,12 @@ class StepPlanner:
         # Every TP rank has a row's whole gradient: they return even shares.
         returning = sharded_destination(segments, ranks, False, runs)
         return replicated_destination(segments.tokens, ranks), returning
+
+
+def first_samples(microbatches: Sequence[PlannedMicrobatch]) -> list[int]:
+    """For each microbatch of a step, the number in the step of its first sample."""
+    counts = [planned.samples.num_samples for planned in microbatches]
+    return [0, *np.cumsum(counts[:-1]).tolist()]
 
 
 def _ranks(grid: GridSpec, stage: int) -> np.ndarray:

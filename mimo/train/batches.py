@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge import SampleKeys
+from data.packing import Used
 from mimo.device import Staging, copy_stream, local_device, send
 from mimo.engines.megatron.acceleration import fp8_multiple
 from mimo.families.dtypes import DTYPES
@@ -37,7 +38,7 @@ from mimo.layout.groups import Topology
 from mimo.model.inputs import EncoderBatch, LanguageBatch
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset
+from mimo.step.dataset import Dataset, linear_tokens, token_budget
 from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.step.plan import StepPlan, StepPlanner
 
@@ -61,8 +62,13 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class _Coming:
-    """A batch that is prepared. unusable: (data source, sample) of each that it leaves out."""
+    """A batch that is prepared.
 
+    used: the samples of the order up to its end. unusable: (data source, sample) of each that it
+    leaves out.
+    """
+
+    used: Used
     unusable: set[tuple[int, int]]
     batch: Future[tuple[RankBatch, Staging]]
 
@@ -72,7 +78,8 @@ class Batches:
 
     For each batch call `next`, then, when nothing holds the batch any more, `read_ahead` and
     `sum_over_world`.
-    name: what messages call one batch, such as "step". samples: number before the first batch.
+    name: what messages call one batch, such as "step". used: the samples of the order before the
+    first batch; later, those up to the last batch that `next` gave.
     ahead: batches that are read, or more, while another is in use. From two on, the nearest of
     them is prepared meanwhile; else it is prepared in between, from one on it is read meanwhile.
     """
@@ -84,7 +91,7 @@ class Batches:
         topology: Topology,
         dataset: Dataset,
         steps: range,
-        samples: int,
+        used: Used,
         ahead: int,
         model: MimoModel,
     ) -> None:
@@ -92,6 +99,7 @@ class Batches:
         self.steps = steps
         self.dataset = dataset
         self._model = model
+        self.used = used
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
         self._dtype = DTYPES[recipe.train.precision]
@@ -104,10 +112,12 @@ class Batches:
             num_microbatches(recipe, topology.layout),
             delivery=recipe.bridge.delivery,
             encode_group=model.encode_group,
-            done=(steps.start, samples),
+            done=(steps.start, used),
             packed=recipe.data.packing,
             links=topology.bridges,
             tokens_on_rank=fp8_multiple(recipe.train.fp8),
+            budget=token_budget(recipe),
+            linear_tokens=linear_tokens(recipe),
         )
         self._num_prepared = 1 if ahead > 1 else 0  # while another batch is in use
         self._loader = StepLoader(
@@ -146,18 +156,16 @@ class Batches:
     ) -> None:
         self._close()
 
-    def samples_before(self, step: int) -> int:
-        """The position of a step's first sample in the order of all samples."""
-        return self._planner.samples_before(step)
-
     def unusable_samples(self) -> set[tuple[int, int]]:
         """(data source, sample) of each sample that the next batch leaves out."""
         return self._coming[0].unusable
 
     def next(self) -> RankBatch:
         """The next batch; waits for it if need be. Raises what its preparation raised."""
+        coming = self._coming.popleft()
         with self._waiting():
-            batch, staging = self._coming.popleft().batch.result()
+            batch, staging = coming.batch.result()
+        self.used = coming.used
         staging.arrive()
         return batch
 
@@ -182,7 +190,7 @@ class Batches:
         for loaded in self._read:
             unusable = [n for n in range(loaded.num_samples) if next(flags) > 0]
             batch = self._preparer.submit(self._prepare, loaded, unusable)
-            self._coming.append(_Coming(loaded.addresses(unusable), batch))
+            self._coming.append(_Coming(loaded.used, loaded.addresses(unusable), batch))
         self._read.clear()
         return sums[: len(values)]
 

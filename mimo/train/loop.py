@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator
-from dataclasses import replace
 from pathlib import Path
 
+from data.packing import Used
 from mimo.checkpoint.contents import save_checkpoint
 from mimo.checkpoint.folder import Progress
 from mimo.families.registry import language_settings
@@ -47,13 +47,13 @@ class Trainer:
         train, layout = self.recipe.train, self.topology.layout
         steps, flops = range(self.progress.step, train.steps), self._flops_per_token()
         ahead = self.recipe.data.prefetch_steps
-        with self._batches("step", dataset, steps, self.progress.samples, ahead) as batches:
+        with self._batches("step", dataset, steps, self.progress.used, ahead) as batches:
             for step in steps:
                 progress = self.progress.with_skipped(batches.unusable_samples())
                 self._check_skipped(progress.skipped_samples)
                 result = train_step(step, self.recipe, self.model, batches, observer)
                 done = step + 1
-                self.progress = replace(progress, step=done, samples=batches.samples_before(done))
+                self.progress = progress.after_step(step, batches.used)
                 yield {
                     "step": step,
                     **step_metrics(result, layout, flops, progress.skipped_samples),
@@ -71,7 +71,7 @@ class Trainer:
         total = tokens = 0.0
         # At most one ahead: the batches of training are waiting too.
         ahead = min(1, self.recipe.data.prefetch_steps)
-        with self._batches("validation batch", dataset, steps, 0, ahead) as batches:
+        with self._batches("validation batch", dataset, steps, Used(), ahead) as batches:
             for _ in steps:
                 batch = batches.next()
                 own_part = run_modules(self.model, batch, forward_only=True)
@@ -94,9 +94,9 @@ class Trainer:
         )
 
     def _batches(
-        self, name: str, dataset: Dataset, steps: range, samples: int, ahead: int
+        self, name: str, dataset: Dataset, steps: range, used: Used, ahead: int
     ) -> Batches:
-        return Batches(name, self.recipe, self.topology, dataset, steps, samples, ahead, self.model)
+        return Batches(name, self.recipe, self.topology, dataset, steps, used, ahead, self.model)
 
     def _check_skipped(self, skipped: int) -> None:
         limit = self.recipe.data.max_skipped_samples

@@ -26,7 +26,8 @@ def check_minimums(recipe: Recipe, layout: Layout, plan: StepPlan) -> None:
     needed = layout.language.pp + max(ahead, default=0)
     microbatches = num_microbatches(recipe, layout)
     assert microbatches > needed, f"{microbatches} microbatches, but {needed} are under way at once"
-    assert recipe.train.micro_batch_size >= 2, "a lane of one sample packs nothing"
+    together = (np.bincount(planned.samples.lane).max() for planned in plan.microbatches)
+    assert max(together) >= 2, "a lane of one sample packs nothing"
     _check_items(recipe, plan)
     _check_lanes(layout, plan)
 

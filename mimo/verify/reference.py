@@ -18,12 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import pack_lane, plan_microbatch
+from data.batch import pack_lane, plan_microbatch, sizes_in_order
 from data.index.reader import SampleReader
+from data.packing import Used, packs_of_samples, packs_of_tokens
 from mimo.generate.one_rank import LocalModel
 from mimo.model.build import freeze_weights
 from mimo.recipe.schema import Recipe, Train
-from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.step.dataset import (
+    Dataset,
+    item_processors,
+    open_dataset,
+    open_tokenizer,
+    token_budget,
+)
 from mimo.train.rank import join_world
 from mimo.verify.compare import update_floor
 from mimo.verify.results import Reference, ReferenceParameter
@@ -43,7 +50,8 @@ def reference_steps(
 ) -> Reference:
     """Train ``num_steps`` steps of `train.global_batch_size` samples in this process.
 
-    `train.micro_batch_size` samples are packed together. unusable: keys of samples whose items
+    `train.micro_batch_size` samples are packed together, or what `data.tokens_per_microbatch` lets
+    in; then the batch size counts packs. unusable: keys of samples whose items
     and loss are left out.
     """
     chat = open_tokenizer(recipe)
@@ -61,9 +69,12 @@ def reference_steps(
     train, steps = recipe.train, []
     found = {name: ReferenceParameter() for name in parameters}
     eps = train.adam_eps if train.optimizer == "adam" else None
+    used = Used()
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
-        losses, tokens = _sum_of_losses(recipe, local, dataset, step, unusable)
+        packs = _packs(recipe, dataset, used)
+        used = used.with_packs(packs)
+        losses, tokens = _sum_of_losses(recipe, local, dataset, packs, unusable)
         (losses / tokens).backward()
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         assert len(gradients) == len(trained), "a parameter got no gradient"
@@ -128,16 +139,28 @@ def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> tor
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.adam_eps)
 
 
+def _packs(recipe: Recipe, dataset: Dataset, used: Used) -> list[np.ndarray]:
+    """The samples that run together in the next step, by their positions in the order."""
+    train, budget = recipe.train, token_budget(recipe)
+    if budget is None:
+        size = train.micro_batch_size
+        return packs_of_samples(used, train.global_batch_size // size, size)
+    sizes = sizes_in_order(dataset.indexes, dataset.order)
+    return packs_of_tokens(used, train.global_batch_size, budget, sizes)
+
+
 def _sum_of_losses(
-    recipe: Recipe, local: LocalModel, dataset: Dataset, step: int, unusable: Collection[str]
+    recipe: Recipe,
+    local: LocalModel,
+    dataset: Dataset,
+    packs: Sequence[np.ndarray],
+    unusable: Collection[str],
 ) -> tuple[Tensor, int]:
     """The summed loss of a global batch, and its number of tokens."""
-    together = recipe.train.micro_batch_size
-    first = step * recipe.train.global_batch_size
     losses: Any = 0.0
     tokens = 0
-    for start in range(first, first + recipe.train.global_batch_size, together):
-        loss, count = _loss(recipe, local, dataset, start, together, unusable)
+    for pack in packs:
+        loss, count = _loss(recipe, local, dataset, pack, unusable)
         losses, tokens = losses + loss, tokens + count
     return losses, tokens
 
@@ -146,22 +169,21 @@ def _loss(
     recipe: Recipe,
     local: LocalModel,
     dataset: Dataset,
-    first: int,
-    count: int,
+    pack: np.ndarray,
     unusable: Collection[str],
 ) -> tuple[Tensor, int]:
-    """The summed loss of ``count`` samples from position ``first`` on, and its number of tokens.
+    """The summed loss of the samples at these positions of the order, and its number of tokens.
 
     All of them run in one forward pass.
     """
-    samples = plan_microbatch(dataset.indexes, dataset.order, first, 1, count)
+    samples = plan_microbatch(dataset.indexes, dataset.order, [pack])
     blank = [n for n, key in enumerate(dataset.sample_keys(samples)) if key in unusable]
     samples = samples.without(blank)
     readers = [dataset.readers[source] for source in samples.source]
     encoded = [reader.sample(int(s)) for reader, s in zip(readers, samples.sample, strict=True)]
     for n in blank:
         encoded[n] = replace(encoded[n], item_offsets=np.zeros(0, np.int64))
-    items_of = [samples.item[samples.item_sample == n].tolist() for n in range(count)]
+    items_of = [samples.item[samples.item_sample == n].tolist() for n in range(len(pack))]
     of_samples = list(zip(readers, items_of, strict=True))
     chat = readers[0].chat
     lane = pack_lane(

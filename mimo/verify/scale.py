@@ -85,17 +85,27 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         }
         media = type(settings)(**data["encoders"][name]["model"]).processor(encoder.media)
         items.append(Items(encoder.media, f"<|{name}_pad|>", media))
-    workload = Workload(tuple(items), NUM_STEPS, microbatches, samples, _source_weights(recipe))
+    language = layout.language
+    divisor = sequence_multiple(language.cp, language.tp, language.sp)
+    longest = -(-_SEQUENCE_LENGTH // divisor) * divisor
+    by_tokens = recipe.data.tokens_per_microbatch is not None
+    workload = Workload(
+        tuple(items),
+        NUM_STEPS,
+        microbatches,
+        samples,
+        _source_weights(recipe),
+        longest if by_tokens else None,
+        lanes if by_tokens else 1,
+    )
     directory = folder / workload.name
     _set_training(data, recipe, precision)
     data["train"] |= {
         "seed": workload.seed(recipe.train.seed),
-        "global_batch_size": microbatches * samples,
-        "micro_batch_size": samples // lanes,
+        "global_batch_size": microbatches * (lanes if by_tokens else samples),
+        "micro_batch_size": 1 if by_tokens else samples // lanes,
         "run_dir": str(folder / "runs"),
     }
-    language = layout.language
-    divisor = sequence_multiple(language.cp, language.tp, language.sp)
     data["data"] |= {
         "prepare": None,
         "sources": [
@@ -105,7 +115,11 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "validation": [],
         "test": [],
         "tokenizer": str(directory / "tokenizer"),
-        "sequence_length": -(-_SEQUENCE_LENGTH // divisor) * divisor,
+        "sequence_length": longest,
+        "tokens_per_microbatch": workload.tokens,
+        # No more than tokens: a sample may be nearly all rows.
+        "rows_per_microbatch": recipe.data.rows_per_microbatch and longest,
+        "packing_window": samples,  # so the kinds of microbatches in the data are not all mixed
         "shuffle_block": workload.block,
         "max_skipped_samples": 0,
     }
@@ -264,10 +278,12 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     for encoder in data["encoders"].values():
         encoder |= alone | {"placement": "disjoint", "run_ahead": "auto", "encode_group": "all"}
     data["bridge"] = {}
-    data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
+    tokens = scaled.workload.tokens
+    if tokens is None:
+        data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
     spread = ("overlap_grad_reduce", "distributed_optimizer")
     data["train"] |= dict.fromkeys(spread, False)
-    data["data"] |= {"packing": True, "sequence_length": _SEQUENCE_LENGTH}
+    data["data"] |= {"packing": True, "sequence_length": tokens or _SEQUENCE_LENGTH}
     return _validated(data)
 
 

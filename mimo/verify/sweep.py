@@ -30,7 +30,11 @@ _OPTIONS = {
     "replicated": ("bridge.delivery=replicated",),
     "overlap": ("train.overlap_grad_reduce=true",),
     "groups of 3": ("encoders.{first}.encode_group=3",),
-    "unpacked": ("data.packing=false",),
+    "unpacked": (
+        "data.packing=false",
+        "data.tokens_per_microbatch=null",
+        "data.rows_per_microbatch=null",
+    ),
     "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
     "clipped": ("train.clip_grad_norm=0.5",),
 }

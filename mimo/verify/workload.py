@@ -11,6 +11,7 @@ Several data sources take turns within a step, even in the middle of a microbatc
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -22,12 +23,13 @@ import numpy as np
 from webdataset.writer import TarWriter
 
 from data.digits.text import write_tokenizer
-from data.media.processor import Media
+from data.media.processor import Media, Part
 from data.order import SampleOrder
 
 _ITEMS = (2, 0, 1, 3, 0, 1)  # items of a media in a microbatch's samples, before shuffling
 _QUESTIONS = ("read the digits", "what is this ?", "there are digits in order .")
 _MAX_ANSWER = 6  # words
+_TEMPLATE_TOKENS = 6  # of a question and an answer: where each begins and ends, and whose it is
 _EMPTY, _SINGLE = 1, 2  # microbatches of a step without items, and with one
 _SEEDS = 1000  # a tenth of these is enough for any weights in use
 _TURN = 3.5  # microbatches per turn of a source: the two above, one more, and part of another
@@ -64,7 +66,8 @@ class Sample:
 class Workload:
     """What the data depends on; equal workloads have equal files.
 
-    weights: of the data sources.
+    weights: of the data sources. tokens: of a packed sequence, if samples are packed by tokens;
+    lanes: sequences of a microbatch, then.
     """
 
     items: tuple[Items, ...]
@@ -72,12 +75,15 @@ class Workload:
     microbatches: int
     samples_per_microbatch: int
     weights: tuple[float, ...] = (1.0,)
+    tokens: int | None = None
+    lanes: int = 1
 
     @property
     def name(self) -> str:
         """A folder name, different for every workload."""
         own = [(one.media, one.placeholder, one.files.fingerprint()) for one in self.items]
         sizes = (self.steps, self.microbatches, self.samples_per_microbatch, self.weights)
+        sizes += (self.tokens, self.lanes)
         return f"data_{hashlib.sha256(repr((own, sizes)).encode()).hexdigest()[:16]}"
 
     @property
@@ -133,7 +139,10 @@ class Workload:
             together = []
             for microbatch in range(microbatches):
                 counts = self._item_counts(microbatch, rng)
-                together += [self._sample(own, rng) for own in counts.T.tolist()]
+                together += [
+                    self._sample(own, rng, self._fills(microbatch, number))
+                    for number, own in enumerate(counts.T.tolist())
+                ]
             found += together[: self.block]
         return found
 
@@ -153,7 +162,20 @@ class Workload:
                 own[[0, own.argmax()]] = own[[own.argmax(), 0]]
         return counts
 
-    def _sample(self, counts: Sequence[int], rng: np.random.Generator) -> Sample:
+    def _fills(self, microbatch: int, number: int) -> bool:
+        """Whether a sample is as long as a packed sequence.
+
+        Such samples cost most, so they run together. There are two microbatches of them: the first
+        is without items, and the last sample of the second has a single one.
+        """
+        if self.tokens is None:
+            return False
+        if microbatch == _EMPTY:
+            return number < 2 * self.lanes - 1
+        return microbatch == _SINGLE and number == 0
+
+    def _sample(self, counts: Sequence[int], rng: np.random.Generator, fills: bool) -> Sample:
+        """A sample with so many items of each media. fills: whether it is ``tokens`` long."""
         items = []
         for own, count in zip(self.items, counts, strict=True):
             files = own.files
@@ -161,9 +183,16 @@ class Workload:
                 Item(own.media, files.suffixes[0], files.random_file(rng)) for _ in range(count)
             ]
         digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
+        shuffled = tuple(items[i] for i in rng.permutation(len(items)))
+        question = _QUESTIONS[int(rng.integers(len(_QUESTIONS)))]
+        if fills:
+            assert self.tokens is not None
+            own = sum(_num_tokens(self.items[0].files, item) for item in items)
+            words = self.tokens - own - len(digits) - _TEMPLATE_TOKENS
+            question = " ".join(np.resize(question.split(), words).tolist())
         return Sample(
-            items=tuple(items[i] for i in rng.permutation(len(items))),
-            question=_QUESTIONS[int(rng.integers(len(_QUESTIONS)))],
+            items=shuffled,
+            question=question,
             answer=" ".join(str(digit) for digit in digits),
         )
 
@@ -175,6 +204,12 @@ class Workload:
         write_tokenizer(directory / "tokenizer", {one.media: one.placeholder for one in self.items})
         for source, shard in enumerate(self.shards):
             write_shard(directory / shard, self.samples(source))
+
+
+def _num_tokens(files: Media[Any], item: Item) -> int:
+    """Tokens of an item of one file in the chat, with the two around it."""
+    plan = files.plan(Part(files.probe(io.BytesIO(item.content))))
+    return plan.num_items * plan.num_rows + 2
 
 
 def write_shard(path: Path, samples: Sequence[Sample]) -> None:

@@ -14,6 +14,7 @@ from data.batch import GlobalMicrobatch, Padding, pack_lane, plan_microbatch
 from data.index.samples import Index
 from data.index.store import load_or_build_index
 from data.order import SampleOrder
+from data.packing import Used, packs_of_samples
 from data.text.chat import EncodedSample
 
 MULTIPLES = st.sampled_from([1, 2, 4, 6])
@@ -26,7 +27,8 @@ def index(digits: Path, chat: ChatTokenizer, processors: Processors) -> Index:
 
 def plan(index: Index, lanes: int, per_lane: int, padding: Padding) -> GlobalMicrobatch:
     order = SampleOrder([len(index.keys)], [1.0], 0, 1)
-    return plan_microbatch([index], order, 0, lanes, per_lane, padding)
+    packs = packs_of_samples(Used(), lanes, per_lane)
+    return plan_microbatch([index], order, packs, padding)
 
 
 @given(

@@ -2,6 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from mimo.cli import app
@@ -27,6 +28,33 @@ def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path
     assert [row[0] for row in memory] == ["vision", "language"]
     assert [len(row) for row in memory] == [7, 7]
     assert memory[0][5] == "-"  # an encoder has no logits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "4 samples, up to 512 tokens"),
+        (["train.micro_batch_size=1"], "1 sample, up to 128 tokens"),
+        (
+            ["train.micro_batch_size=1", "data.tokens_per_microbatch=2048"],
+            "as many samples as fit, up to 2,048 tokens",
+        ),
+        (
+            [
+                "train.micro_batch_size=1",
+                "data.tokens_per_microbatch=2048",
+                "data.rows_per_microbatch=1024",
+            ],
+            "as many samples as fit, up to 2,048 tokens and 1,024 rows",
+        ),
+    ],
+)
+def test_check_prints_the_size_of_a_microbatch(
+    tmp_path: Path, overrides: list[str], expected: str
+) -> None:
+    result = CliRunner().invoke(app, ["check", str(tiny.write_recipe(tmp_path)), *overrides])
+    assert result.exit_code == 0, result.output
+    assert f"microbatch of a lane: {expected}\n" in result.output
 
 
 def test_check_prints_the_layout_of_every_phase(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from data import (
     Processors,
     build_index,
     check_lengths,
+    check_rows,
 )
 from data.digits.shards import CANVASES
 
@@ -270,3 +271,21 @@ def test_samples_that_are_too_long_are_listed(
     assert str(index.keys[index.token_length.argmax()]) in str(e.value)
     with pytest.raises(ValueError, match="and 86 more"):
         check_lengths(index, 1)
+
+
+def test_samples_with_too_many_rows_for_a_microbatch_are_listed(
+    digits: Path, chat: ChatTokenizer, processors: Processors
+):
+    index = build_index(str(digits / "train-*.tar"), chat, processors)
+    rows = [
+        int(sum(index.item_rows[item] for item in index.items_of_sample(sample)))
+        for sample in range(len(index))
+    ]
+    most = max(rows)
+    check_rows(index, None)
+    check_rows(index, most)
+    expected = rf"{rows.count(most)} of 96 samples have more rows than .* {most - 1}"
+    with pytest.raises(ValueError, match=expected) as e:
+        check_rows(index, most - 1)
+    key = index.keys[rows.index(most)]
+    assert f"{key}: {most} rows" in str(e.value)

@@ -26,6 +26,7 @@ def test_checkpoint_just_written_stays_whatever_steps_stand_beside_it(
 
 
 def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:
+    from data.packing import Used
     from mimo.hf.recipes import load_recipe
     from mimo.layout.build import build_layout
     from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
@@ -42,10 +43,10 @@ def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:
         dataset.order,
         2,
         1,
-        done=(5, 61),
+        done=(5, Used(61)),
     )
     first = planner.microbatches(5)[0].samples.sample[0]
-    return planner.samples_before(5), planner.samples_before(6), int(first)
+    return planner.used_before(5).samples, planner.used_before(6).samples, int(first)
 
 
 def test_another_batch_size_goes_on_with_the_sample_after_the_last_one(

@@ -28,6 +28,15 @@ INTERLEAVED = [
 
 COLOCATED = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 1}"]
 
+# Six sequences to a step, instead of twelve samples.
+BY_TOKENS = [
+    "data.tokens_per_microbatch=128",
+    "data.rows_per_microbatch=48",
+    "data.packing_window=6",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=6",
+]
+
 # name: (ranks, overrides). Every lane layout has four samples to a global microbatch.
 LAYOUTS = {
     "1 lane to 1": (2, []),
@@ -209,6 +218,14 @@ LAYOUTS = {
     ),
     "cp2, the tower is frozen": (3, ["language.grid.cp=2", "encoders.vision.freeze=tower"]),
     "cp2, recomputed in part": (3, ["language.grid.cp=2", "language.recompute=selective"]),
+    "2 lanes to 2, by tokens": (
+        4,
+        ["encoders.vision.grid.dp=2", "language.grid.dp=2", *BY_TOKENS],
+    ),
+    "by tokens, cp2, interleaved pp2 vpp2": (
+        5,
+        [*INTERLEAVED, "language.grid={cp: 2, pp: 2, vpp: 2}", *BY_TOKENS],
+    ),
     "clipped": (
         5,
         ["train.clip_grad_norm=0.5", "language.grid.tp=2", "language.grid.pp=2"],
@@ -324,6 +341,7 @@ def check(
         "colocated in groups of two microbatches",
         "unpacked, tp2 with sp, pp2",
         "cp2 tp2 without sp, two lanes",
+        "2 lanes to 2, by tokens",
     ),
 )
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:

@@ -126,10 +126,30 @@ def test_all_errors_are_reported_at_once(path: Path) -> None:
         ("encoders.vision.template_token=''", "encoders.vision.template_token: "),
         ("encoders.language={family: x}", "the name 'language' is the language model's own"),
         ("name=../up", "name: "),
+        ("data.tokens_per_microbatch=31", "31 is below sequence_length 32, so the longest"),
+        ("data.tokens_per_microbatch=0", "greater than or equal to 1; got 0"),
+        ("data.tokens_per_microbatch=16777217", "less than or equal to 16777216"),
+        ("data.rows_per_microbatch=64", "but tokens_per_microbatch is not set; set it, or remove"),
+        ("data.packing_window=100000", "less than or equal to 65536"),
     ],
 )
 def test_a_wrong_override_says_what_is_wrong(path: Path, override: str, message: str) -> None:
     (line,) = problems(path, override)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.packing=false", "but packing is false; set packing: true, or remove tokens_per"),
+        ("train.micro_batch_size=2", "set train.micro_batch_size: 1, or remove data.tokens_per"),
+    ],
+)
+def test_a_budget_of_tokens_goes_with_one_packed_sequence_alone(
+    path: Path, override: str, message: str
+) -> None:
+    assert load_recipe(path, ["data.tokens_per_microbatch=128"]).longest_microbatch == 128
+    (line,) = problems(path, "data.tokens_per_microbatch=128", override)
     assert message in line
 
 

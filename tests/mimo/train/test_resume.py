@@ -9,14 +9,17 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data.index.samples import Index
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
 from mimo.model.recipe_checks import check_recipe
+from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -75,6 +78,14 @@ def test_killed_run_leaves_no_rank_and_resumes_to_the_last_bit(
     assert got[:step] == before, "steps before the checkpoint ran again"
     for key in ("step", "loss", "grad_norm"):
         assert [m[key] for m in got] == [m[key] for m in expected], key
+
+
+def load_index_of(recipe: Path) -> Index:
+    """What is known of the tiny samples."""
+    loaded = load_recipe(recipe)
+    dataset = open_dataset(loaded, "sources", open_tokenizer(loaded), item_processors(loaded))
+    assert dataset is not None
+    return dataset.indexes[0]
 
 
 def kill_after_a_checkpoint(recipe: Path, settings: list[str], checkpoints: Path) -> None:
@@ -170,6 +181,36 @@ def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
     assert [m["skipped_samples"] for m in metrics(recipe)] == [1] * 6
     done = read_progress(checkpoints / "step_6")
     assert done == Progress(step=6, samples=28, skipped_samples=1, skipped=frozenset({(0, 0)}))
+
+
+def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses_no_sample(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    corrupt(recipe)  # sample 0 of 12
+    by_tokens = ["data.tokens_per_microbatch=128", "data.packing_window=12"]
+    batch = ["language.grid.dp=2", "train.global_batch_size=4", "train.micro_batch_size=1"]
+    settings = [*ADAM, *by_tokens, *batch, "train.steps=4", "train.save_every=2"]
+    runs = recipe.parent / "runs"
+    run(run_ranks, recipe, *settings, "name=whole")
+    shutil.copytree(runs / "whole", runs / "part")
+    checkpoint = runs / "part" / "checkpoints" / "step_2"
+    run(run_ranks, recipe, *settings, "name=part", resume_from=checkpoint)
+    expected, got = metrics(recipe, "whole"), metrics(recipe, "part")
+    for key in ("step", "loss", "grad_norm", "tokens", "skipped_samples"):
+        assert [m[key] for m in got] == [m[key] for m in expected], key
+    assert [m["skipped_samples"] for m in got] == [1] * 4
+
+    before = read_progress(checkpoint)
+    assert before.passed_over, "the test needs a sample that waits for a later step"
+    end = before.samples + len(before.passed_over)
+    # On one lane, by samples: first those that were passed over.
+    changed = [*ADAM, "train.global_batch_size=8", "train.micro_batch_size=2", "train.steps=3"]
+    run(run_ranks, recipe, *changed, "name=part", resume_from=checkpoint)
+    done = read_progress(runs / "part" / "checkpoints" / "step_3")
+    assert done == replace(before, step=3, samples=before.samples + 8, passed_over=())
+    lengths = load_index_of(recipe).token_length
+    used = [*before.passed_over, *range(end, end + 8 - len(before.passed_over))]
+    assert metrics(recipe, "part")[-1]["tokens"] == sum(lengths[n % 12] for n in used)
 
 
 @pytest.mark.parametrize("module", ["language", "encoders.vision"])

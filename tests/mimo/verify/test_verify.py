@@ -10,11 +10,17 @@ import pytest
 
 from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import LANGUAGE, GridSpec, num_microbatches
-from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.step.dataset import (
+    item_processors,
+    linear_tokens,
+    open_dataset,
+    open_tokenizer,
+    token_budget,
+)
 from mimo.step.plan import StepPlan, StepPlanner
 from mimo.verify.cells import Cell, recipe_cells, sweep_cells
 from mimo.verify.minimums import check_minimums
-from mimo.verify.scale import ScaledRecipe, scale_recipe
+from mimo.verify.scale import ScaledRecipe, reference_recipe, scale_recipe
 from mimo.verify.shrink import place
 from mimo.verify.sweep import SWEEP, SweepCell, sweep_recipe
 from mimo.verify.verifier import Verifier
@@ -22,6 +28,8 @@ from tests.cases import quick_values
 from tests.conftest import RunRanks
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+MIXED = ["data.sources=[{path: a.tar, weight: 9.0}, {path: b.tar}]"]
+BY_TOKENS = ["train.micro_batch_size=1", "data.tokens_per_microbatch=4096"]
 
 REPRESENTATIVE = [
     SweepCell("dp2", "dp3", ("clipped",)),
@@ -72,6 +80,12 @@ def test_a_layout_of_the_matrix_takes_the_steps_of_one_rank(
 
 def test_a_language_model_without_encoders_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
     recipe = load_recipe(RECIPE, ["encoders={}", "language.grid={tp: 2, sp: true}"])
+    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    check(verifier, cell)
+
+
+def test_a_recipe_that_packs_by_tokens_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
+    recipe = load_recipe(RECIPE, [*BY_TOKENS, "language.grid={tp: 1, cp: 2, dp: 2}"])
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells
     check(verifier, cell)
 
@@ -189,6 +203,8 @@ def plan_first_step(scaled: ScaledRecipe) -> StepPlan:
         dataset.order,
         recipe.train.micro_batch_size,
         num_microbatches(recipe, scaled.layout),
+        budget=token_budget(recipe),
+        linear_tokens=linear_tokens(recipe),
     )
     return planner.finish(planner.microbatches(0))
 
@@ -208,9 +224,33 @@ def scaled_to(
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4, 5, 8, 16])
 def test_the_data_differ_between_lanes_for_any_number_of_them(folder: Path, lanes: int) -> None:
     for encoder_lanes in (1, 2, 3, 4, 7, 16):
-        for overrides in ([], ["data.sources=[{path: a.tar, weight: 9.0}, {path: b.tar}]"]):
+        for overrides in ([], MIXED):
             scaled = scaled_to(folder, lanes, encoder_lanes, overrides)
             check_minimums(scaled.recipe, scaled.layout, plan_first_step(scaled))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 8])
+def test_the_data_differ_between_lanes_that_are_packed_by_tokens(folder: Path, lanes: int) -> None:
+    for encoder_lanes in (1, 2, 3, 7):
+        for overrides in (BY_TOKENS, [*MIXED, *BY_TOKENS]):
+            scaled = scaled_to(folder, lanes, encoder_lanes, overrides)
+            check_minimums(scaled.recipe, scaled.layout, plan_first_step(scaled))
+
+
+def test_a_recipe_that_packs_by_tokens_is_scaled_to_one_that_does(folder: Path) -> None:
+    overrides = [*BY_TOKENS, "data.rows_per_microbatch=2048", "data.packing_window=1024"]
+    scaled = scaled_to(folder, 2, 3, overrides)
+    data, alone = scaled.recipe.data, reference_recipe(scaled)
+    assert data.tokens_per_microbatch == data.sequence_length == data.rows_per_microbatch == 192
+    assert alone.data.model_dump() == data.model_dump()
+    assert alone.train.global_batch_size == scaled.recipe.train.global_batch_size == 16
+    plan = plan_first_step(scaled)
+    microbatches = [planned.samples for planned in plan.microbatches]
+    assert len(microbatches) == 8
+    assert len({samples.num_samples for samples in microbatches}) > 2
+    # Samples as long as the budget, with one item or none, run together.
+    assert [len(samples.item) for samples in microbatches[:2]] == [0, 1]
+    assert {length for samples in microbatches[:2] for length in samples.length} == {192}
 
 
 def test_a_workload_that_is_a_toy_is_refused(folder: Path) -> None:

@@ -1,0 +1,216 @@
+"""Packs of samples: nothing is lost, limits hold, sequences are full, lanes have equal loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import ChatTokenizer, Processors
+from data.batch import sizes_in_order
+from data.index.store import load_or_build_index
+from data.order import SampleOrder
+from data.packing import Sizes, TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
+
+LONGEST, MOST_ROWS = 12, 9  # of a sample
+
+Samples = list[tuple[int, int]]
+SAMPLES = st.lists(
+    st.tuples(st.integers(1, LONGEST), st.integers(0, MOST_ROWS)), min_size=1, max_size=40
+)
+BUDGETS = st.builds(
+    TokenBudget,
+    st.integers(LONGEST, 40),
+    st.none() | st.integers(MOST_ROWS, 20),
+    st.integers(1, 30),
+)
+
+
+def sizes_of(samples: Samples) -> Sizes:
+    """An endless order that repeats these samples."""
+    table = np.array(samples, np.int64)
+
+    def sizes(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = table[positions % len(table)]
+        return rows[:, 0], rows[:, 1]
+
+    return sizes
+
+
+# ------------------------------------------------------------------ what is used, and what is left
+
+
+@given(
+    samples=SAMPLES,
+    steps=st.lists(st.tuples(st.integers(1, 5), BUDGETS | st.integers(1, 6)), max_size=12),
+)
+@settings(deadline=None)
+def test_every_sample_is_used_once_whatever_batch_sizes_and_budgets_follow_each_other(
+    samples: Samples, steps: list[tuple[int, TokenBudget | int]]
+) -> None:
+    sizes, used, seen = sizes_of(samples), Used(), []
+    for num_packs, budget in steps:
+        if isinstance(budget, int):
+            packs = packs_of_samples(used, num_packs, budget)
+            assert np.concatenate(packs).tolist() == used.unused(num_packs * budget).tolist()
+        else:
+            packs = packs_of_tokens(used, num_packs, budget, sizes)
+            for pack in packs:
+                tokens, rows = sizes(pack)
+                assert tokens.sum() <= budget.tokens
+                assert budget.rows is None or rows.sum() <= budget.rows
+        assert len(packs) == num_packs
+        assert all((np.diff(pack) > 0).all() for pack in packs)
+        seen += np.concatenate(packs).tolist()
+        used = used.with_packs(packs)
+        assert used.samples == len(seen) == len(set(seen))
+        assert sorted([*seen, *used.passed_over]) == list(range(used.end))
+        assert max(seen) == used.end - 1
+
+
+@given(samples=SAMPLES, budget=BUDGETS, counts=st.lists(st.integers(1, 4), max_size=6))
+@settings(deadline=None)
+def test_packs_are_the_same_in_steps_of_any_size(
+    samples: Samples, budget: TokenBudget, counts: list[int]
+) -> None:
+    sizes, used, taken = sizes_of(samples), Used(), []
+    for count in counts:
+        packs = packs_of_tokens(used, count, budget, sizes)
+        used, taken = used.with_packs(packs), [*taken, *packs]
+    at_once = packs_of_tokens(Used(), sum(counts), budget, sizes)
+    assert [pack.tolist() for pack in taken] == [pack.tolist() for pack in at_once]
+
+
+@given(samples=SAMPLES, budget=BUDGETS)
+@settings(deadline=None)
+def test_the_oldest_sample_is_always_the_next_and_none_comes_from_beyond_the_window(
+    samples: Samples, budget: TokenBudget
+) -> None:
+    used = Used()
+    for pack in packs_of_tokens(used, 10, budget, sizes_of(samples)):
+        assert pack[0] == used.unused(1)[0]
+        assert set(pack.tolist()) <= set(used.unused(budget.window).tolist())
+        used = used.with_packs([pack])
+        assert len(used.passed_over) < budget.window
+
+
+@given(samples=SAMPLES, budget=BUDGETS)
+@settings(deadline=None)
+def test_packs_are_those_of_a_search_through_all_of_the_window(
+    samples: Samples, budget: TokenBudget
+) -> None:
+    sizes, used = sizes_of(samples), Used()
+    for pack in packs_of_tokens(used, 6, budget, sizes):
+        assert pack.tolist() == searched(used.unused(budget.window), budget, sizes)
+        used = used.with_packs([pack])
+
+
+def searched(window: np.ndarray, budget: TokenBudget, sizes: Sizes) -> list[int]:
+    """The pack as the page's first lines tell it, looking at everything again each time."""
+    tokens, rows = (
+        dict(zip(window.tolist(), found.tolist(), strict=True)) for found in sizes(window)
+    )
+    pack: list[int] = []
+
+    def fitting() -> list[int]:
+        left = budget.tokens - sum(tokens[one] for one in pack)
+        rows_left = np.inf if budget.rows is None else budget.rows - sum(rows[one] for one in pack)
+        return [
+            one
+            for one in window.tolist()
+            if one not in pack and tokens[one] <= left and rows[one] <= rows_left
+        ]
+
+    while (own := fitting()) and 2 * sum(tokens[one] for one in pack) < budget.tokens:
+        pack.append(own[0])
+    while own := fitting():
+        pack.append(max(own, key=lambda one: (tokens[one], -one)))
+    return sorted(pack)
+
+
+# ------------------------------------------------------------------------------- full sequences
+
+
+def log_normal(rng: np.random.Generator, median: float, sigma: float, most: int) -> np.ndarray:
+    lengths = np.exp(rng.normal(np.log(median), sigma, 20_000)).astype(np.int64) + 8
+    return lengths[lengths <= most]
+
+
+def chats(rng: np.random.Generator) -> np.ndarray:
+    """Text, chats about an image or several, and videos, as long as they are in practice."""
+    one_image = 280 + log_normal(rng, 80, 1.0, 2000)[:8000]
+    several = rng.integers(2, 9, 3000) * 270 + log_normal(rng, 200, 1.0, 2000)[:3000]
+    videos = rng.integers(4, 32, 2000) * 256 + 60
+    return rng.permutation(
+        np.concatenate([one_image, several, videos, log_normal(rng, 700, 1.3, 8192)[:6000]])
+    )
+
+
+LONG_TAILS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "log-normal of median 400": lambda rng: log_normal(rng, 400, 1.0, 8192),
+    "log-normal of median 800": lambda rng: log_normal(rng, 800, 1.2, 8192),
+    "log-normal of median 1500": lambda rng: log_normal(rng, 1500, 1.2, 8192),
+    "chats": chats,
+}
+
+
+@pytest.mark.parametrize("kind", LONG_TAILS)
+def test_real_tokens_fill_98_percent_of_the_budget_on_long_tailed_lengths(kind: str) -> None:
+    lengths = LONG_TAILS[kind](np.random.default_rng(3))
+    assert lengths.max() > 5 * np.median(lengths)
+    sizes = sizes_of([(int(length), 0) for length in lengths])
+    packs = packs_of_tokens(Used(), 300, TokenBudget(8192), sizes)
+    filled = np.array([sizes(pack)[0].sum() for pack in packs]) / 8192
+    assert filled.mean() >= 0.98
+    assert filled.min() >= 0.9
+
+
+def test_real_tokens_fill_98_percent_of_the_budget_on_the_digits(
+    digits: Path, chat: ChatTokenizer, processors: Processors
+) -> None:
+    splits = [str(digits / f"{split}-*.tar") for split in ("train", "validation")]
+    indexes = [load_or_build_index(split, chat, processors) for split in splits]
+    order = SampleOrder([len(index) for index in indexes], [3.0, 1.0], seed=1, block=1)
+    sizes = sizes_in_order(indexes, order)
+    budget = TokenBudget(512, rows=256)
+    packs = packs_of_tokens(Used(), 100, budget, sizes)
+    found = np.array([[own.sum() for own in sizes(pack)] for pack in packs])
+    assert found[:, 0].mean() >= 0.98 * 512
+    assert (found <= [512, 256]).all()
+    assert found[:, 1].any()
+
+
+# ---------------------------------------------------------------------------------- equal loads
+
+
+@given(costs=st.lists(st.integers(1, 50), min_size=1, max_size=8), lanes=st.integers(1, 4))
+def test_every_pack_is_dealt_once_and_neighbours_in_cost_run_together(
+    costs: list[int], lanes: int
+) -> None:
+    own = np.repeat(costs, lanes)[::-1].copy()
+    dealt = deal(own, lanes)
+    assert dealt.shape == (len(costs), lanes)
+    assert sorted(dealt.flat) == list(range(len(own)))
+    together = own[dealt]
+    assert (together.min(axis=1)[:-1] >= together.max(axis=1)[1:]).all()
+
+
+@pytest.mark.parametrize("lanes", [2, 8])
+def test_lanes_have_more_equal_loads_than_packs_dealt_in_order(lanes: int) -> None:
+    lengths = log_normal(np.random.default_rng(5), 800, 1.2, 8192)
+    sizes = sizes_of([(int(length), 0) for length in lengths])
+    packs = packs_of_tokens(Used(), 16 * lanes, TokenBudget(8192), sizes)
+    loads = np.array([(own * (4096 + own)).sum() for own in (sizes(pack)[0] for pack in packs)])
+
+    def slowest(loads: np.ndarray) -> float:
+        """How much longer microbatches take than if their lanes had equal loads."""
+        return loads.max(axis=1).sum() / loads.mean(axis=1).sum() - 1
+
+    balanced, in_order = loads[deal(loads, lanes)], loads.reshape(-1, lanes)
+    assert slowest(balanced) < 0.2 * slowest(in_order)
+    # What a lane has to do in the whole step.
+    assert np.ptp(balanced.sum(axis=0)) < 0.3 * np.ptp(in_order.sum(axis=0))
