@@ -17,7 +17,8 @@ point-to-point calls in one rank, Megatron's as well as the bridge's, by calls u
 Waiting for a message blocks the host, where NCCL only makes the device wait. That is the same for
 deadlocks: what a host does meanwhile, the device would do only afterwards.
 
-A wait that takes longer than `LIMIT_SECONDS` is a deadlock and fails, with the messages' names.
+A wait that takes too long is a deadlock and fails, with the messages' names: what blocks a host or
+a whole device after `limit_seconds`; a wait for single messages, which may follow from it, later.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-LIMIT_SECONDS = 6.0
 
 # Gloo's messages of one pair are told apart by tags: batches, single messages, and connections.
 _BATCH_TAG, _SINGLE_TAG, _FIRST_CONNECTION_TAG = 0, 1, 1 << 24
@@ -78,6 +77,7 @@ class _Work:
 
     calls: Sequence[_Call]
     number: int
+    limit_seconds: float
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
@@ -85,7 +85,7 @@ class _Work:
         return self.done.is_set()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        seconds = LIMIT_SECONDS
+        seconds = 2 * self.limit_seconds
         if timeout is not None and timeout.total_seconds() > 0:
             seconds = min(seconds, timeout.total_seconds())
         if not self.done.wait(seconds):
@@ -101,8 +101,8 @@ class _Work:
 class _Stream:
     """One communicator of this rank: batches run in the order in which they were started."""
 
-    def __init__(self, name: str, tag: int) -> None:
-        self.name, self.tag = name, tag
+    def __init__(self, name: str, tag: int, limit_seconds: float) -> None:
+        self.name, self.tag, self.limit_seconds = name, tag, limit_seconds
         self.last: _Work | None = None
         self._connected: set[tuple[int, int]] = set()
         self._numbers = itertools.count()
@@ -114,8 +114,9 @@ class _Stream:
         if missing and not may_connect:
             raise Deadlock(f"connects in the middle of a step: {', '.join(map(str, missing))}")
         self._connect(missing)
-        work = _Work(calls, next(self._numbers))
-        if one_queue and self.last is not None and not self.last.done.wait(LIMIT_SECONDS):
+        work = _Work(calls, next(self._numbers), self.limit_seconds)
+        limit = self.limit_seconds
+        if one_queue and self.last is not None and not self.last.done.wait(limit):
             raise Deadlock(f"the device's one queue is held up: {work} comes after {self.last}")
         self.last = work
         self._queue.put(work)
@@ -129,7 +130,7 @@ class _Stream:
             for incoming in (False, True):
                 word = replace(call, incoming=incoming)
                 handshakes.append((call, word.over_gloo(_world(), torch.zeros(1), tag)))
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + self.limit_seconds
         for call, work in handshakes:
             left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
             try:
@@ -156,8 +157,9 @@ class _Stream:
 class _Device:
     """The streams of this process."""
 
-    def __init__(self, one_queue: bool) -> None:
+    def __init__(self, one_queue: bool, limit_seconds: float) -> None:
         self.one_queue = one_queue
+        self.limit_seconds = limit_seconds
         self.may_connect = True
         self._streams: dict[tuple[Any, ...], _Stream] = {}
         self._started: list[_Work] = []
@@ -169,13 +171,13 @@ class _Device:
         key = (group.group_name, *pair)
         if key not in self._streams:
             tag = _SINGLE_TAG if single else _BATCH_TAG
-            self._streams[key] = _Stream(" ".join(map(str, key)), tag)
+            self._streams[key] = _Stream(" ".join(map(str, key)), tag, self.limit_seconds)
         work = self._streams[key].start(calls, self.one_queue, self.may_connect)
         self._started = [one for one in self._started if not one.is_completed()] + [work]
         return work
 
     def synchronize(self, *unused: Any) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + self.limit_seconds
         late = [
             str(work)
             for work in self._started
@@ -186,12 +188,14 @@ class _Device:
         self._started.clear()
 
 
-def behave_like_nccl(one_queue: bool = False, connects_late: bool = False) -> None:
+def behave_like_nccl(
+    one_queue: bool = False, connects_late: bool = False, limit_seconds: float = 15.0
+) -> None:
     """Put this rank's messages under NCCL's rules, until its process ends."""
     from mimo.engines.megatron.cpu import adapt_to_machine
     from mimo.model.modules import MimoModel
 
-    device = _Device(one_queue)
+    device = _Device(one_queue, limit_seconds)
     run = MimoModel.run
 
     def step(*given: Any, **named: Any) -> float:

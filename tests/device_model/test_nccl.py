@@ -27,12 +27,14 @@ WITH_BRIDGE = {
 }
 
 
+_SOON = 4.0  # seconds until what is known to be a deadlock counts as one
+
 # ---------------------------- defects as they once were, put back inside ranks like a GPU's
 
 
 def exchange_shapes() -> None:
     """Stages tell each other shapes and wait for the device, with receives far ahead."""
-    behave_like_nccl()
+    behave_like_nccl(limit_seconds=_SOON)
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from bridge import BridgeReceiver
@@ -48,7 +50,7 @@ def exchange_shapes() -> None:
 
 def ask_for_gradients_when_rows_are_sent() -> None:
     """The receives wait on the device long before the language model can send."""
-    behave_like_nccl(one_queue=True)
+    behave_like_nccl(one_queue=True, limit_seconds=_SOON)
     from bridge import BridgeSender, communicator
 
     posted: dict[Any, Any] = {}
@@ -77,7 +79,7 @@ def ask_for_gradients_when_rows_are_sent() -> None:
 
 def connect_nobody() -> None:
     """Each pair of ranks connects at its first message, in the middle of a step."""
-    behave_like_nccl(connects_late=True)
+    behave_like_nccl(connects_late=True, limit_seconds=_SOON)
     from mimo.layout import groups
 
     for name in ("connect_all", "connect_bridge", "connect_stages"):
