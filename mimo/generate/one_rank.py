@@ -52,7 +52,7 @@ def one_rank_layout(recipe: Recipe) -> Layout:
 
 
 def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
-    """The recipe with one-rank grids and no recomputation.
+    """The recipe with one-rank grids and no recomputation, in the precision of its weights.
 
     ``freeze`` leaves optimizers and gradients out.
     """
@@ -61,6 +61,8 @@ def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
         parts["freeze"] = True
     return recipe.model_copy(
         update={
+            # Any machine answers, and prompts have any length.
+            "train": recipe.train.model_copy(update={"fp8": "none"}),
             "language": recipe.language.model_copy(update=parts),
             "encoders": {
                 name: encoder.model_copy(update=parts) for name, encoder in recipe.encoders.items()

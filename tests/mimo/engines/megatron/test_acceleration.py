@@ -19,6 +19,7 @@ from mimo.engines.megatron.acceleration import (
     fp8_problem,
 )
 from mimo.errors import RecipeError
+from mimo.generate.one_rank import one_rank_recipe
 from mimo.hf.recipes import load_recipe
 from mimo.layout.padding import sequence_multiple
 from mimo.model.recipe_checks import check_fp8_here, check_recipe
@@ -361,5 +362,6 @@ def test_8_bits_on_a_machine_without_a_gpu_are_refused_by_the_key(tmp_path: Path
         tiny.write_recipe(tmp_path), ["train.fp8=current", BF16, SIZES, "data.sequence_length=128"]
     )
     check_recipe(recipe, None)  # nothing else is wrong
+    check_fp8_here(one_rank_recipe(recipe, freeze=True))  # answering needs none
     with pytest.raises(RecipeError, match=r"train\.fp8: got current, which needs a GPU"):
         check_fp8_here(recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,3 +219,29 @@ def test_no_tensor_of_a_step_holds_the_logits_of_all_loss_tokens(run_ranks: RunR
     # With the usual block everything fits into one: the test sees logits where there are any.
     for elements, loss_tokens in run_ranks(largest_of_a_step, 2, 0):
         assert elements[torch.float32] == max(loss_tokens) * columns
+
+
+# ------------------------------------------------------------------- nothing to learn
+
+
+def step_without_loss_tokens(rank: int, sp: bool) -> dict[str, float]:
+    """Inside a rank: a step on two ranks in which no token of any microbatch counts."""
+    from tests import language_steps
+
+    drawn = language_steps.microbatches
+
+    def without_loss(step: int, lane: int, dense: bool) -> Any:
+        for one in drawn(step, lane, dense):
+            yield replace(one, loss_mask=torch.zeros_like(one.loss_mask))
+
+    language_steps.microbatches = without_loss
+    job = language_steps.Job(grid={"tp": 2, "sp": sp})
+    return language_steps.Trainer(job).step(0)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_step_without_loss_tokens_runs_backward_to_zero_gradients(
+    run_ranks: RunRanks, sp: bool
+) -> None:
+    for found in run_ranks(step_without_loss_tokens, 2, sp):
+        assert found == {"loss": 0.0, "squared_norm": 0.0}
