@@ -131,12 +131,15 @@ def neighbours(lengths: Tensor, stride: int) -> Tensor:
     return torch.where(is_inside, (lengths.cumsum(0) - lengths)[item, None] + seen, -1)
 
 
-def convolve(convolution: nn.Conv1d, values: Tensor, seen: Tensor) -> Tensor:
-    """GELU of a convolution: values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
-    padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 picks this last one
-    inputs = padded[seen.to(values.device)].flatten(1)
-    weight = convolution.weight.transpose(1, 2).flatten(1)
-    return nn.functional.gelu(nn.functional.linear(inputs, weight, convolution.bias))
+class ItemConvolution(nn.Conv1d):
+    """A convolution with a kernel of 3 over packed items, and its GELU."""
+
+    def forward(self, values: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
+        """values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
+        padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 picks this last one
+        inputs = padded[seen.to(values.device)].flatten(1)
+        weight = self.weight.transpose(1, 2).flatten(1)
+        return nn.functional.gelu(nn.functional.linear(inputs, weight, self.bias))
 
 
 def sinusoids(places: Tensor, size: int) -> Tensor:
@@ -161,8 +164,8 @@ class WhisperTower(Tower[Clips]):
         size = settings.hidden_size
         self.conv1, self.conv2, self.projector = None, None, None
         if ctx.is_first_stage:
-            self.conv1 = nn.Conv1d(settings.num_mel_bins, size, 3, padding=1, dtype=ctx.dtype)
-            self.conv2 = nn.Conv1d(size, size, 3, stride=2, padding=1, dtype=ctx.dtype)
+            self.conv1 = ItemConvolution(settings.num_mel_bins, size, 3, dtype=ctx.dtype)
+            self.conv2 = ItemConvolution(size, size, 3, dtype=ctx.dtype)
             self.part.sum_gradients(self.conv1)
             self.part.sum_gradients(self.conv2)
         self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
@@ -195,8 +198,8 @@ class WhisperTower(Tower[Clips]):
         # Blank clips at the end are silence, as is what lies beyond a clip's ends.
         frames = packed.frames[first:end]
         frames = torch.where(frames < len(patches), frames, -1)
-        hidden = convolve(self.conv1, patches, frames)
-        hidden = convolve(self.conv2, hidden, torch.where(own >= 0, own - first, -1))
+        hidden = self.conv1(patches, frames)
+        hidden = self.conv2(hidden, torch.where(own >= 0, own - first, -1))
         positions = sinusoids(places, hidden.shape[1])
         return hidden + positions.to(hidden.device, hidden.dtype)
 

@@ -16,6 +16,7 @@ from mimo.commands.quickstart import quickstart
 from mimo.commands.tiny import tiny
 from mimo.commands.train import train
 from mimo.commands.verify import verify
+from mimo.launch.environment import set_variables
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train multimodal models in which every module has its own parallelism.",
 )
+app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (check, prepare, train, verify, generate, evaluate, parity, tiny, quickstart):
     app.command()(command)
 

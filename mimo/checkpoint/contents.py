@@ -23,7 +23,7 @@ from mimo.engines.megatron.checkpoint import (
     weights_state,
 )
 from mimo.engines.megatron.module import Module
-from mimo.engines.megatron.parallel import follow_weights
+from mimo.engines.megatron.parallel import follow_weights, wait_for_weights
 from mimo.families.lora import is_adapter
 from mimo.recipe.schema import Recipe, key_of
 from mimo.recipe.source import dotted
@@ -37,6 +37,7 @@ def _modules_state(
 ) -> State:
     state: State = {}
     for name, module in modules.items():
+        wait_for_weights(module.chunks)
         for number, chunk in enumerate(module.raw):
             weights = weights_state(chunk, name, module.groups)
             part = dict(weights)

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from mimo.commands._shared import NumRanksOption, OverridesArgument, RecipeArgument, readable_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mimo.layout.grids import Layout
+    from mimo.recipe.schema import Train
 
 
 @readable_errors
@@ -26,6 +29,8 @@ def check(
         needs = module_memory(phase.recipe, layout)
         memory = {name: in_words(need.bytes_per_rank) for name, need in needs.items()}
         print_layout(layout, num_microbatches(phase.recipe, layout), memory, phase.title)
+        print_defaults(phase.recipe.train, layout)
+    print_variables(layouts)
 
 
 def print_layout(
@@ -50,3 +55,35 @@ def print_layout(
         table.add_row(name, f"{grid.ranks[0]}{last}", axes, str(grid.dp), memory[name])
     Console().print(table)
     print("per rank: weights, gradients and optimizer state; activations come on top")
+
+
+def print_defaults(train: "Train", layout: "Layout") -> None:
+    """Print the recipe's keys for speed as they are resolved."""
+    from mimo.layout.defaults import overlap_of
+
+    on_gpu, on_cpu = overlap_of(train, True), overlap_of(train, False)
+    for key, gpu, cpu in (
+        ("overlap_grad_reduce", on_gpu.grad_reduce, on_cpu.grad_reduce),
+        ("overlap_param_gather", on_gpu.param_gather, on_cpu.param_gather),
+    ):
+        words = {True: "true", False: "false"}
+        found = words[gpu] if gpu == cpu else f"{words[gpu]} on GPUs, {words[cpu]} on CPUs"
+        print(f"train.{key}: {found}")
+    every = train.collect_garbage_every
+    print(f"train.collect_garbage_every: {every} steps" if every else "garbage: left to Python")
+
+
+def print_variables(layouts: "Sequence[Layout]") -> None:
+    """Print the environment that ranks get; what the user has set is marked."""
+    from mimo.launch.environment import VARIABLES
+    from mimo.layout.defaults import variables_of
+
+    print("environment of all ranks:", " ".join(map(str, VARIABLES)))
+    layout = layouts[0]
+    by_rank: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        own = tuple(map(str, variables_of(layout, rank)))
+        by_rank.setdefault(own, []).append(rank)
+    for own, ranks in by_rank.items():
+        if own:
+            print(f"of {len(ranks)} ranks, {ranks[0]} the first:", " ".join(own))

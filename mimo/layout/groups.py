@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mimo.device import local_device
+from mimo.device import bridge_group_options, local_device
 from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link
@@ -106,9 +107,11 @@ class _GroupFactory:
                 found = self.made[key]
         return found
 
-    def fresh(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
-        """A separate group, even if another with the same ranks exists."""
-        group = dist.new_group(list(ranks), group_desc=name)
+    def fresh(
+        self, ranks: Sequence[int], name: str, options: Any = None
+    ) -> dist.ProcessGroup | None:
+        """A separate group, even if another with the same ranks exists. options: the backend's."""
+        group = dist.new_group(list(ranks), group_desc=name, pg_options=options)
         if not isinstance(group, dist.ProcessGroup):
             return None
         self.groups.append(group)
@@ -176,7 +179,7 @@ def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, l
     ]
     ends = sorted({*senders, *receivers})
     pair = [
-        factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}")
+        factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}", bridge_group_options())
         for way in ("forward", "backward")
     ]
     if topology.rank not in ends:

@@ -35,6 +35,7 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.hf.initial import InitialWeights
+from mimo.layout.defaults import overlap_of
 from mimo.layout.grids import LANGUAGE, run_ahead
 from mimo.layout.groups import Topology
 from mimo.model.load import load_weights
@@ -138,8 +139,9 @@ def _module(
     freeze_weights(recipe, name, chunks)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
         return Module(name, groups, chunks, chunks, None, learning_rate, part.trains)
+    overlap = overlap_of(recipe.train, has_gpu())
     wrapped = wrap_data_parallel(
-        chunks, groups, train.overlap_grad_reduce, train.distributed_optimizer
+        chunks, groups, overlap.grad_reduce, train.distributed_optimizer, overlap.param_gather
     )
     # The schedules switch gradient synchronisation off for all but the last microbatch.
     switches = [one.no_sync for one in wrapped]

@@ -263,7 +263,7 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
         encoder |= alone | {"placement": "disjoint", "run_ahead": "auto", "encode_group": "all"}
     data["bridge"] = {}
     data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
-    spread = ("overlap_grad_reduce", "distributed_optimizer")
+    spread = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
     data["train"] |= dict.fromkeys(spread, False)
     data["data"] |= {"packing": True, "sequence_length": _SEQUENCE_LENGTH}
     return _validated(data)

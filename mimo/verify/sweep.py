@@ -32,6 +32,12 @@ _OPTIONS = {
     "groups of 3": ("encoders.{first}.encode_group=3",),
     "unpacked": ("data.packing=false",),
     "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
+    "gathered late": (
+        "train.optimizer=adam",
+        "train.distributed_optimizer=true",
+        "train.overlap_grad_reduce=true",
+        "train.overlap_param_gather=true",
+    ),
     "clipped": ("train.clip_grad_norm=0.5",),
 }
 # The matrix alone decides these.
@@ -41,6 +47,7 @@ _RESET = (
     "language.recompute=none",
     "bridge.delivery=sharded",
     "train.overlap_grad_reduce=false",
+    "train.overlap_param_gather=false",
     "data.packing=true",
     "train.distributed_optimizer=false",
     "train.precision=fp32",
