@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from encoders._hf import both
 from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo.bounds import Epsilon, ItemSeconds, MelBins, Patches
 from mimo.engines import megatron as engine
+from mimo.families.flops import Product
 from mimo.families.keymap import Weight
 
 if TYPE_CHECKING:
@@ -85,6 +87,28 @@ class Settings(TowerSettings):
             max_seconds=self.max_seconds,
             tower_width=self.hidden_size,
         )
+
+    def products(self, output_size: int) -> list[Product]:
+        """All matrices and attention, in the order of a forward."""
+        size, stacked = self.hidden_size, self.hidden_size * self.tokens_per_row
+        return [
+            Product("conv1.weight", "frame", (size, 3 * self.num_mel_bins)),
+            Product("conv2.weight", "token", (size, 3 * size)),
+            *self.stack_products("token", gated=False),
+            Product("projector.linear_fc1.weight", "row", (stacked, stacked)),
+            Product("projector.linear_fc2.weight", "row", (output_size, stacked)),
+        ]
+
+    def counts(self, grids: np.ndarray) -> dict[str, float]:
+        """Frames, tokens, rows, and pairs of tokens of a clip."""
+        frames = np.prod(grids, axis=1)
+        tokens = frames // FRAMES_PER_TOKEN
+        return {
+            "frame": float(frames.sum()),
+            "token": float(tokens.sum()),
+            "row": float(tokens.sum()) / self.tokens_per_row,
+            "attention pair": float((tokens**2).sum()),
+        }
 
 
 def num_levels(settings: Settings) -> int:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from mimo.bench.train_result import OURS, THEIRS, Contestant, Steps, order_of_turns
 from mimo.bench.train_workload import Lengths, Workload
@@ -41,11 +41,11 @@ def in_turns(found: Path, workload: Workload, rounds: int, threads: int) -> None
     """
     environment = rank_environment()
     assert environment is not None, "runs inside a launched job"
-    turns = dist.FileStore(str(found / "turns"), NUM_PROCESSES)
+    turns = FileStore(str(found / "turns"), NUM_PROCESSES)
     turns.set_timeout(_PATIENCE)
     set_threads(threads, 1)
     if environment.rank == 0:
-        initialize_distributed(0, 1, dist.HashStore(), _PATIENCE.total_seconds())
+        initialize_distributed(0, 1, HashStore(), _PATIENCE.total_seconds())
         results = _ours(turns, workload, rounds, threads)
         (found / "ours.json").write_text(json.dumps(results))
     else:
@@ -59,7 +59,7 @@ def _lengths_of(contestant: Contestant) -> Lengths:
     return "equal" if contestant.endswith("equal") else "long-tailed"
 
 
-def _ours(turns: dist.Store, workload: Workload, rounds: int, threads: int) -> dict:
+def _ours(turns: Store, workload: Workload, rounds: int, threads: int) -> dict:
     from mimo.bench.train_ours import OurSteps
 
     turns.wait(["mean tokens"])
@@ -79,7 +79,7 @@ def _ours(turns: dist.Store, workload: Workload, rounds: int, threads: int) -> d
     return {"steps": steps, "overhead": asdict(contestants["packed"].profile())}
 
 
-def _theirs(turns: dist.Store, workload: Workload, rounds: int, threads: int) -> dict:
+def _theirs(turns: Store, workload: Workload, rounds: int, threads: int) -> dict:
     from mimo.bench.train_theirs import Collator, TransformersSteps, batches_of
 
     collators = {
@@ -121,7 +121,7 @@ def _theirs(turns: dist.Store, workload: Workload, rounds: int, threads: int) ->
 
 
 def _take_turns(
-    turns: dist.Store, contestants: Mapping[Contestant, Trains], rounds: int
+    turns: Store, contestants: Mapping[Contestant, Trains], rounds: int
 ) -> dict[Contestant, tuple[list[float], list[float]]]:
     """Losses of all steps, and seconds of those after the first, of this process's contestants.
 

@@ -9,7 +9,7 @@ from typing import Literal
 Contestant = Literal["packed", "padded", "sorted", "packed equal", "batched equal"]
 """Ours: `packed`, `packed equal`. Of transformers: `padded`, batches of 8 in the samples' order;
 `sorted`, by length into batches of at most a microbatch's tokens, padding included; `batched
-equal`, all samples of a microbatch, which are equally long."""
+equal`, all samples, which are equally long, in one batch as in one of our microbatches."""
 
 OURS: tuple[Contestant, ...] = ("packed", "packed equal")
 THEIRS: tuple[Contestant, ...] = ("padded", "sorted", "batched equal")
@@ -55,7 +55,7 @@ class Overhead:
 
 def order_of_turns(rounds: int) -> list[Contestant]:
     """Who runs when: every contestant once a round, each round beginning with another."""
-    names = [*OURS, *THEIRS]
+    names: list[Contestant] = [*OURS, *THEIRS]
     turns: list[Contestant] = []
     for number in range(rounds):
         first = number % len(names)

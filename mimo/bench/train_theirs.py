@@ -70,6 +70,8 @@ class Collator:
 def batches_of(contestant: Contestant, lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """The samples of each forward pass. tokens: most of a batch, padding included."""
     order = list(range(len(lengths)))
+    if contestant == "batched equal":
+        return [order]
     if contestant == "padded":
         return [order[at : at + PADDED_BATCH] for at in range(0, len(order), PADDED_BATCH)]
     batches: list[list[int]] = []

@@ -27,7 +27,6 @@ from mimo.engines.megatron.parallel import (
 )
 from mimo.errors import RecipeError
 from mimo.families.dtypes import DTYPES
-from mimo.families.lora import is_adapter
 from mimo.families.registry import (
     encoder_family,
     encoder_settings,
@@ -38,6 +37,7 @@ from mimo.hf.initial import InitialWeights
 from mimo.layout.defaults import overlap_of
 from mimo.layout.grids import LANGUAGE, run_ahead
 from mimo.layout.groups import Topology
+from mimo.model.flops import learning_names
 from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
@@ -165,20 +165,11 @@ def _module(
 
 
 def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
-    """Take the weights that the recipe freezes out of training, in place.
-
-    A module with adapters trains only these; an encoder also trains its projector.
-    """
-    part = recipe.module(module)
-    if part.freeze is False and part.lora is None:
-        return
-    kept = ()
-    if part.trains and module != LANGUAGE:
-        kept = encoder_family(recipe, module).PROJECTOR
+    """Take the weights that the recipe freezes out of training, in place."""
+    learns = learning_names(recipe, module)
     for chunk in chunks:
         for name, param in chunk.named_parameters():
-            learns = name.startswith(kept) or (part.trains and is_adapter(name))
-            param.requires_grad_(learns)
+            param.requires_grad_(learns(name))
 
 
 def _add_bridges(
