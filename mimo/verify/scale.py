@@ -190,6 +190,9 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         "save_every": None,
         "threads_per_rank": 1,
         "distributed_optimizer": _is_distributed(recipe, precision),
+        "overlap_param_gather": (
+            recipe.train.overlap_param_gather if _is_distributed(recipe, precision) else "auto"
+        ),
     }
 
 

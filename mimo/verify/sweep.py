@@ -32,12 +32,7 @@ _OPTIONS = {
     "groups of 3": ("encoders.{first}.encode_group=3",),
     "unpacked": ("data.packing=false",),
     "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
-    "gathered late": (
-        "train.optimizer=adam",
-        "train.distributed_optimizer=true",
-        "train.overlap_grad_reduce=true",
-        "train.overlap_param_gather=true",
-    ),
+    "gathered late": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
     "clipped": ("train.clip_grad_norm=0.5",),
 }
 # The matrix alone decides these.
@@ -126,7 +121,7 @@ SWEEP = (
     SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
     # A distributed optimizer.
     SweepCell("dp2", "dp3", ("distributed optimizer",)),
-    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "overlap")),
+    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "gathered late")),
     SweepCell("tp2 sp pp2", "dp2", ("distributed optimizer", "clipped")),
     SweepCell("tp2 sp dp2", "colocated tp2 sp", ("distributed optimizer",)),
     # Frozen parts.
