@@ -26,6 +26,10 @@ _PATIENCE = timedelta(minutes=30)  # of a process for the others' turns
 _IDLE_SECONDS = 0.02  # a process that uses the processor less than a tenth of this time is idle
 
 
+# Losses, seconds, and processor seconds.
+_Took = tuple[list[float], list[float], list[float]]
+
+
 class Trains(Protocol):
     """One contestant."""
 
@@ -122,27 +126,26 @@ def _theirs(turns: Store, workload: Workload, rounds: int, threads: int) -> dict
 
 def _take_turns(
     turns: Store, contestants: Mapping[Contestant, Trains], rounds: int
-) -> dict[Contestant, tuple[list[float], list[float]]]:
-    """Losses of all steps, and seconds of those after the first, of this process's contestants.
+) -> dict[Contestant, _Took]:
+    """Losses of all steps, and times of those after the first, of this process's contestants.
 
     Both processes go through the same order; one waits, without using the processor, while the
     other trains.
     """
     order: Sequence[Contestant] = order_of_turns(1 + rounds)
-    took: dict[Contestant, tuple[list[float], list[float]]] = {
-        name: ([], []) for name in contestants
-    }
+    took: dict[Contestant, _Took] = {name: ([], [], []) for name in contestants}
     for number, name in enumerate(order):
         if name not in contestants:
             continue
         if number > 0:
             turns.wait([f"turn {number - 1}"])
-        losses, seconds = took[name]
-        started = time.perf_counter()
+        losses, seconds, processor_seconds = took[name]
+        started, used = time.perf_counter(), time.process_time()
         losses.append(contestants[name].step())
         ended = _idle_since()
         if len(losses) > 1:
             seconds.append(ended - started)
+            processor_seconds.append(time.process_time() - used)
         turns.set(f"turn {number}", "1")
     return took
 

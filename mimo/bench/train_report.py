@@ -112,7 +112,8 @@ def print_report(report: TrainReport, console: Console) -> None:
 def _steps(report: TrainReport) -> Table:
     table = table_of(
         "real tokens per second: median (least to most)",
-        *("contestant", "tokens/s", "spread", "s / step", "real tokens", "computed", "batches"),
+        *("contestant", "tokens/s", "spread", "s / step", "processor s / step"),
+        *("real tokens", "computed", "batches"),
     )
     for one in report.steps:
         rates = one.tokens_per_second
@@ -121,6 +122,7 @@ def _steps(report: TrainReport) -> Table:
             f"{statistics.median(rates):.0f}",
             f"{min(rates):.0f} to {max(rates):.0f}",
             f"{statistics.median(one.seconds):.2f}",
+            f"{statistics.median(one.processor_seconds):.2f}",
             str(one.tokens),
             str(one.computed),
             str(one.batches),
@@ -129,12 +131,18 @@ def _steps(report: TrainReport) -> Table:
 
 
 def _ratios(report: TrainReport) -> Table:
-    table = table_of("how many times faster ours is", "ours / theirs", "median", "rounds")
+    columns = ("median", "rounds", "by processor seconds")
+    table = table_of("how many times faster ours is", "ours / theirs", *columns)
     for ours, theirs, _ in _PAIRS:
-        pairs = zip(report.of(theirs).seconds, report.of(ours).seconds, strict=True)
-        ratios = [their / our for their, our in pairs]
-        each = " ".join(f"{ratio:.2f}" for ratio in ratios)
-        table.add_row(f"{ours} / {theirs}", f"{statistics.median(ratios):.2f}", each)
+        our, their = report.of(ours), report.of(theirs)
+        ratios = [b / a for a, b in zip(our.seconds, their.seconds, strict=True)]
+        by_processor = median_ratio(their.processor_seconds, our.processor_seconds)
+        table.add_row(
+            f"{ours} / {theirs}",
+            f"{statistics.median(ratios):.2f}",
+            " ".join(f"{ratio:.2f}" for ratio in ratios),
+            f"{by_processor:.2f}",
+        )
     return table
 
 

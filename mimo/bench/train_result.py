@@ -22,6 +22,7 @@ class Steps:
 
     tokens: real ones of a step. computed: with padding. batches: forward passes of a step.
     losses: per loss token, of each step, warm-up included. seconds: without warm-up.
+    processor_seconds: of all threads together; what other load changes least.
     """
 
     contestant: Contestant
@@ -30,6 +31,7 @@ class Steps:
     batches: int
     losses: Sequence[float]
     seconds: Sequence[float]
+    processor_seconds: Sequence[float]
 
     @property
     def tokens_per_second(self) -> list[float]:

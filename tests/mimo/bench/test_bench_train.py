@@ -68,7 +68,8 @@ def test_microbatches_have_about_the_wanted_tokens(tmp_path: Path) -> None:
 
 
 # One step of 100 tokens a second for ours, in three rounds.
-STEPS = [Steps(name, 100, 100, 1, (2.0, 1.0), (1.0, 2.0, 1.0)) for name in (*OURS, *THEIRS)]
+TIMES = (1.0, 2.0, 1.0)
+STEPS = [Steps(name, 100, 100, 1, (2.0, 1.0), TIMES, TIMES) for name in (*OURS, *THEIRS)]
 
 
 def judged(**changes: Steps) -> dict[str, bool]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from mimo.cli import app
+from mimo.launch.environment import VARIABLES
 from mimo.layout.defaults import Overlap, overlap_of, variables_of
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.recipe.schema import Train
 
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 SHARED = {"distributed_optimizer": True}
 
 
@@ -74,3 +79,22 @@ def test_colocated_encoders_post_nothing_ahead_and_context_parallel_ranks_do() -
     assert queues(Layout(language, together, 2, colocated)) == [True, True]
     assert queues(Layout(GridSpec(LANGUAGE, tp=2, cp=2), {}, 4)) == [False] * 4
     assert queues(Layout(GridSpec(LANGUAGE, dp=2), together, 2, colocated)) == [False] * 2
+
+
+def test_check_prints_what_was_chosen_and_what_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (one.name for one in VARIABLES):
+        monkeypatch.setenv(name, "so that it is put back")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    overrides = ["language.grid={tp: 2}", "train.distributed_optimizer=true"]
+    done = CliRunner().invoke(app, ["check", str(RECIPE), *overrides])
+    assert done.exit_code == 0, done.output
+    for line in (
+        "train.overlap_grad_reduce: true on GPUs, false on CPUs",
+        "train.overlap_param_gather: true on GPUs, false on CPUs",
+        "train.collect_garbage_every: 50 steps",
+    ):
+        assert line in done.stdout.splitlines()
+    assert "GOMP_SPINCOUNT=1000 KMP_BLOCKTIME=1 CUDA_MODULE_LOADING=LAZY (yours)" in done.stdout
