@@ -42,7 +42,7 @@ _THREADS_WAIT = (
 )
 
 VARIABLES = (
-    # GNU OpenMP's count of spins: some tens of microseconds instead of tens of milliseconds.
+    # GNU OpenMP's count of spins: some tens of microseconds instead of milliseconds.
     Variable("GOMP_SPINCOUNT", "1000", _THREADS_WAIT, ("OMP_WAIT_POLICY",)),
     Variable("KMP_BLOCKTIME", "1", _THREADS_WAIT, ("OMP_WAIT_POLICY",)),
     Variable(
