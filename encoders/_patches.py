@@ -13,12 +13,14 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from encoders._tower import Tower
 from mimo.device import send
 from mimo.engines import megatron as engine
+from mimo.families.flops import Product
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
@@ -32,6 +34,25 @@ def check_heads(hidden_size: int, num_attention_heads: int) -> None:
             f"{4 * num_attention_heads}: rows and columns turn half of each head's channels, in "
             f"pairs"
         )
+
+
+def patch_counts(grids: np.ndarray, merge: int) -> dict[str, float]:
+    """grids (I, 3) as (t, h, w) in patches -> how many patches and rows all items have."""
+    patches = float(np.prod(grids, axis=1).sum())
+    return {"patch": patches, "row": patches / merge**2}
+
+
+def frame_pairs(grids: np.ndarray) -> float:
+    """grids (I, 3) -> pairs of patches that are in the same frame, both orders and equal ones."""
+    return float((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
+
+
+def mlp_products(name: str, merged: int, output_size: int) -> list[Product]:
+    """A `ParallelMLP` that turns a row's patches, side by side, into the row."""
+    return [
+        Product(f"{name}.linear_fc1.weight", "row", (merged, merged)),
+        Product(f"{name}.linear_fc2.weight", "row", (output_size, merged)),
+    ]
 
 
 def frame_lengths(grids: Tensor) -> list[int]:

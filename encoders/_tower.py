@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bridge import ItemRows
 from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Width
 from mimo.engines import megatron as engine
+from mimo.families.flops import Product, layer_products
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
@@ -45,6 +46,23 @@ class TowerSettings(BaseModel):
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer; all are alike unless a family says otherwise."""
         return ("attention",) * self.num_layers
+
+    def stack_products(self, per: str, gated: bool) -> list[Product]:
+        """The layers, for one token ``per`` unit, and the final norm."""
+        found = []
+        for number, kind in enumerate(self.layer_kinds()):
+            found += layer_products(
+                f"blocks.layers.{number}",
+                per,
+                f"{kind} pair",
+                self.hidden_size,
+                self.ffn_hidden_size,
+                self.num_attention_heads,
+                self.num_attention_heads,
+                self.hidden_size // self.num_attention_heads,
+                gated,
+            )
+        return [*found, Product("blocks.final_layernorm.weight", per)]
 
     def gated_stack(self) -> engine.StackShape:
         """RMSNorm and SwiGLU, with biases."""

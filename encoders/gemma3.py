@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import Image
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from data.media.pan_and_scan import PanAndScan
 from data.media.square_images import SquareImageProcessor
 from encoders._hf import block_norms, both, check_processor
-from encoders._patches import PackedPatches, PatchTower
+from encoders._patches import PackedPatches, PatchTower, frame_pairs, patch_counts
 from encoders._tower import SequencePart, TowerSettings, build_tower, check_grid
 from mimo.bounds import Crops, Means, Rows, Side, SideRatio, Stds
 from mimo.device import send
 from mimo.engines import megatron as engine
+from mimo.families.flops import Product
 from mimo.families.hf_config import Config, agree, expect
 from mimo.families.hf_preprocessing import WHOLE, Processors, check_agreement, normalisation
 from mimo.families.keymap import Weight, grouped_qkv, plain
@@ -135,6 +137,20 @@ class Settings(TowerSettings):
             max_num_crops=self.pan_and_scan_max_num_crops,
             min_ratio=self.pan_and_scan_min_ratio_to_activate,
         )
+
+    def products(self, output_size: int) -> list[Product]:
+        """All matrices and attention, in the order of a forward."""
+        return [
+            Product("patch_embed.weight", "patch", (self.hidden_size, 3 * self.patch_size**2)),
+            Product("pos_embed.weight", "patch"),
+            *self.stack_products("patch", gated=False),
+            Product("projector.norm.weight", "row"),
+            Product("projector.linear.weight", "row", (output_size, self.hidden_size)),
+        ]
+
+    def counts(self, grids: np.ndarray) -> dict[str, float]:
+        """Patches, rows, and pairs of patches of an image."""
+        return {"attention pair": frame_pairs(grids), **patch_counts(grids, self.merge_size)}
 
 
 def num_levels(settings: Settings) -> int:

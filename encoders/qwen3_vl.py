@@ -20,6 +20,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -32,11 +33,15 @@ from encoders._patches import (
     PatchRope,
     PatchTower,
     check_heads,
+    frame_pairs,
+    mlp_products,
+    patch_counts,
 )
 from encoders._tower import TowerSettings, build_tower, check_grid
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, RotaryBase, Side, Stds
 from mimo.device import send
 from mimo.engines import megatron as engine
+from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
 from mimo.families.hf_preprocessing import Processors
 from mimo.families.keymap import Weight, fused_qkv, plain
@@ -151,6 +156,25 @@ class Settings(TowerSettings):
             self.video_min_pixels or self.min_pixels,
             self.video_max_pixels or self.max_pixels,
         )
+
+    def products(self, output_size: int) -> list[Product]:
+        """All matrices and attention, in the order of a forward."""
+        patch = 3 * self.temporal_patch_size * self.patch_size**2
+        merged = self.hidden_size * self.merge_size**2
+        found = [
+            Product("patch_embed.weight", "patch", (self.hidden_size, patch)),
+            Product("pos_embed.weight", "patch"),
+            *self.stack_products("patch", gated=False),
+            *mlp_products("merger", merged, output_size),
+        ]
+        for number in range(num_levels(self)):
+            found.append(Product(f"level_mergers.{number}.norm.weight", "row"))
+            found += mlp_products(f"level_mergers.{number}.mlp", merged, output_size)
+        return found
+
+    def counts(self, grids: np.ndarray) -> dict[str, float]:
+        """Patches, rows, and pairs of patches of a frame."""
+        return {"attention pair": frame_pairs(grids), **patch_counts(grids, self.merge_size)}
 
 
 def num_levels(settings: Settings) -> int:

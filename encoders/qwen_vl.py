@@ -21,6 +21,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -33,11 +34,15 @@ from encoders._patches import (
     PatchTower,
     WindowOrder,
     check_heads,
+    frame_pairs,
+    mlp_products,
+    patch_counts,
 )
 from encoders._tower import TowerSettings, build_tower, check_grid
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, Rate, RotaryBase, Side, Stds
 from mimo.device import send
 from mimo.engines import megatron as engine
+from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
 from mimo.families.hf_preprocessing import Processors
 from mimo.families.keymap import Weight, fused_qkv, plain, stacked
@@ -186,6 +191,26 @@ class Settings(TowerSettings):
             self.video_max_pixels or self.max_pixels,
             self.tokens_per_second,
         )
+
+    def products(self, output_size: int) -> list[Product]:
+        """All matrices and attention, in the order of a forward."""
+        patch = 3 * self.temporal_patch_size * self.patch_size**2
+        merged = self.hidden_size * self.merge_size**2
+        return [
+            Product("patch_embed.weight", "patch", (self.hidden_size, patch)),
+            *self.stack_products("patch", gated=True),
+            *mlp_products("merger", merged, output_size),
+        ]
+
+    def counts(self, grids: np.ndarray) -> dict[str, float]:
+        """Patches, rows, and pairs of patches of a frame and of a window."""
+        found = {"full pair": frame_pairs(grids), **patch_counts(grids, self.merge_size)}
+        if self.window_size is not None:
+            side = self.window_size // (self.patch_size * self.merge_size)
+            whole, rest = np.divmod(grids[:, 1:] // self.merge_size, side)
+            squares = (whole * side**2 + rest**2).prod(axis=1)
+            found["window pair"] = float((grids[:, 0] * squares).sum() * self.merge_size**4)
+        return found
 
 
 def num_levels(settings: Settings) -> int:

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from encoders._tower import Tower, TowerSettings, build_tower, check_grid
 from mimo.bounds import Epsilon, ItemSeconds, MelBins, Patches
 from mimo.device import send
 from mimo.engines import megatron as engine
+from mimo.families.flops import Product
 from mimo.families.keymap import Weight
 
 if TYPE_CHECKING:
@@ -87,6 +89,28 @@ class Settings(TowerSettings):
             tower_width=self.hidden_size,
         )
 
+    def products(self, output_size: int) -> list[Product]:
+        """All matrices and attention, in the order of a forward."""
+        size, stacked = self.hidden_size, self.hidden_size * self.tokens_per_row
+        return [
+            Product("conv1.weight", "frame", (size, 3 * self.num_mel_bins)),
+            Product("conv2.weight", "token", (size, 3 * size)),
+            *self.stack_products("token", gated=False),
+            Product("projector.linear_fc1.weight", "row", (stacked, stacked)),
+            Product("projector.linear_fc2.weight", "row", (output_size, stacked)),
+        ]
+
+    def counts(self, grids: np.ndarray) -> dict[str, float]:
+        """Frames, tokens, rows, and pairs of tokens of a clip."""
+        frames = np.prod(grids, axis=1)
+        tokens = frames // FRAMES_PER_TOKEN
+        return {
+            "frame": float(frames.sum()),
+            "token": float(tokens.sum()),
+            "row": float(tokens.sum()) / self.tokens_per_row,
+            "attention pair": float((tokens**2).sum()),
+        }
+
 
 def num_levels(settings: Settings) -> int:
     """0: the tower emits embeddings alone."""
@@ -132,12 +156,15 @@ def neighbours(lengths: Tensor, stride: int) -> Tensor:
     return torch.where(is_inside, (lengths.cumsum(0) - lengths)[item, None] + seen, -1)
 
 
-def convolve(convolution: nn.Conv1d, values: Tensor, seen: Tensor) -> Tensor:
-    """GELU of a convolution: values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
-    padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 picks this last one
-    inputs = padded[send(seen, values.device)].flatten(1)
-    weight = convolution.weight.transpose(1, 2).flatten(1)
-    return nn.functional.gelu(nn.functional.linear(inputs, weight, convolution.bias))
+class ItemConvolution(nn.Conv1d):
+    """A convolution with a kernel of 3 over packed items, and its GELU."""
+
+    def forward(self, values: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
+        """values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
+        padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 picks this last one
+        inputs = padded[send(seen, values.device)].flatten(1)
+        weight = self.weight.transpose(1, 2).flatten(1)
+        return nn.functional.gelu(nn.functional.linear(inputs, weight, self.bias))
 
 
 def sinusoids(places: Tensor, size: int) -> Tensor:
@@ -162,8 +189,8 @@ class WhisperTower(Tower[Clips]):
         size = settings.hidden_size
         self.conv1, self.conv2, self.projector = None, None, None
         if ctx.is_first_stage:
-            self.conv1 = nn.Conv1d(settings.num_mel_bins, size, 3, padding=1, dtype=ctx.dtype)
-            self.conv2 = nn.Conv1d(size, size, 3, stride=2, padding=1, dtype=ctx.dtype)
+            self.conv1 = ItemConvolution(settings.num_mel_bins, size, 3, dtype=ctx.dtype)
+            self.conv2 = ItemConvolution(size, size, 3, dtype=ctx.dtype)
             self.part.sum_gradients(self.conv1)
             self.part.sum_gradients(self.conv2)
         self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
@@ -196,8 +223,8 @@ class WhisperTower(Tower[Clips]):
         # Blank clips at the end are silence, as is what lies beyond a clip's ends.
         frames = packed.frames[first:end]
         frames = torch.where(frames < len(patches), frames, -1)
-        hidden = convolve(self.conv1, patches, frames)
-        hidden = convolve(self.conv2, hidden, torch.where(own >= 0, own - first, -1))
+        hidden = self.conv1(patches, frames)
+        hidden = self.conv2(hidden, torch.where(own >= 0, own - first, -1))
         positions = sinusoids(places, hidden.shape[1])
         return hidden + send(positions.to(hidden.dtype), hidden.device)
 

@@ -5,7 +5,7 @@ Exit code 2 and a message for bad input, before any process group exists; 1 for 
 
 import typer
 
-from mimo.commands.bench import bench_bridge
+from mimo.commands.bench import bench_bridge, bench_train
 from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf
 from mimo.commands.evaluate import evaluate
@@ -16,6 +16,7 @@ from mimo.commands.quickstart import quickstart
 from mimo.commands.tiny import tiny
 from mimo.commands.train import train
 from mimo.commands.verify import verify
+from mimo.launch.environment import set_variables
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,11 +24,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train multimodal models in which every module has its own parallelism.",
 )
+app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (check, prepare, train, verify, generate, evaluate, parity, tiny, quickstart):
     app.command()(command)
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what the parts promise.")
 bench.command("bridge")(bench_bridge)
+bench.command("train")(bench_train)
 app.add_typer(bench, name="bench")
 
 convert = typer.Typer(no_args_is_help=True, help="Checkpoints in Hugging Face format.")

@@ -13,12 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+
+_BRIDGE_CTAS = 4  # the H100 has 132 multiprocessors
 
 # Of a container, by the two versions of control groups. What is used of it counts files as well.
 _CGROUP_LIMITS = (
@@ -67,6 +70,19 @@ def local_device(local_rank: int | None = None) -> torch.device:
 def backend() -> str:
     """The collective backend for tensors on `local_device`."""
     return "nccl" if has_gpu() else "gloo"
+
+
+def bridge_group_options() -> Any:
+    """Options of a bridge's process groups; None for the backend's own.
+
+    Transfers run beside the layers, so they get few of the GPU's multiprocessors: NCCL takes one
+    per CTA, by default as many as a collective of the whole job would need.
+    """
+    if not has_gpu():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas, options.config.max_ctas = 1, _BRIDGE_CTAS
+    return options
 
 
 def initialize_distributed(

@@ -62,6 +62,7 @@ class Job:
     recompute: str = "none"
     overlap: bool = False
     distributed: bool = False
+    late: bool = False
     scatter_embedding: bool = True
 
 
@@ -155,7 +156,9 @@ class Trainer:
             )
             sizes = qwen3.Settings(**{**SETTINGS, **job.settings})
             self.raw.append(qwen3.build(sizes, ctx, NUM_TOKENS, 64, SEED))
-        self.chunks = wrap_data_parallel(self.raw, self.groups, job.overlap, job.distributed)
+        self.chunks = wrap_data_parallel(
+            self.raw, self.groups, job.overlap, job.distributed, job.late
+        )
         switches = [chunk.no_sync for chunk in self.chunks]
         for chunk in self.raw:
             chunk.config.no_sync_func = switches if len(switches) > 1 else switches[0]
@@ -228,10 +231,17 @@ class Trainer:
         chunks: list[torch.nn.Module] = [*self.chunks]
         return Module("language", self.groups, self.raw, chunks, self.optimizer, rate, True)
 
+    def waiting(self) -> int:
+        """Gathers of updated weights that nobody has waited for."""
+        groups = [group for chunk in self.chunks for group in chunk.bucket_groups]
+        return sum(group.param_gather_handle is not None for group in groups)
+
     def shards(self) -> list[Any]:
         """Weights and gradients of this rank, for `tiny.assemble`."""
+        from mimo.engines.megatron.parallel import wait_for_weights
         from mimo.verify.run import numpy_copy, shards_of
 
+        wait_for_weights(self.chunks)
         found = []
         for shard, param in shards_of("language", self.module(), dist.get_rank()):
             shard.gradients.append(numpy_copy(param.main_grad))
@@ -247,6 +257,23 @@ def train(rank: int, job: Job) -> dict[str, Any]:
     """All steps of a job: metrics of each, then weights and last gradients."""
     trainer = Trainer(job)
     return {"metrics": [trainer.step(n) for n in range(job.steps)], "shards": trainer.shards()}
+
+
+def late_gathers(rank: int, job: Job) -> list[int]:
+    """Gathers under way after a step, in the state of a checkpoint, after a step, a forward."""
+    from mimo.checkpoint.contents import _modules_state
+
+    trainer = Trainer(job)
+    trainer.step(0)
+    found = [trainer.waiting()]
+    _modules_state({"language": trainer.module()}, "save")
+    found.append(trainer.waiting())
+    trainer.step(1)
+    found.append(trainer.waiting())
+    (batch,) = [next(microbatches(2, trainer.groups.dp.rank(), job.dense))]
+    with torch.no_grad():
+        trainer._forward_step(iter([batch]), trainer.chunks[0])
+    return [*found, trainer.waiting()]
 
 
 def state_sizes(rank: int, job: Job) -> int:

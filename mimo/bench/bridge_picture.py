@@ -13,7 +13,7 @@ from mimo.bench.bridge_bounds import median_ratio
 from mimo.bench.bridge_report import Report
 from mimo.bench.bridge_result import Contest
 
-_OURS, _THEIRS, _OTHER, _BOUND = "#1f6feb", "#d4722b", "#8b949e", "#222222"
+OURS, THEIRS, OTHER, BOUND = "#1f6feb", "#d4722b", "#8b949e", "#222222"
 
 
 def draw(report: Report, path: Path) -> None:
@@ -54,10 +54,10 @@ def _legend(axis: Any) -> None:
 def _draw_times(axis: Any, contests: Sequence[Contest]) -> None:
     place = np.arange(len(contests))
     pairs = [
-        ("ours, forward", _OURS, [c.forward_ours_ms for c in contests]),
-        ("rival, forward", _THEIRS, [c.forward_theirs_ms for c in contests]),
-        ("ours, forward + backward", _OURS, [c.both_ours_ms for c in contests]),
-        ("rival, forward + backward", _THEIRS, [c.both_theirs_ms for c in contests]),
+        ("ours, forward", OURS, [c.forward_ours_ms for c in contests]),
+        ("rival, forward", THEIRS, [c.forward_theirs_ms for c in contests]),
+        ("ours, forward + backward", OURS, [c.both_ours_ms for c in contests]),
+        ("rival, forward + backward", THEIRS, [c.both_theirs_ms for c in contests]),
     ]
     for number, (label, colour, times) in enumerate(pairs):
         heights = [statistics.median(own) for own in times]
@@ -89,9 +89,9 @@ def _draw_times(axis: Any, contests: Sequence[Contest]) -> None:
 def _draw_bytes(axis: Any, contests: Sequence[Contest]) -> None:
     place = np.arange(len(contests))
     parts = [
-        ("lower bound", _BOUND, [sum(c.rows_received.bound) for c in contests]),
-        ("ours", _OURS, [sum(c.rows_received.ours) for c in contests]),
-        ("rival", _THEIRS, [sum(c.rows_received.theirs) for c in contests]),
+        ("lower bound", BOUND, [sum(c.rows_received.bound) for c in contests]),
+        ("ours", OURS, [sum(c.rows_received.ours) for c in contests]),
+        ("rival", THEIRS, [sum(c.rows_received.theirs) for c in contests]),
     ]
     for number, (label, colour, sizes) in enumerate(parts):
         heights = [size / 1e6 for size in sizes]
@@ -108,11 +108,11 @@ def _draw_bytes(axis: Any, contests: Sequence[Contest]) -> None:
 
 def _draw_plans(axis: Any, report: Report) -> None:
     ranks = [plan.num_ranks for plan in report.plan]
-    axis.plot(ranks, [p.receiver_ms for p in report.plan], "o-", color=_OURS, label="a receiver")
-    axis.plot(ranks, [p.sender_ms for p in report.plan], "s--", color=_THEIRS, label="a sender")
+    axis.plot(ranks, [p.receiver_ms for p in report.plan], "o-", color=OURS, label="a receiver")
+    axis.plot(ranks, [p.sender_ms for p in report.plan], "s--", color=THEIRS, label="a sender")
     for bound in report.bounds:
         if bound.name.startswith("plan"):
-            axis.axhline(bound.limit, color=_BOUND, linewidth=1, linestyle=":", label="limit")
+            axis.axhline(bound.limit, color=BOUND, linewidth=1, linestyle=":", label="limit")
     axis.set_xscale("log", base=2)
     axis.set_xticks(ranks, [str(rank) for rank in ranks])
     axis.set_ylim(bottom=0)
@@ -126,10 +126,10 @@ def _draw_plans(axis: Any, report: Report) -> None:
 def _draw_balance(axis: Any, report: Report) -> None:
     place = np.arange(len(report.balance))
     parts = [
-        ("lower bound", _BOUND, [b.bound for b in report.balance]),
-        ("items, largest first", _OURS, [b.items for b in report.balance]),
-        ("samples, largest first", _THEIRS, [b.samples for b in report.balance]),
-        ("samples in turn", _OTHER, [b.in_turn for b in report.balance]),
+        ("lower bound", BOUND, [b.bound for b in report.balance]),
+        ("items, largest first", OURS, [b.items for b in report.balance]),
+        ("samples, largest first", THEIRS, [b.samples for b in report.balance]),
+        ("samples in turn", OTHER, [b.in_turn for b in report.balance]),
     ]
     for number, (label, colour, draws) in enumerate(parts):
         medians = [statistics.median(values) for values in draws]

@@ -27,10 +27,11 @@ def print_tables(report: Report, console: Console) -> None:
     console.print(_balances(report.balance))
     for note in report.notes:
         console.print(f"- {note}", highlight=False, soft_wrap=True)
-    console.print(_bounds(report.bounds))
+    console.print(bounds_table(report.bounds))
 
 
-def _table(title: str, *columns: str) -> Table:
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table; its first column is words, the others numbers."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
@@ -38,7 +39,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _times(title: str, rival: str, contests: Sequence[Contest]) -> Table:
-    table = _table(
+    table = table_of(
         f"{title}: median ms and ratio",
         "encoder → language",
         "rows",
@@ -62,7 +63,7 @@ def _times(title: str, rival: str, contests: Sequence[Contest]) -> Table:
 
 
 def _traffic(rival: str, contests: Sequence[Contest]) -> Table:
-    table = _table(
+    table = table_of(
         "MB received by each language rank, and back by each encoder rank",
         "encoder → language",
         "rows",
@@ -100,7 +101,7 @@ def _per_rank(num_bytes: Sequence[int]) -> str:
 
 
 def _plans(plans: Sequence[PlanTime]) -> Table:
-    table = _table(
+    table = table_of(
         "time to build what one rank needs of the plan: median ms",
         "language ranks",
         "rows",
@@ -122,7 +123,7 @@ def _plans(plans: Sequence[PlanTime]) -> Table:
 
 
 def _balances(balances: Sequence[Balance]) -> Table:
-    table = _table(
+    table = table_of(
         "imbalance of encoder lanes, max / mean: median (worst) over draws",
         "items",
         "lanes",
@@ -145,8 +146,9 @@ def _balances(balances: Sequence[Balance]) -> Table:
     return table
 
 
-def _bounds(bounds: Sequence[Bound]) -> Table:
-    table = _table("what must hold", "bound", "measured", "limit", "")
+def bounds_table(bounds: Sequence[Bound]) -> Table:
+    """Every bound, kept or not."""
+    table = table_of("what must hold", "bound", "measured", "limit", "")
     for bound in bounds:
         table.add_row(
             bound.name,

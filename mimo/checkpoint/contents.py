@@ -16,7 +16,7 @@ from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_
 from mimo.device import barrier
 from mimo.engines.megatron.checkpoint import Purpose, module_pieces, set_steps, with_masters
 from mimo.engines.megatron.module import Module
-from mimo.engines.megatron.parallel import follow_weights
+from mimo.engines.megatron.parallel import follow_weights, wait_for_weights
 from mimo.engines.piece import Piece
 from mimo.families.lora import is_adapter
 from mimo.recipe.schema import Recipe, key_of
@@ -27,11 +27,11 @@ Modules = Mapping[str, Module]
 
 
 def _pieces(modules: Modules, purpose: Purpose, with_optimizer: bool = True) -> list[Piece]:
-    return [
-        piece
-        for module in modules.values()
-        for piece in module_pieces(module, purpose, with_optimizer)
-    ]
+    pieces: list[Piece] = []
+    for module in modules.values():
+        wait_for_weights(module.chunks)
+        pieces += module_pieces(module, purpose, with_optimizer)
+    return pieces
 
 
 def save_checkpoint(

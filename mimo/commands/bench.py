@@ -32,3 +32,31 @@ def bench_bridge(
     from mimo.bench.bridge import main as run
 
     return run(rows, hidden, repeats, json, picture)
+
+
+@readable_errors
+def bench_train(
+    samples: Annotated[
+        int, typer.Option("--samples", min=8, max=4096, help="Samples of a step.")
+    ] = 32,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, max=1000, help="Timed steps of each contestant.")
+    ] = 4,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, max=2**12, help="Of each side; default: all cores."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One round of a tiny model; its speed is not judged.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure to this file.")
+    ] = None,
+    picture: Annotated[Path, typer.Option("--picture", help="Where the PNG goes.")] = Path(
+        "runs/bench_train.png"
+    ),
+) -> int | None:
+    """Compare whole training steps with transformers on the same samples and cores."""
+    from mimo.bench.train import main as run
+
+    return run(samples, rounds, threads, quick, json, picture)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from mimo.layout.grids import Layout
     from mimo.model.roles import RoleMemory
-    from mimo.recipe.schema import Recipe
+    from mimo.recipe.schema import Recipe, Train
 
 
 @readable_errors
@@ -30,6 +30,8 @@ def check(
         print_layout(layout, num_microbatches(phase.recipe, layout), phase.title)
         print(f"microbatch of a lane: {describe_microbatch(phase.recipe)}")
         print_memory(memory_by_role(phase.recipe, layout))
+        print_defaults(phase.recipe.train, layout)
+    print_variables(layouts)
 
 
 def describe_microbatch(recipe: "Recipe") -> str:
@@ -76,3 +78,35 @@ def print_memory(roles: "Sequence[RoleMemory]") -> None:
         table.add_row(one.role, *(in_words(part) if part else "-" for part in parts))
     Console().print(table)
     print("activations: at most, of full microbatches whose tokens are all rows of items")
+
+
+def print_defaults(train: "Train", layout: "Layout") -> None:
+    """Print the recipe's keys for speed as they are resolved."""
+    from mimo.layout.defaults import overlap_of
+
+    on_gpu, on_cpu = overlap_of(train, True), overlap_of(train, False)
+    for key, gpu, cpu in (
+        ("overlap_grad_reduce", on_gpu.grad_reduce, on_cpu.grad_reduce),
+        ("overlap_param_gather", on_gpu.param_gather, on_cpu.param_gather),
+    ):
+        words = {True: "true", False: "false"}
+        found = words[gpu] if gpu == cpu else f"{words[gpu]} on GPUs, {words[cpu]} on CPUs"
+        print(f"train.{key}: {found}")
+    every = train.collect_garbage_every
+    print(f"train.collect_garbage_every: {every} steps" if every else "garbage: left to Python")
+
+
+def print_variables(layouts: "Sequence[Layout]") -> None:
+    """Print the environment that ranks get; what the user has set is marked."""
+    from mimo.launch.environment import VARIABLES
+    from mimo.layout.defaults import variables_of
+
+    print("environment of all ranks:", " ".join(map(str, VARIABLES)))
+    layout = layouts[0]
+    by_rank: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        own = tuple(map(str, variables_of(layout, rank)))
+        by_rank.setdefault(own, []).append(rank)
+    for own, ranks in by_rank.items():
+        if own:
+            print(f"of {len(ranks)} ranks, {ranks[0]} the first:", " ".join(own))

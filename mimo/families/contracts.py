@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import numpy as np
+
 from data.media.processor import Media
+from mimo.families.flops import Product
 from mimo.families.hf_config import Config
 from mimo.families.hf_preprocessing import Processors
 from mimo.families.item_rules import ItemRules
@@ -76,6 +79,18 @@ class EncoderSettings(FamilySettings, Protocol):
         """What turns items of that media into patches and says how many rows each item becomes."""
         ...
 
+    def products(self, output_size: int) -> list[Product]:
+        """All matrices and attention of tower and projector, in the order of a forward.
+
+        Every parameter of two dimensions or more has one, under its name in ``weights_in_hf``; one
+        that is looked up has no elements. output_size: H.
+        """
+        ...
+
+    def counts(self, grids: np.ndarray) -> dict[str, float]:
+        """How many there are of each unit of `products` in items with these grids (I, 3)."""
+        ...
+
 
 class LanguageSettings(FamilySettings, Protocol):
     """The recipe keys under ``language.model``."""
@@ -91,8 +106,18 @@ class LanguageSettings(FamilySettings, Protocol):
         """V, the rows of the embedding for this many tokens, the same in every layout."""
         ...
 
-    def flops_per_token(self, vocab_size: int) -> float:
-        """FLOPs per token, forward and backward, without attention scores. vocab_size: V."""
+    def products(self, vocab_size: int) -> list[Product]:
+        """As of `EncoderSettings`. vocab_size: V."""
+        ...
+
+    def counts(
+        self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int
+    ) -> dict[str, float]:
+        """How many there are of each unit of `products` in segments of these lengths (n,).
+
+        lengths, item_rows: without padding; item_rows (I,) of all items in them. loss_tokens: in
+        all of them together, for which alone the head is needed.
+        """
         ...
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mimo.errors import InputError, suggestion
-from mimo.hf.tiny_configs import FAMILIES
+from mimo.hf.tiny_configs import FAMILIES, widened
 from mimo.hf.tiny_text import build_tokenizer, end_token_ids
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class TinyCheckpoint:
     """What to write. tied: None for what the family's small models do.
 
     shard_size: the largest safetensors file, such as "1MB"; None for a single one.
+    width, num_layers: a larger one: hidden sizes times ``width``, and so many layers in each stack.
     """
 
     family: str
@@ -41,6 +42,8 @@ class TinyCheckpoint:
     dtype: Dtype = "float32"
     shard_size: str | None = None
     tied: bool | None = None
+    width: int = 1
+    num_layers: int | None = None
 
 
 def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
@@ -88,7 +91,10 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     ids = tokenizer.get_vocab()
     vocab_size = (len(ids) // _VOCAB_MULTIPLE + 1) * _VOCAB_MULTIPLE
     tied = family.tied if settings.tied is None else settings.tied
-    model = _build_model(family.config(vocab_size, ids, tied), settings)
+    config = family.config(vocab_size, ids, tied)
+    if settings.width > 1 or settings.num_layers is not None:
+        config = widened(config, settings.width, settings.num_layers)
+    model = _build_model(config, settings)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=end_token_ids(settings.family, tokenizer),
@@ -115,11 +121,11 @@ def _build_model(config, settings: TinyCheckpoint) -> PreTrainedModel:
     kind = AutoModelForCausalLM if alone else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
         model = kind.from_config(config, dtype=torch.float32)
-    _draw_weights(model, settings.seed)
+    _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
     return model.to(getattr(torch, settings.dtype))
 
 
-def _draw_weights(model: nn.Module, seed: int) -> None:
+def _draw_weights(model: nn.Module, seed: int, matrix_std: float) -> None:
     """Draw all weights anew, in the order of their names in the model.
 
     Matrices around 0; a norm's weights around where the class begins, which is 1 or, where 1 is
@@ -132,7 +138,7 @@ def _draw_weights(model: nn.Module, seed: int) -> None:
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:
-                weight.copy_(_MATRIX_STD * noise)
+                weight.copy_(matrix_std * noise)
             elif name.endswith("bias"):
                 weight.copy_(_BIAS_NOISE * noise)
             else:

@@ -269,3 +269,33 @@ FAMILIES = {
     "qwen3": Family(_qwen3, tied=True, files={}),
     "gemma3_text": Family(_gemma3_text, tied=False, files={}),
 }
+
+
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "out_hidden_size",
+)
+_DEPTHS = ("num_hidden_layers", "depth")
+
+
+def widened(config: PreTrainedConfig, width: int, num_layers: int | None) -> PreTrainedConfig:
+    """The same architecture in a larger size: hidden sizes times ``width``.
+
+    Heads of the language model become more, those of a Qwen tower wider. num_layers: of the
+    language model and of the tower; None for as many as there are.
+    """
+    sizes = config.to_dict()
+    for part in (sizes.get("text_config", sizes), sizes.get("vision_config", {})):
+        for key in _WIDTHS:
+            if key in part:
+                part[key] *= width
+        for key in _DEPTHS:
+            if key in part and num_layers is not None:
+                part[key] = num_layers
+        if num_layers is not None and part.get("layer_types"):
+            kinds = part["layer_types"]
+            part["layer_types"] = [kinds[layer % len(kinds)] for layer in range(num_layers)]
+    return type(config).from_dict(sizes)

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import BaseModel, model_validator
 from torch import nn
 
 from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
 from mimo.engines import megatron as engine
+from mimo.families.flops import Product, causal_pairs, layer_products
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import (
@@ -111,11 +113,38 @@ class DecoderSettings(BaseModel):
             norm_eps=self.norm_eps,
         )
 
-    def flops_per_token(self, vocab_size: int) -> float:
-        """Forward and backward FLOPs of one token, attention scores left out (6 per weight)."""
-        heads = self.head_size * (2 * self.num_attention_heads + 2 * self.num_query_groups)
-        layer = self.hidden_size * (heads + 3 * self.ffn_hidden_size)
-        return 6.0 * (self.num_layers * layer + vocab_size * self.hidden_size)
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer; all are alike unless a family says otherwise."""
+        return ("attention",) * self.num_layers
+
+    def products(self, vocab_size: int) -> list[Product]:
+        """All matrices and attention, in the order of a forward."""
+        embedding = "embedding.word_embeddings.weight"
+        found = [Product(embedding, "token")]
+        for number, kind in enumerate(self.layer_kinds()):
+            found += layer_products(
+                f"decoder.layers.{number}",
+                "token",
+                f"{kind} pair",
+                self.hidden_size,
+                self.ffn_hidden_size,
+                self.num_attention_heads,
+                self.num_query_groups,
+                self.head_size,
+                gated=True,
+            )
+        head = embedding if self.tie_word_embeddings else "output_layer.weight"
+        return [*found, Product(head, "loss token", (vocab_size, self.hidden_size))]
+
+    def counts(
+        self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int
+    ) -> dict[str, float]:
+        """Tokens, those with a loss, and pairs of queries and keys of causal layers."""
+        return {
+            "token": float(lengths.sum()),
+            "loss token": float(loss_tokens),
+            "attention pair": causal_pairs(lengths),
+        }
 
 
 def check_grid(settings: DecoderSettings, tp: int, pp: int, vocab_size: int) -> list[str]:

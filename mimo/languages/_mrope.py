@@ -40,10 +40,6 @@ class MRopeDecoderSettings(DecoderSettings):
             )
         return self
 
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: all are alike."""
-        return ("attention",) * self.num_layers
-
     def scaled_down(self, chunks: int, tp: int) -> Self:
         """A tiny copy for ``chunks`` pipeline chunks and ``tp`` ranks that keeps the character.
 

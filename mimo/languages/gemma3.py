@@ -12,10 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch.nn import functional
 
 from mimo.bounds import AttentionScalar, Layers, RotaryBase, RotaryFactor, Window
 from mimo.engines import megatron as engine
+from mimo.families.flops import causal_pairs
 from mimo.families.hf_config import Config, expect
 from mimo.families.hf_rope import rope_settings
 from mimo.families.item_rules import ItemRules
@@ -65,6 +67,17 @@ class Settings(DecoderSettings):
             "sliding" if number % self.sliding_window_pattern else "global"
             for number in range(1, self.num_layers + 1)
         )
+
+    def counts(
+        self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int
+    ) -> dict[str, float]:
+        """As of all decoders, by kind of layer; an item's tokens also see those after them."""
+        rows = np.asarray(item_rows, np.float64)
+        later = float((rows * (rows - 1) / 2).sum())
+        found = super().counts(lengths, item_rows, loss_tokens)
+        found["global pair"] = found.pop("attention pair") + later
+        found["sliding pair"] = causal_pairs(lengths, self.sliding_window) + later
+        return found
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
         """A tiny copy for ``chunks`` pipeline chunks and ``tp`` ranks that keeps the character.

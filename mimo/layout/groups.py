@@ -9,11 +9,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mimo.device import barrier, local_device
+from mimo.device import barrier, bridge_group_options, local_device
 from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
 from mimo.layout.connections import bridge_ends, connect_all, connect_bridge, connect_stages
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
@@ -117,9 +118,13 @@ class _GroupFactory:
                 found = self.made[key]
         return found
 
-    def fresh(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
-        """A separate group, even if another with the same ranks exists."""
-        group = dist.new_group(list(ranks), timeout=self.timeout, group_desc=name)
+    def fresh(
+        self, ranks: Sequence[int], name: str, options: Any = None
+    ) -> dist.ProcessGroup | None:
+        """A separate group, even if another with the same ranks exists. options: the backend's."""
+        group = dist.new_group(
+            list(ranks), timeout=self.timeout, group_desc=name, pg_options=options
+        )
         if not isinstance(group, dist.ProcessGroup):
             return None
         self.groups.append(group)
@@ -190,7 +195,7 @@ def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, l
     senders, receivers = bridge_ends(encoder, topology.layout.language, link)
     ends = sorted({*senders, *receivers})
     forward, backward = (
-        factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}")
+        factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}", bridge_group_options())
         for way in ("forward", "backward")
     )
     if topology.rank not in ends:

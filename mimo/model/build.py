@@ -30,7 +30,6 @@ from mimo.engines.megatron.parallel import (
 )
 from mimo.errors import RecipeError
 from mimo.families.dtypes import DTYPES
-from mimo.families.lora import is_adapter
 from mimo.families.registry import (
     encoder_family,
     encoder_settings,
@@ -38,8 +37,10 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.hf.initial import InitialWeights
+from mimo.layout.defaults import overlap_of
 from mimo.layout.grids import LANGUAGE, posted_ahead, run_ahead
 from mimo.layout.groups import Topology
+from mimo.model.flops import learning_names
 from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
@@ -154,8 +155,9 @@ def _module(
     freeze_weights(recipe, name, chunks)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
         return Module(name, groups, chunks, chunks, None, learning_rate, part.trains)
+    overlap = overlap_of(recipe.train, has_gpu())
     wrapped = wrap_data_parallel(
-        chunks, groups, train.overlap_grad_reduce, train.distributed_optimizer
+        chunks, groups, overlap.grad_reduce, train.distributed_optimizer, overlap.param_gather
     )
     # The schedules switch gradient synchronisation off for all but the last microbatch.
     switches = [one.no_sync for one in wrapped]
@@ -179,20 +181,11 @@ def _module(
 
 
 def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
-    """Take the weights that the recipe freezes out of training, in place.
-
-    A module with adapters trains only these; an encoder also trains its projector.
-    """
-    part = recipe.module(module)
-    if part.freeze is False and part.lora is None:
-        return
-    kept = ()
-    if part.trains and module != LANGUAGE:
-        kept = encoder_family(recipe, module).PROJECTOR
+    """Take the weights that the recipe freezes out of training, in place."""
+    learns = learning_names(recipe, module)
     for chunk in chunks:
         for name, param in chunk.named_parameters():
-            learns = name.startswith(kept) or (part.trains and is_adapter(name))
-            param.requires_grad_(learns)
+            param.requires_grad_(learns(name))
 
 
 def _add_bridges(

@@ -176,10 +176,16 @@ class Train(Section):
     """Added to the denominator of Adam's update."""
     clip_grad_norm: bounds.Norm | None = 1.0
     """Largest gradient norm, taken over all modules together; null clips nothing."""
-    overlap_grad_reduce: bool = False
-    """Sum gradients over lanes while the backward pass is still running."""
+    overlap_grad_reduce: bool | Literal["auto"] = "auto"
+    """Sum gradients over lanes while the backward pass is still running; `auto` does so on GPUs."""
     distributed_optimizer: bool = False
     """Keep on each data-parallel rank only its share of Adam's state."""
+    overlap_param_gather: bool | Literal["auto"] = "auto"
+    """Gather the weights that a distributed optimizer has updated while the next step begins;
+    `auto` does so where gradients are summed during the backward pass."""
+    collect_garbage_every: bounds.Steps | None = 50
+    """Steps between two collections of Python's garbage, at the same time on all ranks; null leaves
+    it to Python."""
     log_every: bounds.Steps = 10
     """Steps between two lines of metrics."""
     validate_every: bounds.Steps | None = None
@@ -215,6 +221,23 @@ class Train(Section):
             raise ValueError(
                 "distributed_optimizer: true works in fp32 and bf16, but precision is fp64; "
                 "set precision: fp32, or remove distributed_optimizer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_be_gathered_late(self) -> "Train":
+        if self.overlap_param_gather is not True:
+            return self
+        if not self.distributed_optimizer:
+            raise ValueError(
+                "overlap_param_gather: true is about the weights that a distributed optimizer "
+                "updates, but distributed_optimizer is false; set it to true, or remove "
+                "overlap_param_gather"
+            )
+        if self.overlap_grad_reduce is False:
+            raise ValueError(
+                "overlap_param_gather: true needs overlap_grad_reduce, which is false; set it to "
+                "true, or remove overlap_param_gather"
             )
         return self
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from data.packing import Used
 from mimo.checkpoint.contents import save_checkpoint
 from mimo.checkpoint.folder import Progress
-from mimo.families.registry import language_settings
 from mimo.hf.initial import InitialWeights
 from mimo.layout.groups import Topology
 from mimo.model.build import build_model
+from mimo.model.flops import StepFlops
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, item_processors, open_tokenizer
 from mimo.train.batches import Batches
@@ -45,7 +45,8 @@ class Trainer:
     ) -> Generator[dict]:
         """Train from ``self.progress`` to the last step, yielding each step's metrics."""
         train, layout = self.recipe.train, self.topology.layout
-        steps, flops = range(self.progress.step, train.steps), self._flops_per_token()
+        steps = range(self.progress.step, train.steps)
+        flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
         ahead = self.recipe.data.prefetch_steps
         with self._batches("step", dataset, steps, self.progress.used, ahead) as batches:
             for step in steps:
@@ -54,9 +55,10 @@ class Trainer:
                 result = train_step(step, self.recipe, self.model, batches, observer)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used)
+                counted = flops.of(result.plan) if self.topology.reports else {}
                 yield {
                     "step": step,
-                    **step_metrics(result, layout, flops, progress.skipped_samples),
+                    **step_metrics(result, layout, counted, progress.skipped_samples),
                 }
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")
@@ -105,8 +107,3 @@ class Trainer:
                 f"{skipped} samples could not be read, more than data.max_skipped_samples "
                 f"{limit}; the log_rank_<r>.txt files name each by shard and key"
             )
-
-    def _flops_per_token(self) -> float:
-        """FLOPs of the language model, forward and backward."""
-        settings = language_settings(self.recipe)
-        return settings.flops_per_token(settings.padded_vocab_size(self.chat.vocab_size))

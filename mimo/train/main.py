@@ -146,7 +146,7 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
 
 def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
     """Do all runs on the same ranks, one after another. Does not return if one of them fails."""
-    from mimo.train.rank import join_world, leave_world, train_in_world
+    from mimo.train.rank import join_world, leave_world, prepare_process, train_in_world
 
     run_dir = runs[0].recipe.run_dir
 
@@ -157,6 +157,7 @@ def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
 
     end_with_failed_thread(end)
     try:
+        prepare_process(runs[0].layout)
         rank = join_world(*(run.recipe for run in runs), store=meeting.store).rank
         for run in runs:
             run_dir = run.recipe.run_dir

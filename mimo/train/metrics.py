@@ -44,17 +44,17 @@ class StepResult:
 
 
 def step_metrics(
-    done: StepResult, layout: Layout, flops_per_token: float, skipped_samples: int
+    done: StepResult, layout: Layout, flops: Mapping[str, float], skipped_samples: int
 ) -> dict[str, float | None]:
     """The line of a step in metrics.jsonl, without its number.
 
-    flops_per_token: of the language model. skipped_samples: since the run began.
-    mfu is None if the device's peak is unknown.
+    flops: of the step by module, over all ranks. skipped_samples: since the run began.
+    mfu is the share of the peak of all ranks of the job together, those of encoders included; None
+    if the device's peak is unknown.
     """
     plan, seconds = done.plan, done.step_seconds
     waiting = _ranks_that_wait(layout)
     peak = peak_flops()
-    flops = flops_per_token * plan.num_tokens
     return {
         "loss": done.loss / max(plan.num_loss_tokens, 1),
         "grad_norm": done.grad_norm,
@@ -63,7 +63,8 @@ def step_metrics(
         "tokens": plan.num_tokens,
         "loss_tokens": plan.num_loss_tokens,
         "tokens_per_second": plan.num_tokens / seconds,
-        "mfu": flops / (seconds * peak * layout.language.size) if peak else None,
+        "mfu": sum(flops.values()) / (seconds * peak * layout.world_size) if peak else None,
+        **{f"flops_{name}": count for name, count in flops.items()},
         "encoder_idle_fraction": done.idle_seconds / (waiting * seconds) if waiting else None,
         "encoder_imbalance": plan.encoder_imbalance,
         "skipped_samples": skipped_samples,

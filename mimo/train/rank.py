@@ -22,12 +22,15 @@ from mimo.device import (
     set_threads,
 )
 from mimo.hf.initial import initial_weights
+from mimo.launch.environment import set_variables
 from mimo.launch.ranks import RankEnv, rank_environment
+from mimo.layout.defaults import variables_of
 from mimo.layout.grids import Layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, open_dataset
+from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
 from mimo.train.presence import RANKS, Presence
@@ -40,9 +43,17 @@ _COLLECTIVE_PATIENCE = 1.5
 
 def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
     """Be one rank of a job launched on this machine."""
+    prepare_process(layout)
     join_world(recipe)
     train_in_world(recipe, layout, run_dir, start)
     leave_world()
+
+
+def prepare_process(layout: Layout) -> None:
+    """Choose what has to be known before this rank initialises its device."""
+    environment = rank_environment()
+    assert environment is not None, "ranks run inside a launched job"
+    set_variables(variables_of(layout, environment.rank))
 
 
 def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> RankEnv:
@@ -113,7 +124,8 @@ def _train(
                 MetricsWriter(run_dir, train.steps, trainer.progress.step, train.log_every)
             )
             _say_skipped(writer, dataset)
-        for metrics in trainer.train(dataset, validation, presence):
+        steps = trainer.train(dataset, validation, presence)
+        for metrics in collected_together(steps, recipe.train.collect_garbage_every):
             if writer is None:
                 continue
             if "validation_loss" in metrics:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mimo.engines.megatron.initialize import global_name
 from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.parallel import wait_for_weights
 from mimo.layout.grids import Layout
 from mimo.layout.groups import build_topology
 from mimo.recipe.schema import Recipe
@@ -101,6 +102,8 @@ class WatchedSteps(StepObserver):
 
     @override
     def updated(self, step: int, modules: Mapping[str, Module]) -> None:
+        for module in modules.values():
+            wait_for_weights(module.chunks)
         self.note_weights()
 
 

@@ -206,6 +206,9 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         "save_every": None,
         "threads_per_rank": 1,
         "distributed_optimizer": _is_distributed(recipe, precision),
+        "overlap_param_gather": (
+            recipe.train.overlap_param_gather if _is_distributed(recipe, precision) else "auto"
+        ),
     }
 
 
@@ -281,7 +284,7 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     tokens = scaled.workload.tokens
     if tokens is None:
         data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
-    spread = ("overlap_grad_reduce", "distributed_optimizer")
+    spread = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
     data["train"] |= dict.fromkeys(spread, False)
     data["data"] |= {"packing": True, "sequence_length": tokens or _SEQUENCE_LENGTH}
     return _validated(data)

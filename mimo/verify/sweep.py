@@ -36,6 +36,7 @@ _OPTIONS = {
         "data.rows_per_microbatch=null",
     ),
     "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
+    "gathered late": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
     "clipped": ("train.clip_grad_norm=0.5",),
 }
 # The matrix alone decides these.
@@ -45,6 +46,7 @@ _RESET = (
     "language.recompute=none",
     "bridge.delivery=sharded",
     "train.overlap_grad_reduce=false",
+    "train.overlap_param_gather=false",
     "data.packing=true",
     "train.distributed_optimizer=false",
     "train.precision=fp32",
@@ -123,7 +125,7 @@ SWEEP = (
     SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
     # A distributed optimizer.
     SweepCell("dp2", "dp3", ("distributed optimizer",)),
-    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "overlap")),
+    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "gathered late")),
     SweepCell("tp2 sp pp2", "dp2", ("distributed optimizer", "clipped")),
     SweepCell("tp2 sp dp2", "colocated tp2 sp", ("distributed optimizer",)),
     # Frozen parts.

@@ -133,7 +133,8 @@ def _run(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps]:
 
 def _undistributed(scaled: ScaledRecipe) -> ScaledRecipe:
     """The same recipe with all of Adam's state on every rank."""
-    train = scaled.recipe.train.model_copy(update={"distributed_optimizer": False})
+    plain = {"distributed_optimizer": False, "overlap_param_gather": False}
+    train = scaled.recipe.train.model_copy(update=plain)
     return replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
 
 

@@ -144,7 +144,8 @@ def reference_steps(
         for key in _PLACED & section.keys():
             del section[key]
     together = data["train"].pop("micro_batch_size") * build_layout(recipe).language.dp
-    del data["train"]["overlap_grad_reduce"]
+    for key in ("overlap_grad_reduce", "overlap_param_gather"):
+        del data["train"][key]
     key = json.dumps([data, together])
     if key not in _reference_of:
         (_reference_of[key],) = run_ranks(run_reference_steps, 1, path, overrides)

@@ -70,11 +70,14 @@ def wrap_data_parallel(
     groups: ProcessGroupCollection,
     overlap_grad_reduce: bool,
     distributed_optimizer: bool = False,
+    overlap_param_gather: bool = False,
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP around each model chunk of a trainable module.
 
     Gradients are kept in fp32, or in fp64 for an fp64 module. With a distributed optimizer they are
-    reduce-scattered, so a rank has the sum for its share of the parameters only.
+    reduce-scattered, so a rank has the sum for its share of the parameters only. With
+    ``overlap_param_gather`` updated weights are on their way after `step_optimizer`; a layer's
+    forward waits for its own, and whoever else reads weights calls `wait_for_weights` first.
     Every rank of the module calls it.
     """
     return [
@@ -84,6 +87,9 @@ def wrap_data_parallel(
                 grad_reduce_in_fp32=chunk.config.params_dtype != torch.float64,  # type: ignore[union-attr]
                 overlap_grad_reduce=overlap_grad_reduce,
                 use_distributed_optimizer=distributed_optimizer,
+                overlap_param_gather=overlap_param_gather,
+                # All gathers begin with the update, not one in the forward of another.
+                align_param_gather=overlap_param_gather,
             ),
             chunk,
             # Chunks after the first are off the critical path of the interleaved schedule.
@@ -236,7 +242,11 @@ def squared_gradient_norm(optimizer: MegatronOptimizer, groups: ProcessGroupColl
 def step_optimizer(
     optimizer: MegatronOptimizer, learning_rate: float, gradient_factor: float
 ) -> None:
-    """Scale the prepared gradients by ``gradient_factor`` (clipping) and update the weights."""
+    """Scale the prepared gradients by ``gradient_factor`` (clipping) and update the weights.
+
+    Every rank of the module calls it: a distributed optimizer's ranks gather what they updated, or
+    begin to.
+    """
     assert optimizer.optimizer is not None, "a module without trainable parameters has no optimizer"
     if gradient_factor != 1.0:
         grads = [param.grad for param in optimizer.get_parameters() if param.grad is not None]
@@ -244,3 +254,19 @@ def step_optimizer(
     for group in optimizer.optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step_with_ready_grads()
+    if isinstance(optimizer, DistributedOptimizer):
+        for chunk in cast("list[DistributedDataParallel]", optimizer.model_chunks):
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
+
+
+def wait_for_weights(chunks: Sequence[nn.Module]) -> None:
+    """Wait for the weights that `step_optimizer` began to gather, if any; no new exchange."""
+    for chunk in chunks:
+        if not (
+            isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
+        ):
+            continue
+        for group in chunk.bucket_groups:
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)

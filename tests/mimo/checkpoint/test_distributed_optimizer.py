@@ -64,6 +64,33 @@ def test_interleaved_stages_and_recomputation_change_nothing(run_ranks: RunRanks
     assert_same(outcome(run(run_ranks, job), gradients=False), expected, TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "grid", quick_values({k: GRIDS[k] for k in ("dp2", "dp2 tp2 sp", "dp2 pp2")}, "dp2 tp2 sp")
+)
+def test_weights_that_arrive_during_the_next_step_change_nothing(
+    run_ranks: RunRanks, grid: dict[str, Any]
+) -> None:
+    job = replace(ADAM, grid=grid, distributed=True, overlap=True, steps=3)
+    expected = outcome(run(run_ranks, job), gradients=False)
+    got = outcome(run(run_ranks, replace(job, late=True)), gradients=False)
+    assert got.losses == expected.losses
+    assert got.norms == expected.norms
+    for name, values in expected.parameters.items():
+        np.testing.assert_array_equal(got.parameters[name]["weight"], values["weight"], name)
+
+
+def test_a_forward_and_a_checkpoint_wait_for_the_weights_that_a_step_left_under_way(
+    run_ranks: RunRanks,
+) -> None:
+    job = replace(ADAM, grid={"dp": 2}, distributed=True, overlap=True, late=True)
+    for after_step, in_checkpoint, next_step, after_forward in run(
+        run_ranks, job, language_steps.late_gathers
+    ):
+        assert after_step > 0
+        assert next_step > 0
+        assert in_checkpoint == after_forward == 0
+
+
 def test_each_rank_keeps_its_share_of_the_state_only(run_ranks: RunRanks) -> None:
     (whole,) = run(run_ranks, ADAM, language_steps.state_sizes)
     shares = run(
@@ -184,6 +211,30 @@ PLACEMENTS = {
     ],
 }
 SHARED = "train.distributed_optimizer=true"
+
+
+def test_a_late_gather_changes_no_step_no_validation_and_no_checkpoint(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
+    settings = [
+        *(*RECIPE, *PLACEMENTS["disjoint"], SHARED, "train.validate_every=1"),
+        f'data.validation=[{{path: "{tmp_path}/train-*.tar"}}]',
+    ]
+    late = "train.overlap_param_gather=true"
+    train_recipe(run_ranks, recipe, *settings, "name=at_once")
+    train_recipe(run_ranks, recipe, *settings, late, "name=late")
+    checkpoint = tmp_path / "runs" / "late" / "checkpoints" / "step_2"
+    train_recipe(run_ranks, recipe, *settings, "name=resumed", resume_from=checkpoint)
+
+    def figures(name: str) -> list[tuple[float, ...]]:
+        keys = ("step", "loss", "grad_norm", "validation_loss")
+        return [tuple(m[key] for key in keys if key in m) for m in metrics(recipe, name)]
+
+    assert len(figures("at_once")) == 8
+    assert figures("late") == figures("at_once")
+    assert figures("resumed") == figures("at_once")[4:]
 
 
 @pytest.mark.parametrize("placement", quick(PLACEMENTS, "disjoint"))

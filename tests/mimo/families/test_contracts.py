@@ -261,16 +261,30 @@ def test_a_language_model_pads_its_vocabulary_and_refuses_a_larger_tokenizer(nam
         settings.num_tokens(101)
 
 
-@every_language
-def test_the_flops_of_a_token_are_six_per_weight_that_multiplies_it(name: str) -> None:
-    """All matrices of layers, and the head, which is there even where it is tied."""
-    family = LANGUAGES[name]
+# Tables that are looked up. A tied one is the head's matrix as well.
+TABLES = {"embedding.word_embeddings.weight", "pos_embed.weight"}
+
+
+@every_family
+def test_every_matrix_of_a_family_is_one_of_its_products(name: str) -> None:
+    family = FAMILIES[name]
     settings = settings_of(family)
-    matrices = [
-        source
-        for weight in weights_of(family, settings)
-        for source in weight.sources
-        if len(source.shape) == 2 and ".layers." in source.key
+    encodes = name.startswith("enc")
+    products = settings.products(H if encodes else settings.vocab_size)
+    multiplied = {p.parameter: math.prod(p.shape) for p in products if p.forward and p.parameter}
+    weights = {weight.name: weight for weight in weights_of(family, settings)}
+    assert multiplied.keys() <= weights.keys()
+    for weight in weights.values():
+        matrix = any(len(source.shape) > 1 for source in weight.sources)
+        if matrix and (weight.name in multiplied or weight.name not in TABLES):
+            assert multiplied.pop(weight.name) == num_elements([weight]), weight.name
+    assert not multiplied, "only matrices multiply"
+    assert {p.parameter for p in products if p.parameter} <= weights.keys()
+    assert [p.per for p in products if p.parameter is None] == [
+        f"{kind} pair" for kind in settings.layer_kinds()
     ]
-    elements = sum(math.prod(source.shape) for source in matrices)
-    assert settings.flops_per_token(128) == 6 * (elements + 128 * settings.hidden_size)
+    if encodes:
+        counts = settings.counts(np.array([settings.processor().plan(Part((64, 64))).grid]))
+    else:
+        counts = settings.counts(np.array([5, 3]), np.array([2]), 4)
+    assert {p.per for p in products if p.forward} <= counts.keys()

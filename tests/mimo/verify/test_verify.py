@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mimo.hf.recipes import load_recipe
+from mimo.layout.build import build_layout
 from mimo.layout.grids import LANGUAGE, GridSpec, num_microbatches
 from mimo.step.dataset import (
     item_processors,
@@ -35,7 +36,7 @@ REPRESENTATIVE = [
     SweepCell("dp2", "dp3", ("clipped",)),
     SweepCell("dp3", "dp2", ("recompute",)),
     SweepCell("tp2 cp2 sp", "tp2 sp", ("recompute",)),
-    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "overlap")),
+    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "gathered late")),
     SweepCell("tp2 sp dp2", "tp2 dp2", ("replicated",)),
     SweepCell("cp2 pp2 vpp2", "dp2"),
     SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
@@ -64,7 +65,7 @@ def check(verifier: Verifier, cell: Cell) -> None:
     "cell",
     quick_values(
         {cell.name: cell for cell in REPRESENTATIVE},
-        "dp2 → cp2 pp2 · distributed optimizer · overlap",
+        "dp2 → cp2 pp2 · distributed optimizer · gathered late",
         "dp2 → cp2 pp2 vpp2",
         "dp3 → tp2 sp pp2 · unpacked · recompute",
         "colocated → tp2 cp2 · adapters · recompute",
@@ -153,6 +154,14 @@ def test_the_matrix_applies_to_recipes_with_settings_of_any_kind(
     for cell in built.cells:
         scaled = scale_recipe(cell.recipe, cell.layout, tmp_path, "fp32").recipe
         assert ("distributed optimizer" in cell.name) == scaled.train.distributed_optimizer
+
+
+def test_a_recipe_that_gathers_weights_late_is_verified_in_fp64_without(tmp_path: Path) -> None:
+    late = ["train.distributed_optimizer=true", "train.overlap_param_gather=true"]
+    recipe = load_recipe(RECIPE, late)
+    scaled = scale_recipe(recipe, build_layout(recipe), tmp_path, "fp64").recipe.train
+    assert not scaled.distributed_optimizer
+    assert scaled.overlap_param_gather == "auto"
 
 
 def test_what_fp64_cannot_show_is_left_out_of_the_matrix_and_named() -> None:

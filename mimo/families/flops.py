@@ -1,0 +1,119 @@
+"""What a module multiplies in a step: its matrices and attention scores, and which learn.
+
+A family lists its products in the order of a forward; `flops_per_unit` adds up what forward and
+backward of each cost. Recomputed activations are not counted, nor padding: this is the work that
+the model needs, not what a kernel happens to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mimo.families.lora import adapter_names, adapter_shapes
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix (O, I) that multiplies vectors, or attention's scores and their use.
+
+    parameter: its name in the whole module; None for attention. A parameter that is looked up or
+        scales, and that later products depend on, has no elements.
+    per: the unit that it is done for once, such as "token"; see a family's ``counts``.
+    """
+
+    parameter: str | None
+    per: str
+    shape: tuple[int, int] = (0, 0)
+
+    @property
+    def forward(self) -> float:
+        """FLOPs of a forward, per unit: a multiplication and an addition per element."""
+        return 2.0 * self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters: their rank, and the linears that have one, such as "qkv"."""
+
+    rank: int
+    targets: frozenset[str]
+
+
+def flops_per_unit(
+    products: Sequence[Product],
+    learns: Callable[[str], bool],
+    input_learns: bool = False,
+    adapters: Adapters | None = None,
+) -> dict[str, float]:
+    """FLOPs of forward and backward for one of each unit.
+
+    A backward passes through a product if anything before it learns; its weight has a gradient of
+    its own if it learns. learns: by the name of a parameter. input_learns: whether what comes into
+    the module needs a gradient.
+    """
+    found: dict[str, float] = {}
+    passes = input_learns
+    for product in _with_adapters(products, adapters):
+        name = product.parameter
+        if name is None:
+            times = 3 if passes else 1
+        else:
+            # The engine runs backward through all layers of a stack with adapters.
+            passes = passes or (adapters is not None and ".layers." in name)
+            times = 1 + passes + learns(name)
+            passes = passes or learns(name)
+        found[product.per] = found.get(product.per, 0.0) + times * product.forward
+    return found
+
+
+def _with_adapters(products: Sequence[Product], adapters: Adapters | None) -> Iterator[Product]:
+    for product in products:
+        yield product
+        name = product.parameter
+        if adapters is None or name is None or ".layers." not in name:
+            continue
+        if any(f"linear_{target}." in name for target in adapters.targets):
+            shapes = adapter_shapes(product.shape, adapters.rank)
+            for own, shape in zip(adapter_names(name), shapes, strict=True):
+                yield Product(own, product.per, (shape[0], shape[1]))
+
+
+def step_flops(per_unit: Mapping[str, float], counts: Mapping[str, float]) -> float:
+    """FLOPs for so many of each unit."""
+    return sum(per_unit[unit] * count for unit, count in counts.items() if unit in per_unit)
+
+
+def layer_products(
+    layer: str,
+    per: str,
+    pair: str,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    gated: bool,
+) -> list[Product]:
+    """A transformer layer. layer: begin of its names. pair: the unit of a query with a key."""
+    heads, qkv = num_heads * head_size, (num_heads + 2 * num_kv_heads) * head_size
+    inner = 2 * ffn_hidden_size if gated else ffn_hidden_size
+    return [
+        Product(f"{layer}.self_attention.linear_qkv.weight", per, (qkv, hidden_size)),
+        Product(None, pair, (2, heads)),
+        Product(f"{layer}.self_attention.linear_proj.weight", per, (hidden_size, heads)),
+        Product(f"{layer}.mlp.linear_fc1.weight", per, (inner, hidden_size)),
+        Product(f"{layer}.mlp.linear_fc2.weight", per, (hidden_size, ffn_hidden_size)),
+    ]
+
+
+def causal_pairs(lengths: np.ndarray, window: int | None = None) -> float:
+    """Queries with the keys that they see, in causal segments of these ``lengths`` (n,).
+
+    window: keys that a query sees at most, its own included.
+    """
+    length = np.asarray(lengths, np.float64)
+    full = length if window is None else np.minimum(length, window)
+    return float((full * (full + 1) / 2 + (length - full) * full).sum())

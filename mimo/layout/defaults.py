@@ -1,0 +1,69 @@
+"""What is chosen for speed where a recipe leaves it open: by layout and device, in this one place.
+
+`mimo check` prints it. None of it changes what is computed. docs/performance.md gives the reasons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mimo.launch.environment import Variable
+from mimo.layout.grids import Layout
+from mimo.recipe.schema import Train
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which exchanges of data-parallel ranks run while something else is computed."""
+
+    grad_reduce: bool
+    param_gather: bool
+
+
+def overlap_of(train: Train, on_gpu: bool) -> Overlap:
+    """The recipe's choice; its `auto` is yes on GPUs.
+
+    On a CPU the exchange would take the cores from what it is to overlap with.
+    """
+    reduce = on_gpu if train.overlap_grad_reduce == "auto" else train.overlap_grad_reduce
+    gather = train.overlap_param_gather
+    if gather == "auto":
+        gather = reduce and train.distributed_optimizer
+    elif gather:
+        reduce = True
+    return Overlap(reduce, gather)
+
+
+def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
+    """What the environment of this rank says by its place in the layout.
+
+    With one hardware queue a GPU starts kernels in the order of their launch, so that the exchange
+    inside a tensor-parallel layer starts before the matrix product that it overlaps with. For the
+    same reason one wait holds up all streams: ranks with transfers that are posted ahead (an end of
+    a disjoint encoder's bridge, context parallelism) keep the device's default of several.
+    """
+    grids = [layout.grids[name] for name in layout.modules_of(rank)]
+    posts_ahead = any(grid.cp > 1 for grid in grids) or _at_end_of_bridge(layout, rank)
+    if posts_ahead or all(grid.tp == 1 for grid in grids):
+        return ()
+    return (
+        Variable(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "1",
+            "exchanges inside tensor-parallel layers start before the products they overlap with",
+        ),
+    )
+
+
+def _at_end_of_bridge(layout: Layout, rank: int) -> bool:
+    """Whether rows of a disjoint encoder come from this rank or arrive at it."""
+    for name, grid in layout.encoders.items():
+        if name in layout.colocated:
+            continue
+        if rank in grid.ranks and grid.coords(rank).pp == grid.pp - 1:
+            return True
+        if rank in layout.language.ranks:
+            stage = layout.language.coords(rank).pp
+            if any(link.stage == stage for link in layout.links_of(name)):
+                return True
+    return False

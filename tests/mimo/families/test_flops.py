@@ -1,0 +1,198 @@
+"""The FLOPs that families declare are those that PyTorch counts in a forward and backward."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from data import Part
+from mimo.families.flops import Adapters, causal_pairs, flops_per_unit, step_flops
+from mimo.families.lora import is_adapter
+from mimo.families.registry import encoder_families, language_families
+from tests.cases import quick_values
+from tests.conftest import RunRanks
+from tests.lone_module import SEED, _context
+from tests.mimo.families.test_contracts import settings_of
+
+H, NUM_TOKENS = 32, 16
+LENGTHS = (12, 12, 12)  # alike, so that no kernel computes on padding
+RANK, TARGETS = 3, frozenset({"qkv", "proj", "fc1", "fc2"})
+# PyTorch counts five products of a causal square in the backward of attention, of which one is
+# computed again: the model needs four halves of a square.
+COUNTED_BACKWARD = 5 / 4
+
+Counted = tuple[float, float, float, float]
+"""Matrices and attention: ours, then PyTorch's."""
+
+LEARNS = {
+    "trained": (lambda name, projector: True, False),
+    "frozen": (lambda name, projector: False, False),
+    "projector": (lambda name, projector: name.startswith(projector), False),
+    "frozen behind what learns": (lambda name, projector: False, True),
+    "adapters": (lambda name, projector: is_adapter(name), False),
+}
+
+
+def _ours(settings: Any, counts: dict[str, float], case: str, size: int, projector: Any) -> Any:
+    learns, input_learns = LEARNS[case]
+    adapters = Adapters(RANK, TARGETS) if case == "adapters" else None
+    found = []
+    for kind in (True, False):
+        pairs = {name: n for name, n in counts.items() if name.endswith("pair") != kind}
+        per_unit = flops_per_unit(
+            settings.products(size), lambda name: learns(name, projector), input_learns, adapters
+        )
+        found.append(step_flops(per_unit, pairs))
+    return tuple(found)
+
+
+def _theirs(forward: Callable[[], torch.Tensor], causal: float) -> Any:
+    """causal: the share of a square that causal queries see; PyTorch counts squares."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        output = forward()
+        if output.requires_grad:
+            output.sum().backward()
+    by_operator = counter.get_flop_counts()["Global"]
+    attention = matrices = 0.0
+    for operator, flops in by_operator.items():
+        if "attention" not in str(operator):
+            matrices += flops
+        else:
+            again = COUNTED_BACKWARD if "backward" in str(operator) else 1.0
+            attention += flops * causal / again
+    return matrices, attention
+
+
+def _freeze(model: nn.Module, case: str, projector: Any) -> None:
+    learns, _ = LEARNS[case]
+    for name, param in model.named_parameters():
+        param.requires_grad_(learns(name, projector))
+
+
+def _with_adapters(case: str) -> Any:
+    from dataclasses import replace
+
+    from mimo.engines.megatron.config import LoRA
+
+    ctx = _context(1, False)
+    return replace(ctx, lora=LoRA(RANK, 1.0, TARGETS)) if case == "adapters" else ctx
+
+
+def count_tower(rank: int, name: str, case: str) -> Counted:
+    family = importlib.import_module(f"encoders.{name}")
+    settings = settings_of(family).scaled_down(1, 1)
+    tower = family.build(settings, _with_adapters(case), H, SEED)
+    _freeze(tower, case, family.PROJECTOR)
+    processor, rng = settings.processor(), np.random.default_rng(0)
+    patches, grids = [], []
+    for _ in range(2):
+        decoded = processor.decode(processor.random_file(rng))
+        part = Part(processor.size_of(decoded))
+        grids.append(processor.plan(part).grid)
+        patches.append(processor.item_patches([decoded], part, 0))
+    tower.set_input_tensor([None])
+    given = torch.from_numpy(np.concatenate(patches)), torch.tensor(grids)
+    theirs = _theirs(lambda: tower(*given).values, 1.0)
+    counts = settings.counts(np.array(grids))
+    return (*_ours(settings, counts, case, H, family.PROJECTOR), *theirs)
+
+
+def count_language(rank: int, name: str, case: str) -> Counted:
+    from mimo.engines.megatron import PackedSegments
+
+    family = importlib.import_module(f"mimo.languages.{name}")
+    # A window as long as a segment: kernels compute on more keys than a shorter one needs.
+    given = {"sliding_window": LENGTHS[0]} if name.startswith("gemma") else {}
+    settings = settings_of(family).scaled_down(1, 1).model_copy(update=given)
+    total = sum(LENGTHS)
+    model = family.build(settings, _with_adapters(case), NUM_TOKENS, total, SEED)
+    _freeze(model, case, ())
+    ids = (torch.arange(total) % NUM_TOKENS)[None]
+    positions = torch.arange(total).expand(3, 1, total)
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "attention_mask": None,  # no labels: a loss may compute logits again in its backward
+        "packed_seq_params": PackedSegments.from_lengths(LENGTHS, ids.device),
+    }
+    if LEARNS[case][1]:
+        hidden = model.embedding(input_ids=ids, position_ids=positions)
+        inputs["decoder_input"] = hidden.detach().requires_grad_()
+    square = sum(length**2 for length in LENGTHS)
+    share = causal_pairs(np.array(LENGTHS)) / square
+    theirs = _theirs(lambda: model(**inputs), share)
+    counts = settings.counts(np.array(LENGTHS), np.zeros(0), total)
+    vocabulary = settings.padded_vocab_size(NUM_TOKENS)
+    return (*_ours(settings, counts, case, vocabulary, ()), *theirs)
+
+
+TOWERS = {
+    f"{name}, {case}": (name, case)
+    for name in encoder_families()
+    for case in ("trained", "frozen", "projector", "adapters")
+    # The engine's linears compute a gradient of their input even where nothing before them learns;
+    # only here is one the first that learns.
+    if (name, case) != ("whisper", "projector")
+}
+MODELS = {
+    f"{name}, {case}": (name, case)
+    for name in language_families()
+    for case in ("trained", "frozen", "frozen behind what learns", "adapters")
+}
+
+
+def check(counted: Counted) -> None:
+    matrices, attention, their_matrices, their_attention = counted
+    assert matrices == pytest.approx(their_matrices, rel=1e-12)
+    assert attention == pytest.approx(their_attention, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "tower",
+    quick_values(
+        TOWERS,
+        *(f"{name}, trained" for name in encoder_families()),
+        "qwen3_vl, projector",
+        "qwen_vl, frozen",
+        "gemma3, adapters",
+    ),
+)
+def test_a_tower_declares_the_flops_that_it_needs(
+    run_ranks: RunRanks, tower: tuple[str, str]
+) -> None:
+    (counted,) = run_ranks(count_tower, 1, *tower)
+    check(counted)
+
+
+@pytest.mark.parametrize(
+    "model",
+    quick_values(
+        MODELS,
+        *(f"{name}, trained" for name in language_families()),
+        "qwen3, frozen",
+        "qwen3, frozen behind what learns",
+        "gemma3, adapters",
+    ),
+)
+def test_a_language_model_declares_the_flops_that_it_needs(
+    run_ranks: RunRanks, model: tuple[str, str]
+) -> None:
+    (counted,) = run_ranks(count_language, 1, *model)
+    check(counted)
+
+
+def test_pairs_of_causal_attention_are_counted_one_by_one() -> None:
+    def one_by_one(length: int, window: int) -> int:
+        return sum(min(place, window) for place in range(1, length + 1))
+
+    lengths = (1, 5, 9)
+    assert causal_pairs(np.array(lengths)) == sum(one_by_one(n, n) for n in lengths)
+    assert causal_pairs(np.array(lengths), 4) == sum(one_by_one(n, 4) for n in lengths)
