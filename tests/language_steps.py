@@ -261,12 +261,12 @@ def train(rank: int, job: Job) -> dict[str, Any]:
 
 def late_gathers(rank: int, job: Job) -> list[int]:
     """Gathers under way after a step, in the state of a checkpoint, after a step, a forward."""
-    from mimo.checkpoint.contents import _modules_state
+    from mimo.checkpoint.contents import _pieces
 
     trainer = Trainer(job)
     trainer.step(0)
     found = [trainer.waiting()]
-    _modules_state({"language": trainer.module()}, "save")
+    _pieces({"language": trainer.module()}, "save")
     found.append(trainer.waiting())
     trainer.step(1)
     found.append(trainer.waiting())

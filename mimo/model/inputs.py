@@ -7,7 +7,7 @@ Letters: B sequences (1 for packed) of S tokens on this lane, P patches of C num
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.batch import PackedLane
 from mimo.device import Staging
-from mimo.engines.megatron.segments import PackedSegments
+from mimo.engines.megatron.segments import AttentionForm, PackedSegments
 from mimo.families.item_rules import ItemRules
 from mimo.model.partition import PartitionAdapter
 from mimo.step.loader import EncoderItems
@@ -66,12 +66,13 @@ def stage_lane(
     rules: ItemRules,
     partition: PartitionAdapter,
     whole_rows: bool,
+    forms: Collection[AttentionForm],
     staging: Staging,
 ) -> LanguageBatch:
     """What every stage and tensor-parallel rank needs of a microbatch, cut for this rank.
 
     It is cut on the host, so that only this rank's part is copied. whole_rows: leave the token ids
-    whole.
+    whole. forms: of the attention of this rank's layers, whose plans are made here too.
     """
     batch = lane.num_sequences
     segments = None
@@ -94,17 +95,21 @@ def stage_lane(
         position_ids=staging.copy(positions),
         labels=staging.copy(torch.from_numpy(labels.numpy().T.ravel()[loss_at])),
         loss_at=staging.copy(torch.from_numpy(loss_at)),
-        segments=None if segments is None else _stage_segments(segments, staging),
+        segments=None if segments is None else _stage_segments(segments, forms, staging),
     )
 
 
-def _stage_segments(segments: PackedSegments, staging: Staging) -> PackedSegments:
+def _stage_segments(
+    segments: PackedSegments, forms: Collection[AttentionForm], staging: Staging
+) -> PackedSegments:
     """The same with its tensors on the device; fields that share one still do."""
     found = {own.name: getattr(segments, own.name) for own in fields(segments) if own.init}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     copies = {id(tensor): tensor for tensor in tensors.values()}
     copies = {key: staging.copy(tensor) for key, tensor in copies.items()}
-    return replace(segments, **{name: copies[id(tensor)] for name, tensor in tensors.items()})
+    staged = replace(segments, **{name: copies[id(tensor)] for name, tensor in tensors.items()})
+    staged.prepare(forms, staging.copy)
+    return staged
 
 
 def stage_items(items: Sequence[EncoderItems], staging: Staging) -> EncoderBatch:

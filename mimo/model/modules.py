@@ -36,6 +36,7 @@ from bridge import (
 )
 from data.batch import PackedLane
 from mimo.device import Staging
+from mimo.engines.megatron.attention import forms_in
 from mimo.engines.megatron.deepstack import level_inputs
 from mimo.engines.megatron.module import Module
 from mimo.engines.megatron.parallel import finish_gradients, zero_gradients
@@ -95,11 +96,11 @@ class MimoModel:
             for planned in plan.bridges(link):
                 bridge.end.stage(planned, staging.copy)
         language = []
+        forms = forms_in(self.modules[LANGUAGE].raw) if lanes else ()
         for lane in lanes:
             assert self.partition is not None, "language ranks have a partition adapter"
-            language.append(
-                stage_lane(lane, self.item_rules, self.partition, self.whole_rows, staging)
-            )
+            partition, rules = self.partition, self.item_rules
+            language.append(stage_lane(lane, rules, partition, self.whole_rows, forms, staging))
         encoders = {}
         for name, own in items.items():
             size = self._group_size(len(own)) if name in self._colocated_encoders() else 1

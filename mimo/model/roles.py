@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 
 from data.media.processor import Part
+from mimo.engines.megatron.layers.cross_entropy import rows_at_once
 from mimo.families.dtypes import DTYPES
 from mimo.families.keymap import Weight, num_elements
 from mimo.families.registry import (
@@ -100,19 +101,16 @@ def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     return found
 
 
-def tokens_per_microbatch(recipe: Recipe) -> int:
-    """Tokens of a full microbatch on one lane of the language model."""
-    return recipe.data.sequence_length * recipe.train.micro_batch_size
-
-
 def logits_bytes(recipe: Recipe, tokens: float, columns: float) -> float:
-    """What the loss of ``tokens`` needs at its peak, with ``columns`` of the vocabulary on a rank.
+    """What the head needs at its peak for ``tokens``, all with a loss.
 
-    The logits, in at least fp32, and these again with the largest taken off.
+    columns: of the vocabulary, on a rank. A block of logits, in at least fp32, and in 16 bits once
+    more in the dtype of the model.
     """
     size = DTYPES[recipe.train.precision].itemsize
     wide = max(4, size)
-    return tokens * columns * (size + wide + (wide if size < 4 else 0))
+    block = tokens * min(columns, rows_at_once(int(tokens)))
+    return block * (wide + (size if size < wide else 0))
 
 
 def gradient_bytes(train: Train) -> int:
@@ -211,7 +209,7 @@ def _of_stage(
     logits = 0.0
     if module == LANGUAGE and last:
         columns = language_settings(recipe).padded_vocab_size(1) / grid.tp
-        logits = logits_bytes(recipe, tokens_per_microbatch(recipe) / grid.cp, columns)
+        logits = logits_bytes(recipe, recipe.longest_microbatch / grid.cp, columns)
     return RoleMemory(
         role=title,
         weights=held * size,
@@ -227,7 +225,7 @@ def _activations(
 ) -> float:
     """Elements that a rank of a stage keeps at most."""
     grid, part = layout.grids[module], recipe.module(module)
-    tokens = float(tokens_per_microbatch(recipe))
+    tokens = float(recipe.longest_microbatch)
     if module != LANGUAGE:
         tokens *= layout.language.dp / grid.dp * _inputs_per_row(recipe, module)
     tokens /= grid.cp

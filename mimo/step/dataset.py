@@ -44,14 +44,15 @@ def token_budget(recipe: Recipe) -> TokenBudget | None:
 
 
 def linear_tokens(recipe: Recipe) -> int:
-    """Tokens of a sample at which the attention scores cost as much as all other work.
+    """Tokens of a sample at which the attention scores cost as much as the matrices of all layers.
 
-    In a layer, the scores of L tokens take 6 · hidden_size · L² FLOPs, forward and backward; heads
-    count as wide as the hidden size together, and windows are left out.
+    L tokens see L²/2 pairs of queries and keys; windows and the head are left out.
     """
     settings = language_settings(recipe)
-    linear = settings.flops_per_token(settings.padded_vocab_size(1))
-    return round(linear / (6 * settings.num_layers * settings.hidden_size))
+    products = settings.products(settings.padded_vocab_size(1))
+    linear = sum(product.forward for product in products if product.per == "token")
+    scores = sum(product.forward for product in products if product.parameter is None)
+    return round(linear / (scores / 2))
 
 
 def check_media(recipe: Recipe) -> None:

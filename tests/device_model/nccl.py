@@ -198,7 +198,7 @@ def behave_like_nccl(
     device = _Device(one_queue, limit_seconds)
     run = MimoModel.run
 
-    def step(*given: Any, **named: Any) -> float:
+    def step(*given: Any, **named: Any) -> Any:
         device.may_connect = connects_late
         return run(*given, **named)
 

@@ -59,7 +59,7 @@ def staged(cp: int, whole_rows: bool = False, real: tuple[int, ...] = LANE.real_
     copies = Copies()
     rules = ItemRules(positions="mrope", bidirectional=False)
     partition = PartitionAdapter(group, one, sequence_parallel=False)
-    return stage_lane(lane, rules, partition, whole_rows, copies), copies.copied
+    return stage_lane(lane, rules, partition, whole_rows, (), copies), copies.copied
 
 
 @pytest.mark.parametrize("whole_rows", [False, True])

@@ -41,10 +41,14 @@ def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Process
         dist.all_reduce(tensor, op=op, group=group)
 
 
+def rows_at_once(num_hidden: int) -> int:
+    """Rows of the vocabulary in a block, for so many tokens."""
+    return max(LOGITS_AT_ONCE // max(num_hidden, 1) // _COLUMNS * _COLUMNS, _COLUMNS)
+
+
 def _blocks(weight: Tensor, count: int, num_hidden: int) -> Iterator[tuple[int, Tensor]]:
     """The first ``count`` rows of a weight, cut into blocks: (first row, rows)."""
-    rows = LOGITS_AT_ONCE // max(num_hidden, 1) // _COLUMNS * _COLUMNS
-    rows = max(rows, _COLUMNS)
+    rows = rows_at_once(num_hidden)
     for start in range(0, count, rows):
         yield start, weight[start : min(start + rows, count)]
 
