@@ -95,7 +95,7 @@ def test_utilisation_is_a_share_of_the_peak_of_all_ranks_of_the_job(
     plan, _, _ = planned(recipe)
     layout = build_layout(recipe)
     assert layout.world_size == 3
-    result = StepResult(plan, 1.0, 1.0, {"language": 0.1}, 0.0, 0.0, 0.0, step_seconds=2.0)
+    result = StepResult(plan, 1.0, 1.0, {"language": 0.1}, 0.0, 2.0, 0.0, 0.0)
     monkeypatch.setattr(metrics, "peak_flops", lambda: 100.0)
     found = step_metrics(result, layout, {"language": 90.0, "vision": 30.0}, 0)
     assert found["mfu"] == pytest.approx(120 / (2.0 * 3 * 100.0))
