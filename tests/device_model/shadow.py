@@ -426,5 +426,9 @@ def pose_as_device() -> Record:
     shadow = ShadowDevice()
     install(shadow)
     mimo.device.DEVICE_WITHOUT_GPU = CUDA
+    # What is staged arrives in a thread in the background, where nothing is seen.
+    staging: Any = mimo.device.Staging
+    staging.copy = lambda self, tensor: shadow.place(tensor)
+    staging.join = lambda self, parts: shadow.place(torch.cat(list(parts)))
     shadow.watch()
     return shadow.record

@@ -32,27 +32,10 @@ if TYPE_CHECKING:  # Megatron takes long to import, and only ranks need it
     Events = Counter[Event]
 
 WAITS_PER_STEP = 1
-"""Of the host for the device: for norm, loss and all else that is summed. With the two for timing,
-which are not counted here, three."""
+"""Of the host for the device: for norm, loss and all else that is summed."""
 
 NO_STEP = ("setup", "validation", "checkpoint")
 """Activities that may wait: they happen once, or rarely."""
-
-# Files whose copies to the device still block the host, and whose waits are still one per
-# microbatch. These lists may only become shorter.
-BLOCKING_COPIES = (
-    "mimo/model/modules.py",  # the batch itself
-    "mimo/model/partition.py",  # where context parallelism cuts it
-    "mimo/engines/megatron/segments.py",  # bounds of packed segments
-    "mimo/engines/megatron/layers/attention_kernels.py",  # their attention blocks, when new
-    "mimo/engines/megatron/layers/item_attention.py",
-    "megatron/core/pipeline_parallel/p2p_communication.py",  # shapes
-)
-WAITS = ("megatron/core/pipeline_parallel/p2p_communication.py",)  # shapes
-
-# Megatron's checkpoints wait for all ranks on the current device, which every rank has chosen
-# when it joined the world; and they say in pickled messages who writes what.
-MEGATRONS_CHECKPOINTS = "megatron/core/dist_checkpointing/"
 
 QWEN = [*DISJOINT, LAYERS]
 COLOCATED = ["encoders.vision.placement=colocated"]
@@ -179,29 +162,24 @@ def check(found: Sequence[Events], waits_per_step: int = WAITS_PER_STEP) -> None
 
 def _is_wrong(event: Event) -> bool:
     in_step = event.activity not in NO_STEP
-    if MEGATRONS_CHECKPOINTS in event.site:
-        return in_step
     match event.kind:
         case "error":
             return True
         case "object collective":
             return event.activity != "setup"
         case "blocking copy":
-            return in_step and not event.site.startswith((*BLOCKING_COPIES, "bridge/check.py"))
+            return in_step and not event.site.startswith("bridge/check.py")
         case "wait":
             return False  # see WAITS_PER_STEP
 
 
 def waits(events: Events) -> Events:
-    """Those of steps, but for what is known and for timing."""
+    """Those of steps."""
     return Counter(
         {
             event: count
             for event, count in events.items()
-            if event.kind == "wait"
-            and event.what != TIMING
-            and event.activity not in NO_STEP
-            and not event.site.startswith(WAITS)
+            if event.kind == "wait" and event.activity not in NO_STEP
         }
     )
 
@@ -237,13 +215,10 @@ def watch_runs(run_ranks: RunRanks, starts: Sequence[tuple[Recipe, Start]]) -> l
 
 # ------------------------------------------------------- functions that run inside ranks
 
-TIMING = "synchronize"
-
 
 def run_watched(rank: int, runs: Sequence[tuple[Recipe, Layout, Path, Start]]) -> list[Events]:
     """One rank: train, and what the device would have noticed of each run."""
     from mimo.train import rank as train_rank
-    from mimo.train import step as train_step
     from mimo.train.presence import Presence
     from tests.device_model.shadow import pose_as_device
 
@@ -258,8 +233,6 @@ def run_watched(rank: int, runs: Sequence[tuple[Recipe, Layout, Path, Start]]) -
 
     patched: Any = train_rank
     patched.Presence = WatchedPresence
-    patched_step: Any = train_step
-    patched_step.synchronize = lambda: record.note("wait", TIMING)
     found = []
     for recipe, layout, run_dir, start in runs:
         record.step, record.activity, record.events = -1, "setup", Counter()
