@@ -154,7 +154,7 @@ def build_optimizer(
                 if not optimizer.state[p]:
                     optimizer.state[p] = {
                         # A fused update counts steps on the device.
-                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                        "step": torch.zeros((), device=p.device if has_gpu() else None),
                         "exp_avg": torch.zeros_like(p),
                         "exp_avg_sq": torch.zeros_like(p),
                     }
