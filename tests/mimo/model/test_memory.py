@@ -207,10 +207,6 @@ def test_activations_and_logits_follow_the_tokens_of_a_rank(tmp_path: Path) -> N
     assert last.logits == whole.logits
     shared = one_role(path, "language", "language.grid={cp: 2}")
     assert (shared.activations, shared.logits) == (whole.activations / 2, whole.logits / 2)
-    blocks = one_role(
-        path, "language", "train.micro_batch_size=4096", "train.global_batch_size=4096"
-    )
-    assert blocks.logits == 128 * 4096 * 64 * (2 + 4)
 
 
 @pytest.mark.parametrize(
