@@ -24,7 +24,7 @@ from tests.mimo.runs import metrics
 from tests.mimo.runs import run as train_recipe
 
 TOLERANCE = 1e-5
-ADAM = Job(optimizer="adam", learning_rate=0.01, steps=2)
+ADAM = Job(optimizer="adam", learning_rate=0.003, steps=2)
 
 GRIDS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
