@@ -144,9 +144,9 @@ class BridgeReceiver:
 
     run_ahead: the encoder's.
     posted_ahead: microbatches whose rows are asked for before they are needed, so that transfer
-        overlaps compute. With no more than the encoder's run-ahead exceeds the least that cannot
-        deadlock, rows that are asked for come without anything that this rank does later. So even
-        a wait for the whole device ends.
+        overlaps compute. If it is at most what the encoder's run-ahead has beyond the least that
+        cannot deadlock, these rows arrive whatever this rank does later. So even a wait for the
+        whole device ends.
     """
 
     def __init__(self, end: BridgeEnd, run_ahead: int, posted_ahead: int) -> None:

@@ -6,6 +6,7 @@ The only file (beside the CPU adapter of the engine) that names a device or a ba
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -189,8 +190,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+@functools.cache
 def copy_stream() -> torch.cuda.Stream | None:
-    """A queue of the device for copies beside its other work; None without a device."""
+    """The process's queue of the device for copies beside its other work; None without a device.
+
+    One, because memory that is freed stays with the stream that it was allocated on.
+    """
     return torch.cuda.Stream() if has_gpu() else None
 
 

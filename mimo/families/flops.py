@@ -97,7 +97,10 @@ def layer_products(
     head_size: int,
     gated: bool,
 ) -> list[Product]:
-    """A transformer layer. layer: begin of its names. pair: the unit of a query with a key."""
+    """A transformer layer.
+
+    layer: prefix of its parameters' names. pair: the unit of a query with a key.
+    """
     heads, qkv = num_heads * head_size, (num_heads + 2 * num_kv_heads) * head_size
     inner = 2 * ffn_hidden_size if gated else ffn_hidden_size
     return [

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable, our value, and the reason in words.
+    """A variable and our value.
 
     instead: variables by which a user says the same; ours is left unset beside them.
     """
 
     name: str
     value: str
-    reason: str
     instead: tuple[str, ...] = ()
 
     @property
@@ -36,29 +35,20 @@ class Variable:
         return ", ".join(f"{n}={os.environ[n]} (yours)" for n in names if n in os.environ)
 
 
-_THREADS_WAIT = (
-    "threads of one process that wait for each other sleep soon, not after milliseconds: beside "
-    "other load they would wait for one that cannot run because they do"
-)
+_THREADS = ("OMP_WAIT_POLICY",)
 
 VARIABLES = (
-    # GNU OpenMP's count of spins: some tens of microseconds instead of milliseconds.
-    Variable("GOMP_SPINCOUNT", "1000", _THREADS_WAIT, ("OMP_WAIT_POLICY",)),
-    Variable("KMP_BLOCKTIME", "1", _THREADS_WAIT, ("OMP_WAIT_POLICY",)),
-    Variable(
-        "CUDA_MODULE_LOADING",
-        "EAGER",
-        "loading a kernel at its first use may wait for the device, where another one waits for it",
-    ),
-    Variable(
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "expandable_segments:True",
-        "packed batches differ in size: memory of another size can be used again",
-        ("PYTORCH_ALLOC_CONF",),
-    ),
-    Variable(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", "1", "looking for a GPU initialises none, before ranks do"
-    ),
+    # Threads that wait for each other sleep after microseconds instead of spinning for
+    # milliseconds: on a busy machine a spinning thread holds the core that the other one needs.
+    Variable("GOMP_SPINCOUNT", "1000", _THREADS),
+    Variable("KMP_BLOCKTIME", "1", _THREADS),
+    # Loading a kernel at its first use may wait for the whole device, and so for a kernel that
+    # waits for this one.
+    Variable("CUDA_MODULE_LOADING", "EAGER"),
+    # Packed batches differ in size; segments that grow can be reused for any of them.
+    Variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_ALLOC_CONF",)),
+    # Looking for GPUs initialises none.
+    Variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
 )
 """Of every process, whatever its rank."""
 

@@ -12,7 +12,8 @@ MODULES = "MIMO_PRELOAD"  # the environment variable with their names
 initialised_cuda: str | None = None
 """The module whose import initialised CUDA; the ones after it were not imported."""
 
-for _name in os.environ.get(MODULES, "").split():
+_names = os.environ.pop(MODULES, "").split()  # ranks and what they start must not inherit it
+for _name in _names:
     try:
         import_module(_name)
     except ImportError:  # the ranks will see it, and say so
@@ -22,7 +23,7 @@ for _name in os.environ.get(MODULES, "").split():
         initialised_cuda = _name
         break
 
-if MODULES in os.environ:
+if _names:
     # Modules that were kept from being imported here: ranks may import them.
     for _name in [name for name, module in sys.modules.items() if module is None]:
         del sys.modules[_name]

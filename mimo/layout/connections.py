@@ -3,7 +3,7 @@
 NCCL connects two ranks at the first message from one to the other in a group, and blocks both
 hosts until each has made its call. Inside a step that could close a circle: a language rank would
 wait for an encoder that waits for another language rank's gradient, which waits for this rank.
-A collective makes no such connections.
+A collective connects ranks only for collectives.
 """
 
 from __future__ import annotations

@@ -46,13 +46,7 @@ def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
     posts_ahead = any(grid.cp > 1 for grid in grids) or _at_end_of_bridge(layout, rank)
     if posts_ahead or all(grid.tp == 1 for grid in grids):
         return ()
-    return (
-        Variable(
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-            "1",
-            "exchanges inside tensor-parallel layers start before the products they overlap with",
-        ),
-    )
+    return (Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
 
 
 def _at_end_of_bridge(layout: Layout, rank: int) -> bool:

@@ -130,12 +130,12 @@ def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
 
 
 def posted_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
-    """Microbatches whose rows the language model asks for before it needs them, at most one.
+    """Microbatches whose rows the language model asks for before it needs them.
 
-    None if `encoder` works ahead no more than it must: a wait for the device, which includes what
-    is asked for, could then wait for rows that the encoder sends only after a later gradient.
+    As many as the encoder works ahead beyond the least. With fewer, the encoder's device could hold
+    sends that nobody has asked for yet; with more, this one's receives that wait for its gradients.
     """
-    return min(1, run_ahead(recipe, layout, encoder) - _least_run_ahead(recipe, layout))
+    return run_ahead(recipe, layout, encoder) - _least_run_ahead(recipe, layout)
 
 
 def _least_run_ahead(recipe: Recipe, layout: Layout) -> int:

@@ -122,6 +122,8 @@ class _GroupFactory:
         self, ranks: Sequence[int], name: str, options: Any = None
     ) -> dist.ProcessGroup | None:
         """A separate group, even if another with the same ranks exists. options: the backend's."""
+        if options is not None and self.timeout is not None:
+            options._timeout = self.timeout  # torch warns where the two differ
         group = dist.new_group(
             list(ranks), timeout=self.timeout, group_desc=name, pg_options=options
         )

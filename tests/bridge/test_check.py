@@ -6,6 +6,7 @@ import pytest
 
 from bridge import BridgeError, check_plans
 from tests.bridge.two_grids import Case, build_end
+from tests.cases import quick
 from tests.conftest import RunRanks
 
 # ------------------------------------------------------- functions that run inside ranks
@@ -30,7 +31,7 @@ def compare_plans(rank: int, case: Case, other: str, odd_rank: int) -> str:
 # ------------------------------------------------------------------------- on ranks
 
 
-@pytest.mark.parametrize("other", ["transfers", "samples"])
+@pytest.mark.parametrize("other", quick(["transfers", "samples"], "samples"))
 def test_check_of_plans_names_the_ranks_that_differ_and_the_microbatch(
     run_ranks: RunRanks, other: str
 ) -> None:

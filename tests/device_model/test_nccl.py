@@ -146,12 +146,18 @@ def test_a_given_run_ahead_is_as_safe_as_the_automatic_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["pp2 → pp3", "dp3 → tp2 sp pp2 vpp2", "tp2 dp2 → tp2 sp pp2 · recompute"]
+    ("name", "run_ahead"),
+    [
+        ("pp2 → pp3", None),
+        ("dp3 → tp2 sp pp2 vpp2", None),
+        ("tp2 dp2 → tp2 sp pp2 · recompute", None),
+        ("dp2 → dp3 · recompute", 6),
+    ],
 )
 def test_no_message_holds_up_the_one_queue_of_a_device_for_ever(
-    verifier: Verifier, name: str
+    verifier: Verifier, name: str, run_ahead: int | None
 ) -> None:
-    check(run(verifier, SWEPT[name], in_one_queue))
+    check(run(verifier, SWEPT[name], in_one_queue, run_ahead))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +176,7 @@ def test_no_message_holds_up_the_one_queue_of_a_device_for_ever(
             None,
             r"one queue is held up: .* in bridge\.vision\.0\.backward",
             id="gradients are asked for with rows",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             connect_nobody,
@@ -177,6 +184,7 @@ def test_no_message_holds_up_the_one_queue_of_a_device_for_ever(
             6,
             r"first message of this pair never connects: .* in bridge\.vision\.0\.",
             id="pairs connect in the step",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -95,7 +95,7 @@ class FP8:
 FP8_RECIPES = {
     "current": FP8("tensorwise", "hybrid", 16, (8, 9), (100, 0), "Ada, Hopper or Blackwell"),
     "block": FP8("blockwise", "e4m3", 128, (9, 0), (10, 0), "Hopper"),
-    "mxfp8": FP8("mxfp8", "e4m3", 32, (10, 0), (12, 0), "Blackwell of a data centre"),
+    "mxfp8": FP8("mxfp8", "e4m3", 32, (10, 0), (12, 0), "data-centre Blackwell"),
 }
 """By the name that a recipe gives."""
 

@@ -145,9 +145,8 @@ class CoreAttention(nn.Module):
         """Raises ValueError for a dense mask or bias, which no caller of ours needs."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("dense attention masks and biases are not supported; pack segments")
+        assert attn_mask_type in (None, self.attn_mask_type), "a layer keeps its mask type"
         form = self.form
-        if attn_mask_type is not None:
-            form = replace(form, causal=attn_mask_type == AttnMaskType.causal)
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, PackedSegments), "packed metadata without lengths"
             plan = packed_seq_params.plan(form)

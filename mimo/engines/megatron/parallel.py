@@ -88,7 +88,7 @@ def wrap_data_parallel(
                 overlap_grad_reduce=overlap_grad_reduce,
                 use_distributed_optimizer=distributed_optimizer,
                 overlap_param_gather=overlap_param_gather,
-                # All gathers begin with the update, not one in the forward of another.
+                # After the first update all gathers begin with it, none in a forward.
                 align_param_gather=overlap_param_gather,
             ),
             chunk,

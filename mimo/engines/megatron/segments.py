@@ -38,7 +38,7 @@ class PackedSegments(PackedSeqParams):
     that of the whole lane even under context parallelism; padding at the end is a separate segment.
     items: (start, length) in the lane, ascending, of the items whose tokens see each other in both
     directions; empty where attention is merely causal.
-    plans: by form, what core attention works by; made once for all layers, see `prepare`.
+    plans: by form, how core attention treats the segments; see `prepare`.
     """
 
     lengths: tuple[int, ...]

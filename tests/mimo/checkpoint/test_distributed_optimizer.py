@@ -16,7 +16,7 @@ import torch
 
 from mimo.checkpoint.tensors import describe, read
 from tests import language_steps
-from tests.cases import quick, quick_values
+from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job, assert_same, outcome
 from tests.mimo import tiny
@@ -213,6 +213,7 @@ PLACEMENTS = {
 SHARED = "train.distributed_optimizer=true"
 
 
+@pytest.mark.slow
 def test_a_late_gather_changes_no_step_no_validation_and_no_checkpoint(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -237,7 +238,8 @@ def test_a_late_gather_changes_no_step_no_validation_and_no_checkpoint(
     assert figures("resumed") == figures("at_once")[4:]
 
 
-@pytest.mark.parametrize("placement", quick(PLACEMENTS, "disjoint"))
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_run_with_an_encoder_follows_plain_adam_and_resumes_to_the_last_bit(
     run_ranks: RunRanks, tmp_path: Path, placement: str
 ) -> None:

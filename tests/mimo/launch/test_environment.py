@@ -46,7 +46,7 @@ def test_another_name_for_the_same_wins_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_same_value_twice_is_not_called_the_users() -> None:
-    one = Variable(VARIABLES[0].name, VARIABLES[0].value, "because")
+    one = Variable(VARIABLES[0].name, VARIABLES[0].value)
     set_variables([one])
     set_variables([one])
     assert str(one) == "GOMP_SPINCOUNT=1000"

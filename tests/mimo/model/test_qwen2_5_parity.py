@@ -95,7 +95,7 @@ def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout
 @pytest.mark.parametrize(
     "grids",
     [
-        [],  # the recipe's own
+        pytest.param([], marks=pytest.mark.slow),  # the recipe's own
         ["language.grid={tp: 2, sp: true, pp: 2}", "encoders.vision.grid={tp: 2, sp: true, dp: 1}"],
     ],
     ids=["its layout", "tp2 with sp, pp2"],

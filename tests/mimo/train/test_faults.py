@@ -243,6 +243,7 @@ def test_stalled_peer_ends_the_run_with_edge_microbatch_peer_rows_and_samples(
     assert TIMEOUT_SECONDS - 1 < ended.seconds < TIMEOUT_SECONDS + 10
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_outside_of_a_transfer_is_named_with_its_last_place(
     run_with: Callable[..., Ended],
 ) -> None:

@@ -53,6 +53,7 @@ def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
         assert [m[key] for m in got] == [m[key] for m in expected], key
 
 
+@pytest.mark.slow
 def test_killed_run_leaves_no_rank_and_resumes_to_the_last_bit(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
@@ -213,7 +214,7 @@ def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses
     assert metrics(recipe, "part")[-1]["tokens"] == sum(lengths[n % 12] for n in used)
 
 
-@pytest.mark.parametrize("module", ["language", "encoders.vision"])
+@pytest.mark.parametrize("module", quick(["language", "encoders.vision"], "language"))
 def test_adapters_of_a_checkpoint_are_not_left_out_without_a_word(
     run_ranks: RunRanks, recipe: Path, module: str
 ) -> None:

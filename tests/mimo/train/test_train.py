@@ -199,6 +199,7 @@ CONSOLE = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_the_console_shows_our_lines_alone_and_the_log_files_the_rest(recipe: Path) -> None:
     shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
     settings = [shard, "train.validate_every=2", "train.log_every=1", "train.save_every=1"]

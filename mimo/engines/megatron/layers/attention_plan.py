@@ -1,4 +1,4 @@
-"""What core attention works by for the segments of a microbatch, made once for all alike layers.
+"""The plan by which core attention treats a microbatch; made once for all layers of one kind.
 
 A plan holds every index and bound that a layer needs, so that a layer copies nothing to the device
 and asks it for nothing. See `PackedSegments.prepare`.

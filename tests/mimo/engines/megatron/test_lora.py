@@ -258,6 +258,7 @@ def expected(run_ranks: RunRanks, recipe: Path) -> Reference:
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_layout(
     run_ranks: RunRanks, recipe: Path, expected: Reference
 ) -> None:
