@@ -182,15 +182,16 @@ def check_softmax_scale(rank: int) -> None:
     from mimo.engines.megatron.attention import AttnMaskType
     from mimo.engines.megatron.segments import PackedSegments
 
-    attention = core_attention(causal=False, softmax_scale=0.7)
     lengths = [4, 9]
     q, k, v, _ = draw(13, 2, 2)
     segments = PackedSegments.from_lengths(lengths, q.device)
-    for mask, causal in ((None, False), (AttnMaskType.causal, True)):
-        # A mask type given with the call goes before that of the layer.
+    for mask, causal in ((AttnMaskType.no_mask, False), (AttnMaskType.causal, True)):
+        attention = core_attention(causal, softmax_scale=0.7)
         got = attention(q, k, v, None, mask, packed_seq_params=segments)
         expected = naive_attention(q, k, v, lengths, causal, 0.7)
         torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    with pytest.raises(AssertionError, match="keeps its mask type"):
+        attention(q, k, v, None, AttnMaskType.no_mask, packed_seq_params=segments)
 
 
 def check_refusals(rank: int) -> None:
@@ -263,7 +264,7 @@ def test_a_segment_never_sees_another(run_ranks: RunRanks, causal: bool) -> None
     run_ranks(check_other_segments_are_unseen, 1, causal)
 
 
-def test_softmax_scale_and_mask_type_of_the_caller_are_used(run_ranks: RunRanks) -> None:
+def test_the_softmax_scale_is_used_and_a_layer_keeps_its_mask_type(run_ranks: RunRanks) -> None:
     run_ranks(check_softmax_scale, 1)
 
 
