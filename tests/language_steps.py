@@ -317,7 +317,7 @@ def save(trainer: Trainer, directory: Path) -> None:
     write_pieces(directory, dist.get_rank(), pieces)
     dist.barrier()
     if dist.get_rank() == 0:
-        write_index(directory)
+        write_index(directory, dist.get_world_size())
     dist.barrier()
 
 

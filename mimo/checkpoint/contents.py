@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
@@ -51,10 +50,9 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     barrier()
     write_pieces(partial, rank, _pieces(modules, "save"))
-    torch.save({"cpu": torch.get_rng_state()}, partial / f"rng_rank_{rank}.pt")
     barrier()
     if rank == 0:
-        write_index(partial)
+        write_index(partial, dist.get_world_size())
         # First those of the last checkpoint, in case their folder has since been moved away.
         before = latest_checkpoint(checkpoints)
         if before is not None:
@@ -111,8 +109,7 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collec
 def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = True) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
-    Without the optimizers, those of the model start afresh from the loaded weights. With them the
-    random state is restored too, if the world has the size that it had when saving.
+    Without the optimizers, those of the model start afresh from the loaded weights.
     Raises ValueError if the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
@@ -125,10 +122,6 @@ def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = T
             set_steps(module.optimizer, progress.step)
     if not with_optimizer:
         _follow_weights(modules)
-    states = sorted(checkpoint.glob("rng_rank_*.pt"))
-    if with_optimizer and len(states) == dist.get_world_size():
-        own = checkpoint / f"rng_rank_{dist.get_rank()}.pt"
-        torch.set_rng_state(torch.load(own, weights_only=True)["cpu"])
     return progress
 
 

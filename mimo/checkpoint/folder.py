@@ -5,6 +5,7 @@ Needs no engine, so the launcher can use it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -59,10 +60,18 @@ class Progress:
         )
 
 
+def write_synced(path: Path, text: str) -> None:
+    """Write a file that is on disk on return, so that older checkpoints may be deleted."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_progress(folder: Path, progress: Progress) -> None:
     """Record in a checkpoint's folder where the run stood."""
     document = vars(progress) | {"skipped": sorted(progress.skipped)}
-    (folder / _PROGRESS).write_text(json.dumps(document))
+    write_synced(folder / _PROGRESS, json.dumps(document))
 
 
 def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> Path:
@@ -70,15 +79,19 @@ def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> P
     checkpoints = partial.parent
     final = checkpoints / f"step_{progress.step}"
     write_progress(partial, progress)
-    (partial / "recipe.yaml").write_text(recipe_yaml)
+    write_synced(partial / "recipe.yaml", recipe_yaml)
     replaced = checkpoints / f".step_{progress.step}.replaced"
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
     pointer = checkpoints / f".{_LATEST}"
-    pointer.write_text(final.name)
+    write_synced(pointer, final.name)
     os.replace(pointer, checkpoints / _LATEST)
+    for folder in (final, checkpoints):
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)  # the names in it
+        os.close(descriptor)
     drop_old(checkpoints, keep, newest=final)
     return final
 
@@ -149,8 +162,17 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """Where the run stood when ``checkpoint`` was written."""
-    document = json.loads((checkpoint / _PROGRESS).read_text())
-    skipped = frozenset((source, sample) for source, sample in document.pop("skipped", ()))
-    passed_over = tuple(document.pop("passed_over", ()))
-    return Progress(**document, skipped=skipped, passed_over=passed_over)
+    """Where the run stood when ``checkpoint`` was written. Raises InputError if it is damaged."""
+    try:
+        document = json.loads((checkpoint / _PROGRESS).read_text())
+        skipped = frozenset((source, sample) for source, sample in document.pop("skipped", ()))
+        passed_over = tuple(document.pop("passed_over", ()))
+        progress = Progress(**document, skipped=skipped, passed_over=passed_over)
+        positions = (-1, *passed_over, progress.used.end)
+        if any(here >= after for here, after in itertools.pairwise(positions)):
+            raise ValueError("passed_over is not ascending positions of used samples")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{checkpoint / _PROGRESS} is damaged ({error}); copy the checkpoint again"
+        ) from error
+    return progress

@@ -63,7 +63,7 @@ def runs_to_do(
     layouts: of all phases. resume: continue the last phase that has a checkpoint, or begin the
     next one if that phase is done; without any checkpoint, begin the first. resume_from: continue
     the phase of this checkpoint; later phases run anew.
-    Raises InputError if that checkpoint does not exist or belongs to no phase.
+    Raises InputError if that checkpoint does not exist, is damaged or belongs to no phase.
     """
     first, start = _first(phased, resume, resume_from)
     runs: list[Run] = []
@@ -84,10 +84,11 @@ def _first(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> tupl
             return 0, FromScratch()
     else:
         checkpoint = find_checkpoint(resume_from)
+    progress = read_progress(checkpoint)
     if not phased.has_phases:
         return 0, Resume(checkpoint)
     index = _phase_of(phased, checkpoint)
-    done = read_progress(checkpoint).step >= phased.phases[index].recipe.train.steps
+    done = progress.step >= phased.phases[index].recipe.train.steps
     if done and index + 1 < len(phased.phases):
         return index + 1, FromWeights(checkpoint)
     return index, Resume(checkpoint)

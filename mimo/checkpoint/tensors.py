@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mimo.checkpoint.folder import write_synced
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
 
@@ -31,6 +33,7 @@ _INDEX = "tensors.json"
 _FORMAT = "mimo tensors 1"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FILE = re.compile(r"tensors_[0-9]+\.safetensors")
 _CHUNK_BYTES = 1 << 22
 """Bytes on their way between a tensor and a file at a time."""
 
@@ -68,19 +71,21 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 # ------------------------------------------------------------------------------- writing
 
 
+def _file_of(rank: int) -> str:
+    return f"tensors_{rank}.safetensors"
+
+
 def write_pieces(
     folder: Path,
     rank: int,
     pieces: Sequence[Piece],
     values_of: Callable[[Piece], Tensor] = lambda piece: piece.values,
 ) -> None:
-    """Write this rank's pieces into its file; without any there is none.
+    """Write this rank's pieces into its file; without any, an empty one.
 
     values_of: asked for a piece's values when its turn comes; of ``piece.values`` only shape and
     dtype are needed before. Beside the tensors, `_CHUNK_BYTES` of memory are used.
     """
-    if not pieces:
-        return
     entries: dict[str, Any] = {}
     position = 0
     for piece in pieces:
@@ -96,7 +101,7 @@ def write_pieces(
     shapes = {piece.key: json.dumps(piece.shape) for piece in pieces}
     header = json.dumps({"__metadata__": shapes, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    with (folder / f"tensors_{rank}.safetensors").open("wb") as file:
+    with (folder / _file_of(rank)).open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for piece in pieces:
             for chunk in _chunks(values_of(piece)):
@@ -112,14 +117,16 @@ def _chunks(values: Tensor) -> Iterator[memoryview]:
         yield memoryview(part.cpu().view(torch.uint8).numpy())
 
 
-def write_index(folder: Path) -> None:
-    """Write the index of all files in a folder, once they are complete; one rank calls it.
+def write_index(folder: Path, num_ranks: int) -> None:
+    """Write the index of the ranks' files, once they are complete; one rank calls it.
 
-    It asserts that the pieces cover every tensor, each element once.
+    It asserts that the pieces cover every tensor, each element once. Files are opened by name, as
+    a listing of a folder on a shared file system may lack those of other machines.
+    Raises FileNotFoundError if the file of a rank is missing.
     """
     tensors: dict[str, StoredTensor] = {}
-    for path in sorted(folder.glob("tensors_*.safetensors")):
-        with path.open("rb") as file:
+    for name_of_file in map(_file_of, range(num_ranks)):
+        with (folder / name_of_file).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         shapes = header.pop("__metadata__")
@@ -130,9 +137,10 @@ def write_index(folder: Path) -> None:
             known = tensors.setdefault(key, whole)
             assert (known.shape, known.dtype) == (whole.shape, whole.dtype), f"{key} differs"
             begin = 8 + length + entry["data_offsets"][0]
-            known.pieces.append(Stored(path.name, begin, row, column, *entry["shape"]))
+            known.pieces.append(Stored(name_of_file, begin, row, column, *entry["shape"]))
     for key, tensor in tensors.items():
-        _check_covered(key, tensor)
+        gap = _gap(tensor)
+        assert gap is None, f"{key}: {gap}"
     document = {
         "format": _FORMAT,
         "tensors": {
@@ -144,11 +152,11 @@ def write_index(folder: Path) -> None:
             for key, tensor in sorted(tensors.items())
         },
     }
-    (folder / _INDEX).write_text(json.dumps(document))
+    write_synced(folder / _INDEX, json.dumps(document))
 
 
-def _check_covered(key: str, tensor: StoredTensor) -> None:
-    """Assert that the pieces are the whole tensor, without a gap and without an overlap."""
+def _gap(tensor: StoredTensor) -> str | None:
+    """Where the pieces have a gap or an overlap; None if they are the whole tensor."""
     rows, columns = tensor.matrix
     ends = {p.row for p in tensor.pieces} | {p.row + p.rows for p in tensor.pieces} | {0, rows}
     waiting = sorted(tensor.pieces, key=lambda piece: piece.row, reverse=True)
@@ -158,11 +166,11 @@ def _check_covered(key: str, tensor: StoredTensor) -> None:
         open_pieces = [piece for piece in open_pieces if piece.row + piece.rows > top]
         while waiting and waiting[-1].row <= top:
             open_pieces.append(waiting.pop())
-        column = 0
-        for piece in sorted(open_pieces, key=lambda piece: piece.column):
-            assert piece.column == column, f"{key}: rows {top}..{bottom} from column {column} on"
-            column += piece.columns
-        assert column == columns and bottom <= rows, f"{key}: rows {top}..{bottom}"
+        beside = sorted(open_pieces, key=lambda piece: piece.column)
+        ends_of_columns = itertools.accumulate((piece.columns for piece in beside), initial=0)
+        if bottom > rows or list(ends_of_columns) != [*(piece.column for piece in beside), columns]:
+            return f"rows {top}..{bottom} are not there exactly once"
+    return None
 
 
 # ------------------------------------------------------------------------------- reading
@@ -171,10 +179,11 @@ def _check_covered(key: str, tensor: StoredTensor) -> None:
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint by key.
 
-    Raises InputError for one without an index, or with an index of another version.
+    Raises InputError for one without an index, with an index of another version, or with one whose
+    pieces are not whole tensors in files of this folder.
     """
     try:
-        document = json.loads((folder / _INDEX).read_text())
+        text = (folder / _INDEX).read_bytes()
     except FileNotFoundError as error:
         if (folder / ".metadata").exists():
             raise InputError(
@@ -183,34 +192,63 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
                 f"that wrote it and start from that folder (init_from)"
             ) from error
         raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again") from error
-    if document.get("format") != _FORMAT:
+    try:
+        document = json.loads(text)
+        if document.get("format") != _FORMAT:
+            raise InputError(
+                f"checkpoint {folder}: {_INDEX} has format {document.get('format')!r}, this "
+                f"version reads {_FORMAT!r}; use the version that wrote it"
+            )
+        index = {
+            key: StoredTensor(
+                tuple(entry["shape"]),
+                _DTYPES[entry["dtype"]],
+                [Stored(*piece) for piece in entry["pieces"]],
+            )
+            for key, entry in document["tensors"].items()
+        }
+        _check(folder, index)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"checkpoint {folder}: {_INDEX} has format {document.get('format')!r}, this version "
-            f"reads {_FORMAT!r}; use the version that wrote it"
-        )
-    return {
-        key: StoredTensor(
-            tuple(entry["shape"]),
-            _DTYPES[entry["dtype"]],
-            [Stored(*piece) for piece in entry["pieces"]],
-        )
-        for key, entry in document["tensors"].items()
-    }
+            f"checkpoint {folder}: {_INDEX} or a file of it is damaged ({error}); copy it again"
+        ) from error
+    return index
+
+
+def _check(folder: Path, index: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError, TypeError or OSError if the index is not one of files in this folder."""
+    ends: dict[str, int] = {}
+    for key, tensor in index.items():
+        if not tensor.shape or any(type(size) is not int or size < 1 for size in tensor.shape):
+            raise ValueError(f"{key} has shape {tensor.shape}")
+        for piece in tensor.pieces:
+            name, *numbers = vars(piece).values()
+            if not _FILE.fullmatch(name) or any(type(n) is not int or n < 0 for n in numbers):
+                raise ValueError(f"{key} has a piece {name!r}, {numbers}")
+            end = piece.begin + piece.rows * piece.columns * tensor.dtype.itemsize
+            ends[name] = max(end, ends.get(name, 0))
+        if gap := _gap(tensor):
+            raise ValueError(f"{key}: {gap}")
+    for name, end in ends.items():
+        if (size := (folder / name).stat().st_size) < end:
+            raise ValueError(f"{name} has {size} bytes, not {end}")
 
 
 def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Sequence[Piece]) -> int:
     """Fill the values of every wanted piece, in whatever dtype they have; the bytes read.
 
     Beside the tensors, about `_CHUNK_BYTES` of memory are used.
-    Raises ValueError for a tensor that is missing or has another shape, and for a damaged file.
+    Raises InputError for a tensor that is missing or has another shape, and for a damaged file.
     """
     reads: list[tuple[Stored, Piece]] = []
     for piece in wanted:
         tensor = index.get(piece.key)
         if tensor is None:
-            raise ValueError(f"checkpoint {folder}: {piece.key} is missing")
+            raise InputError(f"checkpoint {folder}: {piece.key} is missing")
         if tensor.matrix != _matrix(piece.shape):
-            raise ValueError(f"checkpoint {folder}: {_difference(piece, tensor)}")
+            raise InputError(f"checkpoint {folder}: {_difference(piece, tensor)}")
         reads += [(stored, piece) for stored in tensor.pieces if _overlap(stored, piece)]
     reads.sort(key=lambda pair: (pair[0].file, pair[0].begin))
     num_bytes = 0
@@ -238,10 +276,9 @@ def _difference(piece: Piece, tensor: StoredTensor) -> str:
 
 def _opened(folder: Path, name: str) -> Any:
     try:
-        # No path of an index leads out of its folder.
-        return (folder / Path(name).name).open("rb", buffering=0)
+        return (folder / name).open("rb", buffering=0)
     except OSError as error:
-        raise ValueError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
+        raise InputError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
 
 
 def _overlap(stored: Stored, piece: Piece) -> tuple[range, range] | None:
@@ -280,12 +317,12 @@ def _read(file: Any, stored: Stored, piece: Piece, dtype: torch.dtype) -> int:
 
 
 def _fill(file: Any, begin: int, target: Tensor) -> None:
-    """Read a contiguous tensor from byte ``begin`` on. Raises ValueError where the file ends."""
+    """Read a contiguous tensor from byte ``begin`` on. Raises InputError where the file ends."""
     left = memoryview(target.view(-1).view(torch.uint8).numpy())
     while left:
         count = os.preadv(file.fileno(), [left], begin)
         if count <= 0:
-            raise ValueError(f"checkpoint {file.name}: the file is cut off; copy it again")
+            raise InputError(f"checkpoint {file.name}: the file is cut off; copy it again")
         left, begin = left[count:], begin + count
 
 
@@ -317,7 +354,7 @@ def write(
     described = {k: torch.empty(shape, dtype=dtype, device="meta") for k, shape in shapes.items()}
     pieces = [_whole(*one) for one in described.items()]
     write_pieces(folder, 0, pieces, lambda piece: tensor_of(piece.key))
-    write_index(folder)
+    write_index(folder, 1)
 
 
 def _whole(key: str, tensor: Tensor) -> Piece:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mimo.checkpoint.runs import Run, runs_to_do
 from mimo.checkpoint.start import FromScratch
+from mimo.checkpoint.tensors import read_index
 from mimo.device import choose_before_fork
 from mimo.errors import InputError
 from mimo.hf.initial import initial_weights
@@ -93,9 +94,12 @@ class Job:
         Returns these runs.
         """
         runs = runs_to_do(self.phased, self.layouts, self.resume, self.resume_from)
-        for run in runs:
-            if isinstance(run.start, FromScratch):
-                initial_weights(run.recipe)  # so that a wrong folder is named before any rank reads
+        # So that a wrong folder is named before any rank reads; later runs follow from the first.
+        first = runs[0]
+        if isinstance(first.start, FromScratch):
+            initial_weights(first.recipe)
+        else:
+            read_index(first.start.checkpoint)
         make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
         return runs
 

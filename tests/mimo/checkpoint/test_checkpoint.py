@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from mimo.checkpoint.folder import Progress, drop_old, read_progress, write_progress
+from mimo.checkpoint.folder import Progress, drop_old, publish, read_progress, write_progress
+from mimo.errors import InputError
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -23,6 +25,50 @@ def test_checkpoint_just_written_stays_whatever_steps_stand_beside_it(
     drop_old(tmp_path, keep, newest=tmp_path / "step_600")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == set(["step_600", "step_300", "step_1500"][:keep])
+
+
+def test_a_checkpoint_is_on_disk_before_an_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: events.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+    )
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, ignore_errors: bool) -> None:
+        events.append(f"removed {path.name}")
+        rmtree(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    for step in (1, 2):
+        events.clear()
+        partial = tmp_path / "checkpoints" / ".partial"
+        partial.mkdir(parents=True)
+        publish(partial, Progress(step, step), "name: x", keep=1)
+    synced = events[: events.index("removed step_1")]
+    assert {"progress.json", "recipe.yaml", ".latest", "checkpoints"} <= set(synced)
+    assert synced.index("checkpoints") > synced.index(".latest")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"step": 5, "samples": 2, "passed_over": [1, 0]}',
+        '{"step": 5, "samples": 2, "passed_over": [1, 1]}',
+        '{"step": 5, "samples": 2, "passed_over": [-1]}',
+        '{"step": 5, "samples": 2, "passed_over": [3]}',
+        '{"step": 5, "samples": 2, "passed_over": ["x"]}',
+        '{"step": 5, "samples": -2}',
+        '{"step": 5, "samples": 2, "more": 1}',
+        '{"step": 5, "sam',
+        "[]",
+    ],
+)
+def test_damaged_progress_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "progress.json").write_text(text)
+    with pytest.raises(InputError, match=r"progress.json is damaged .*copy the checkpoint again"):
+        read_progress(tmp_path)
 
 
 def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:

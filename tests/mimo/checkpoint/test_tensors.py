@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def pieces(place: list[tuple[int, int, int, int]], values: Tensor) -> list[Piece
 def write_cut(folder: Path, cut: str) -> None:
     for rank, place in enumerate(CUTS[cut]):
         write_pieces(folder, rank, pieces(place, WHOLE))
-    write_index(folder)
+    write_index(folder, len(CUTS[cut]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,9 +96,11 @@ def test_a_file_is_safetensors_and_whole_tensors_keep_shape_and_dtype(tmp_path: 
         "kernel": torch.randn(3, 2, 4).to(torch.bfloat16),
     }
     flat = [Piece(k, tuple(t.shape), 0, 0, t.view(len(t), -1)) for k, t in given.items()]
-    write_pieces(tmp_path, 3, flat)
-    write_index(tmp_path)
-    stored = load_file(tmp_path / "tensors_3.safetensors")
+    write_pieces(tmp_path, 0, flat)
+    write_pieces(tmp_path, 1, [])  # a rank that owns nothing
+    write_index(tmp_path, 2)
+    assert load_file(tmp_path / "tensors_1.safetensors") == {}
+    stored = load_file(tmp_path / "tensors_0.safetensors")
     assert torch.equal(stored["kernel[0,0]"], given["kernel"].view(3, 8))
     described = tensors.describe(tmp_path)
     assert described == {k: (t.shape, t.dtype) for k, t in given.items()}
@@ -122,26 +125,88 @@ def test_pieces_that_are_not_the_whole_tensor_are_noticed_at_once(
     for rank, place in enumerate(places):
         write_pieces(tmp_path, rank, pieces([place], WHOLE))
     with pytest.raises(AssertionError, match="w: rows"):
-        write_index(tmp_path)
+        write_index(tmp_path, len(places))
+
+
+def test_without_the_file_of_every_rank_there_is_no_index(tmp_path: Path) -> None:
+    for rank, key in enumerate("ab"):  # either file alone covers what it names
+        write_pieces(tmp_path, rank, [Piece(key, (12, 10), 0, 0, WHOLE)])
+    (tmp_path / "tensors_1.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tensors_1\.safetensors"):
+        write_index(tmp_path, 2)
+    assert not (tmp_path / "tensors.json").exists()
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     write_cut(tmp_path, "rows")
     index = read_index(tmp_path)
     own = pieces([(0, 0, 12, 10)], WHOLE.clone())
-    with pytest.raises(ValueError, match="other is missing"):
+    with pytest.raises(InputError, match="other is missing"):
         read_pieces(tmp_path, index, [replace(own[0], key="other")])
-    with pytest.raises(ValueError, match=r"w has 12 rows, but the model has 24; .*vocab_multiple"):
+    with pytest.raises(InputError, match=r"w has 12 rows, but the model has 24; .*vocab_multiple"):
         read_pieces(tmp_path, index, [replace(own[0], shape=(24, 10))])
-    with pytest.raises(ValueError, match=r"w is \[12, 10\], but the model's is \[12, 20\]"):
+    with pytest.raises(InputError, match=r"w is \[12, 10\], but the model's is \[12, 20\]"):
         read_pieces(tmp_path, index, [replace(own[0], shape=(12, 20))])
     last = tmp_path / "tensors_1.safetensors"
     last.write_bytes(last.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"tensors_1.safetensors: the file is cut off"):
+    with pytest.raises(InputError, match=r"tensors_1.safetensors: the file is cut off"):
         read_pieces(tmp_path, index, own)
+    with pytest.raises(
+        InputError, match=r"tensors_1.safetensors has \d+ bytes, not \d+.*copy it again"
+    ):
+        read_index(tmp_path)
     last.unlink()
-    with pytest.raises(ValueError, match=r"tensors_1.safetensors cannot be read"):
+    with pytest.raises(InputError, match=r"tensors_1.safetensors cannot be read"):
         read_pieces(tmp_path, index, own)
+    with pytest.raises(InputError, match=r"No such file.*tensors_1.safetensors.*copy it again"):
+        read_index(tmp_path)
+
+
+def damaged(**changes: Any) -> str:
+    """An index of the cut "rows", with changes to the entry of its tensor."""
+    pieces = [
+        ["tensors_0.safetensors", 104, 0, 0, 7, 10],
+        ["tensors_1.safetensors", 104, 7, 0, 5, 10],
+    ]
+    entry = {"shape": [12, 10], "dtype": "F32", "pieces": pieces} | changes
+    return json.dumps({"format": "mimo tensors 1", "tensors": {"w": entry}})
+
+
+FIRST = ["tensors_0.safetensors", 104, 0, 0, 7, 10]
+INDEXES = {
+    "cut off": damaged()[:-9],
+    "no text": "\udcff",
+    "a list": "[]",
+    "no tensors": '{"format": "mimo tensors 1"}',
+    "tensors in a list": '{"format": "mimo tensors 1", "tensors": []}',
+    "another dtype": damaged(dtype="F8"),
+    "no pieces": damaged(pieces=[]),
+    "a piece missing": damaged(pieces=[FIRST]),
+    "a piece twice": damaged(pieces=[FIRST, FIRST]),
+    "a short piece": damaged(pieces=[FIRST[:-1]]),
+    "a piece that is a number": damaged(pieces=[3]),
+    "no dimension": damaged(shape=[]),
+    "an empty dimension": damaged(shape=[0, 10], pieces=[]),
+    "a shape of text": damaged(shape="ab"),
+    "more rows than the file": damaged(pieces=[["tensors_0.safetensors", 104, 0, 0, 12, 10]]),
+    "more numbers than memory": damaged(
+        shape=[10**9, 10**6], pieces=[["tensors_0.safetensors", 104, 0, 0, 10**9, 10**6]]
+    ),
+    "a negative row": damaged(shape=[6, 10], pieces=[["tensors_0.safetensors", 104, -1, 0, 7, 10]]),
+    "half a row": damaged(shape=[7, 10], pieces=[["tensors_0.safetensors", 104, 0.0, 0, 7, 10]]),
+    "a file elsewhere": damaged(pieces=[["../tensors_0.safetensors", *FIRST[1:]]]),
+    "a file that is a number": damaged(pieces=[[0, *FIRST[1:]]]),
+}
+
+
+@pytest.mark.parametrize("text", INDEXES.values(), ids=INDEXES)
+def test_a_damaged_index_is_refused_before_anything_is_read(tmp_path: Path, text: str) -> None:
+    write_cut(tmp_path, "rows")
+    (tmp_path / "tensors.json").write_text(damaged())
+    assert read_index(tmp_path)["w"].shape == (12, 10), "without changes it is a good one"
+    (tmp_path / "tensors.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match="damaged.*copy it again"):
+        read_index(tmp_path)
 
 
 def test_other_formats_are_refused_with_the_way_out(tmp_path: Path) -> None:

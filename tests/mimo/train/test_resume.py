@@ -16,10 +16,12 @@ import pytest
 
 from data.index.samples import Index
 from mimo.checkpoint.folder import Progress, read_progress
+from mimo.errors import InputError
 from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
 from mimo.model.recipe_checks import check_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.train.main import Request
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -67,7 +69,7 @@ def test_killed_run_leaves_no_rank_and_resumes_to_the_last_bit(
     step = json.loads((latest / "progress.json").read_text())["step"]
     assert latest.name == f"step_{step}"
     assert 0 < step < 60
-    assert len(list(latest.glob("rng_rank_*.pt"))) == 3
+    assert len(list(latest.glob("tensors_*.safetensors"))) == 3
     before = metrics(recipe, "killed")[:step]
     # What is left to compare with runs while the command line starts.
     with ThreadPoolExecutor(1) as thread:
@@ -118,33 +120,13 @@ def kill_after_a_checkpoint(recipe: Path, settings: list[str], checkpoints: Path
         launcher.wait()
 
 
-def test_random_state_of_every_rank_is_restored_on_resume(
-    run_ranks: RunRanks, recipe: Path
-) -> None:
-    states = run_ranks(_save_and_load_random_state, 3, recipe, [*LAYOUT, *ADAM])
-    assert len(set(states)) == 3, "every rank has a state of its own"
-
-
-def _save_and_load_random_state(rank: int, path: Path, overrides: list[str]) -> bytes:
-    import torch
-
-    from mimo.checkpoint.contents import load_checkpoint
-    from mimo.layout.build import build_layout
-    from mimo.layout.groups import build_topology
-    from mimo.train.loop import Trainer
-
-    recipe = load_recipe(path, overrides)
-    trainer = Trainer(recipe, build_topology(build_layout(recipe)), path.parent / "run")
-    torch.manual_seed(100 + rank)
-    torch.rand(3)
-    at_save = torch.get_rng_state()
-    checkpoint = trainer.save()
-    saved = torch.load(checkpoint / f"rng_rank_{rank}.pt", weights_only=True)["cpu"]
-    assert torch.equal(saved, at_save)
-    torch.manual_seed(7)
-    load_checkpoint(trainer.model.modules, checkpoint)
-    assert torch.equal(torch.get_rng_state(), saved)
-    return saved.numpy().tobytes()
+def test_a_damaged_checkpoint_is_refused_before_a_rank_starts(recipe: Path) -> None:
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").write_text('{"step": 1, "samples": 1}')
+    (checkpoint / "tensors.json").write_text("{")
+    with pytest.raises(InputError, match="damaged"):
+        Request(recipe, resume_from=checkpoint).check(None).begin()
 
 
 @pytest.mark.parametrize("precision", quick(["fp32", "bf16"], "bf16"))
