@@ -37,7 +37,7 @@ class Variable:
 
 
 _THREADS_WAIT = (
-    "threads of one process that wait for each other sleep soon, not after milliseconds: under "
+    "threads of one process that wait for each other sleep soon, not after milliseconds: beside "
     "other load they would wait for one that cannot run because they do"
 )
 
