@@ -13,7 +13,6 @@ Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,17 +69,6 @@ class BridgeSender:
         self._sent: deque[Transfer] = deque()
         self._without_gradient: set[int] = set()
         self._expects_gradients = False
-        self._waited_seconds = 0.0
-
-    def take_waited_seconds(self) -> float:
-        """Seconds this rank waited for transfers since the last call."""
-        waited, self._waited_seconds = self._waited_seconds, 0.0
-        return waited
-
-    def _wait(self, transfer: Transfer) -> None:
-        started = time.perf_counter()
-        transfer.wait()
-        self._waited_seconds += time.perf_counter() - started
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
         """Start a step of ``len(plans)`` microbatches."""
@@ -114,7 +102,7 @@ class BridgeSender:
         exchange = plan.sends(end.rank)
         # Without a backward that waits for the receiver, finished sends are retired here.
         while not self._expects_gradients and len(self._sent) >= max(1, self.run_ahead):
-            self._wait(self._sent.popleft())
+            self._sent.popleft().wait()
         self._sent.append(start_sending(end, microbatch, "rows", exchange, values.detach()))
         if self._expects_gradients:
             self._without_gradient.add(microbatch)
@@ -125,17 +113,17 @@ class BridgeSender:
         held = plan.held_rows[self.lane]
         gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
         collects = plan.collects(end.rank)
-        self._wait(start_receiving(end, microbatch, "gradients", collects, gradient))
+        start_receiving(end, microbatch, "gradients", collects, gradient).wait()
         self._without_gradient.remove(microbatch)
         # A rank that sends back the gradient of rows has received them, so their buffer is free.
-        self._wait(self._sent.popleft())
+        self._sent.popleft().wait()
         share_gradient(end, end.gather, microbatch, gradient, lambda r: plan.collects(r).index)
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
         """Wait until everything sent has left; call after the module's schedule."""
         while self._sent:
-            self._wait(self._sent.popleft())
+            self._sent.popleft().wait()
         assert not self._without_gradient, "a backward pass was skipped: gradients never asked for"
 
 

@@ -183,16 +183,6 @@ class BridgePlan:
         sizes = totals(cell, self.runs.rows, lanes * samples).reshape(lanes, samples)
         return tuple(map(tuple, sizes.tolist()))
 
-    def num_crossing_rows(self, rank: int | None = None) -> int:
-        """Rows that messages carry forward, to one rank or to all; copies on a rank do not count.
-
-        Compare with `lower_bound_rows`.
-        """
-        crossing = self.source_rank != self.destination_rank
-        if rank is not None:
-            crossing &= self.destination_rank == rank
-        return int(self.length[crossing].sum())
-
     @functools.cached_property
     def digest(self) -> int:
         """A 63-bit fingerprint; equal on all ranks unless their metadata differ."""

@@ -47,11 +47,10 @@ def gpu_capability() -> tuple[int, int] | None:
 def choose_before_fork(num_ranks: int) -> str | None:
     """Settle the device of ``num_ranks`` ranks on this machine, before their processes exist.
 
-    Counting GPUs must not initialise CUDA in a process that forks, hence by NVML. With fewer GPUs
-    than ranks the ranks use the CPU: NCCL refuses two ranks on one device.
+    Counting GPUs must not initialise CUDA in a process that forks. With fewer GPUs than ranks
+    the ranks use the CPU: NCCL refuses two ranks on one device.
     Returns a sentence for the console when GPUs are left unused, else None.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0 or num_gpus >= num_ranks:
         return None

@@ -71,7 +71,8 @@ def _ours(turns: Store, workload: Workload, rounds: int, threads: int) -> dict:
     contestants = {}
     for name in OURS:
         lengths = _lengths_of(name)
-        recipe = workload.recipe(lengths, rounds + 2, mean_tokens[lengths], threads)
+        # Enough that the last timed step still reads ahead.
+        recipe = workload.recipe(lengths, rounds + 5, mean_tokens[lengths], threads)
         contestants[name] = OurSteps(recipe)
     took = _take_turns(turns, contestants, rounds)
     steps = []

@@ -27,11 +27,11 @@ class Sections(StepObserver):
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
         self.computed = self.tokens = self.batches = 0
-        self._activity, self._since = "plan", time.perf_counter()
+        self.begin()
 
     def begin(self) -> None:
-        """A step begins, with its plan."""
-        self._activity, self._since = "plan", time.perf_counter()
+        """A step begins."""
+        self._activity, self._since = "metrics", time.perf_counter()
 
     def at(self, step: int, activity: str) -> None:
         """Note how long the last activity took."""
@@ -40,11 +40,10 @@ class Sections(StepObserver):
         self._activity, self._since = activity, now
 
     def planned(self, step: int, plan: StepPlan) -> None:
-        """Count the tokens; what follows is reading and packing."""
+        """Count the tokens."""
         self.batches = len(plan.microbatches)
         self.tokens = plan.num_tokens
         self.computed = sum(int(m.samples.lane_tokens.sum()) for m in plan.microbatches)
-        self.at(step, "read and pack")
 
     def medians(self) -> dict[str, float]:
         """Seconds by activity, over the steps after the first."""
@@ -67,7 +66,7 @@ class OurSteps:
         """One step; returns the loss per loss token."""
         self.sections.begin()
         metrics = next(self._steps)
-        self.sections.at(metrics["step"], "plan")
+        self.sections.at(metrics["step"], "metrics")
         return metrics["loss"]
 
     def profile(self) -> Overhead:

@@ -20,6 +20,7 @@ def check(
 ) -> None:
     """Validate a recipe and print which rank does what."""
     from mimo.hf.recipes import load_phases
+    from mimo.launch.environment import VARIABLES
     from mimo.layout.grids import num_microbatches
     from mimo.model.recipe_checks import check_recipe
     from mimo.model.roles import memory_by_role
@@ -31,7 +32,8 @@ def check(
         print(f"microbatch of a lane: {describe_microbatch(phase.recipe)}")
         print_memory(memory_by_role(phase.recipe, layout))
         print_defaults(phase.recipe.train, layout)
-    print_variables(layouts)
+        print_variables(layout)
+    print("environment of all ranks:", " ".join(map(str, VARIABLES)))
 
 
 def describe_microbatch(recipe: "Recipe") -> str:
@@ -96,17 +98,14 @@ def print_defaults(train: "Train", layout: "Layout") -> None:
     print(f"train.collect_garbage_every: {every} steps" if every else "garbage: left to Python")
 
 
-def print_variables(layouts: "Sequence[Layout]") -> None:
-    """Print the environment that ranks get; what the user has set is marked."""
-    from mimo.launch.environment import VARIABLES
+def print_variables(layout: "Layout") -> None:
+    """Print what ranks get in their environment by their place; what is the user's is marked."""
     from mimo.layout.defaults import variables_of
 
-    print("environment of all ranks:", " ".join(map(str, VARIABLES)))
-    layout = layouts[0]
     by_rank: dict[tuple[str, ...], list[int]] = {}
     for rank in range(layout.world_size):
         own = tuple(map(str, variables_of(layout, rank)))
         by_rank.setdefault(own, []).append(rank)
     for own, ranks in by_rank.items():
         if own:
-            print(f"of {len(ranks)} ranks, {ranks[0]} the first:", " ".join(own))
+            print(f"environment of {len(ranks)} ranks, {ranks[0]} the first:", " ".join(own))

@@ -84,7 +84,7 @@ def stage_lane(
         torch.from_numpy(own).view(batch, -1)
         for own in (lane.input_ids, lane.labels, lane.loss_mask)
     )
-    _, labels, loss_mask, segments = partition.shard(None, labels, loss_mask, segments)
+    labels, loss_mask = (partition.slice_tokens(own, segments) for own in (labels, loss_mask))
     # Chosen on the host: asking a device how many there are would stop the host.
     loss_at = np.flatnonzero(loss_mask.numpy().T)
     if not whole_rows:

@@ -39,38 +39,21 @@ class PartitionAdapter:
         self.tp = tp
         self.sequence_parallel = sequence_parallel
 
-    def shard(
-        self,
-        embeddings: Tensor | None,
-        labels: Tensor,
-        loss_mask: Tensor,
-        packed_seq_params: PackedSegments | None,
-    ) -> tuple[Tensor | None, Tensor, Tensor, PackedSegments | None]:
-        """This rank's part of a microbatch.
-
-        embeddings: (S, B, H), equal on all ranks -> (S/(cp·tp), B, H) with SP, else (S/cp, B, H);
-            None on later pipeline stages. labels, loss_mask: (B, S) -> (B, S/cp).
-        packed_seq_params: the segments of a packed sequence, passed through whole; None for a
-            batch.
-        Raises ValueError, naming the recipe key, for lengths that do not divide.
-        """
-        if embeddings is not None:
-            embeddings = self.shard_embeddings(embeddings, packed_seq_params)
-        return (
-            embeddings,
-            self.slice_tokens(labels, packed_seq_params),
-            self.slice_tokens(loss_mask, packed_seq_params),
-            packed_seq_params,
-        )
-
     def shard_embeddings(
         self, embeddings: Tensor, packed_seq_params: PackedSegments | None
     ) -> Tensor:
-        """The embeddings' part of `shard`."""
+        """(S, B, H), equal on all ranks -> (S/(cp·tp), B, H) with SP, else (S/cp, B, H).
+
+        packed_seq_params: the segments of a packed sequence; None for a batch.
+        Raises ValueError, naming the recipe key, for lengths that do not divide.
+        """
         return self._scatter(self._cut(embeddings, 0, packed_seq_params))
 
     def slice_tokens(self, tokens: Tensor, packed_seq_params: PackedSegments | None) -> Tensor:
-        """(B, S) -> (B, S/cp), CP only: for labels, loss masks, and token ids before the lookup."""
+        """(B, S) -> (B, S/cp), CP only: for labels, loss masks, and token ids before the lookup.
+
+        packed_seq_params, Raises: as of `shard_embeddings`.
+        """
         return self._cut(tokens, 1, packed_seq_params)
 
     def _cut(self, tensor: Tensor, dim: int, packed_seq_params: PackedSegments | None) -> Tensor:

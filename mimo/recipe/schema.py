@@ -149,7 +149,7 @@ class Train(Section):
     global_batch_size: bounds.Batch
     """Samples of a step, over all ranks; with `data.tokens_per_microbatch`, packed sequences."""
     micro_batch_size: bounds.Batch = 1
-    """Samples that one lane of the language model processes at a time; stays 1 with
+    """Samples that one lane of the language model processes at a time; must be 1 with
     `data.tokens_per_microbatch`."""
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     """Dtype of weights and computation; `fp64` is for checking results on a CPU."""

@@ -80,8 +80,9 @@ class Batches:
     `sum_over_world`.
     name: what messages call one batch, such as "step". used: the samples of the order before the
     first batch; later, those up to the last batch that `next` gave.
-    ahead: batches that are read, or more, while another is in use. From two on, the nearest of
-    them is prepared meanwhile; else it is prepared in between, from one on it is read meanwhile.
+    ahead: how many batches beyond the one in use are read in the background. With two or more, the
+    next one is also prepared in the background; with one it is prepared between steps; with none
+    it is read between steps too.
     """
 
     def __init__(

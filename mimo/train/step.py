@@ -55,7 +55,7 @@ def train_step(
     # ---- norm: one over all modules; the loss and a later batch's unusable samples travel along
     observer.at(step, "data of a later step")
     batches.read_ahead()
-    idle = sum(sender.take_waited_seconds() for sender in model.senders.values())
+    idle = sum(sender.end.clock.seconds for sender in model.senders.values())
     observer.at(step, "norm and loss")
     own_part = _squared_norm(model.modules)
     waited = batches.take_waited_seconds()

@@ -29,7 +29,6 @@ def test_ranks_without_a_gpu_each_run_on_the_cpu_and_say_so(
     monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, hidden: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "unchanged")
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     note = device.choose_before_fork(ranks)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "unchanged")

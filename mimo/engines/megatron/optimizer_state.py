@@ -23,13 +23,12 @@ MASTER = "fp32_param"
 class Share:
     """This rank's part of a parameter's optimizer state.
 
-    param: the parameter. start, end: the stretch of the flat parameter that is held here.
+    start, end: the stretch of the flat parameter that is held here.
     tensors: by kind, each with end - start elements: Adam's moments, and the fp32 master weight
         of a 16-bit parameter. They are the optimizer's, so writing to them changes it.
     is_replicated: whether every data-parallel rank holds the same.
     """
 
-    param: Tensor
     start: int
     end: int
     tensors: dict[str, Tensor]
@@ -51,12 +50,12 @@ def share_of(optimizer: MegatronOptimizer, param: Tensor) -> Share:
     if main is not None:
         tensors[MASTER] = main
     held = {kind: tensor.detach() for kind, tensor in tensors.items()}
-    return Share(param, 0, param.numel(), held, is_replicated=True)
+    return Share(0, param.numel(), held, is_replicated=True)
 
 
 def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
     if param not in optimizer.model_param_group_index_map:
-        return Share(param, 0, 0, {}, is_replicated=False)
+        return Share(0, 0, {}, is_replicated=False)
     group, order = optimizer.model_param_group_index_map[param]
     main = optimizer.optimizer.param_groups[group]["params"][order]
     place = optimizer._get_model_param_range_map(cast("Any", param))["param"]
@@ -64,4 +63,4 @@ def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
     if param.dtype != torch.float32:
         tensors[MASTER] = main
     held = {kind: tensor.detach() for kind, tensor in tensors.items()}
-    return Share(param, place.start, place.end, held, is_replicated=False)
+    return Share(place.start, place.end, held, is_replicated=False)

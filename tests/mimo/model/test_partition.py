@@ -87,14 +87,9 @@ def run_shard(rank: int, cp: int, tp: int, sp: bool, packed: bool, length: int =
     hidden = tokens.t()[:, :, None].repeat(1, 1, 3).requires_grad_()  # (S, B, 3)
     segments = PackedSegments.from_lengths(SEGMENTS, torch.device("cpu")) if packed else None
     try:
-        part, labels, mask, handed = adapter.shard(hidden, tokens.long(), tokens, segments)
+        part = adapter.shard_embeddings(hidden, segments)
     except ValueError as error:
         return {"error": str(error)}
-    assert handed is segments
-    none, later, _, _ = adapter.shard(None, tokens.long(), tokens, segments)
-    assert none is None
-    assert torch.equal(later, labels)
-    assert part is not None
     part.backward(part.detach() + 1)
     assert hidden.grad is not None
     total = hidden.grad.clone()
@@ -103,8 +98,7 @@ def run_shard(rank: int, cp: int, tp: int, sp: bool, packed: bool, length: int =
         dist.all_reduce(total, group=adapter.cp)
     return {
         "part": part.detach()[..., 0].t().tolist(),
-        "labels": labels.tolist(),
-        "mask": mask.tolist(),
+        "tokens": adapter.slice_tokens(tokens, segments).tolist(),
         "gradient": torch.equal(total, hidden.detach() + 1),
     }
 
@@ -119,7 +113,7 @@ def run_shard(rank: int, cp: int, tp: int, sp: bool, packed: bool, length: int =
         (2, 2, False),
     ],
 )
-def test_every_rank_gets_its_slice_of_embeddings_and_of_labels(
+def test_every_rank_gets_its_slice_of_embeddings_and_of_tokens(
     run_ranks: RunRanks, cp: int, tp: int, sp: bool, packed: bool
 ) -> None:
     of_cp = {1: [list(range(24))], 2: CP_ONLY_PACKED if packed else CP_ONLY_BATCH}[cp]
@@ -130,7 +124,7 @@ def test_every_rank_gets_its_slice_of_embeddings_and_of_labels(
         mine = whole[rank % tp * part : (rank % tp + 1) * part] if sp else whole
         for row in range(batch):
             assert found["part"][row] == [place + 100 * row for place in mine]
-            assert found["labels"][row] == found["mask"][row] == [p + 100 * row for p in whole]
+            assert found["tokens"][row] == [place + 100 * row for place in whole]
         assert found["gradient"]
 
 

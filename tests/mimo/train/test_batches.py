@@ -5,11 +5,13 @@ Rank 0 has the tower, rank 1 the language model; rank 1 is slow at everything th
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,8 +87,13 @@ def _own_threads() -> list[str]:
 
 
 def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Train while rank 1 is slow; what is seen of threads, messages and metrics."""
-    from mimo.train import batches
+    """Train while rank 1 is slow; what is seen of threads, messages and metrics.
+
+    idle: of the encoder in each step, on a clock in which every wait takes one second.
+    """
+    import bridge.transfer
+    from mimo.train import batches, loop
+    from mimo.train.metrics import StepResult
 
     threads, messages = dict[str, set[str]](), list[tuple[str, int]]()
     for where, name in PREPARING:
@@ -102,8 +109,22 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
         return summed(values)
 
     batches.sum_over_world = note_and_sum
+    bridge.transfer.time = SimpleNamespace(perf_counter=itertools.count().__next__)  # type: ignore[assignment]
+    idle, summed_up = list[float](), loop.step_metrics
+
+    def note_and_sum_up(result: StepResult, *rest: Any) -> dict[str, Any]:
+        idle.append(result.idle_seconds)
+        return summed_up(result, *rest)
+
+    loop.step_metrics = note_and_sum_up
     metrics = list(_trained(path, *overrides))
-    return {"threads": threads, "messages": messages, "metrics": metrics, "left": _own_threads()}
+    return {
+        "threads": threads,
+        "messages": messages,
+        "metrics": metrics,
+        "idle": idle,
+        "left": _own_threads(),
+    }
 
 
 def train_and_count(rank: int, path: Path, ahead: int) -> list[tuple[int, int]]:
@@ -166,7 +187,7 @@ def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepa
 ) -> None:
     shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
     validated = [shard, "train.validate_every=2", "train.validation_batches=2"]
-    losses = []
+    losses, idle = [], []
     for ahead, settings in ((0, validated), (2, validated), (3, []), (1, [])):
         overrides = [*settings, f"data.prefetch_steps={ahead}"]
         ranks = run_ranks(train_beside_a_slow_rank, 2, recipe, overrides)
@@ -185,7 +206,11 @@ def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepa
         planned = [found["threads"]["mimo.step.plan.StepPlanner.finish"] for found in ranks]
         assert planned == [{"preparer_0"}] * 2
         losses.append([m["loss"] for m in ranks[0]["metrics"] if "loss" in m])
+        idle.append(ranks[0]["idle"])
     assert losses == [losses[0]] * 4
+    # Waiting in a validation does not count for the next step.
+    assert min(idle[0]) > 0
+    assert idle == [idle[0]] * 4
 
 
 @pytest.mark.parametrize(("ahead", "most"), [(0, (0, 1)), (1, (1, 1)), (2, (1, 2)), (4, (3, 2))])

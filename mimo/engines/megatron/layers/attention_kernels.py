@@ -182,8 +182,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, blocks: DenseBlocks, scale: float) -> 
 
     Key/value heads are repeated: PyTorch's kernels for fp32, for masks and for older GPUs do not
     take groups and would leave the call to one that builds all scores.
-    Measured on a CPU, 4,096 tokens in 16 segments: 135 ms against 230-7,200 ms for a padded
-    mask, a block-diagonal mask or nested tensors.
     """
     outputs = []
     for bucket in blocks.buckets:

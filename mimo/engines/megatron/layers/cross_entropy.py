@@ -8,9 +8,6 @@ rounded once and never accumulated, and what is accumulated is only (n, H).
 
 Transformer Engine's fused cross-entropy is not used where it is installed: it takes whole logits.
 
-Measured on a CPU in fp32, 2,048 tokens of which 614 have a loss, hidden 512, V = 262,144: 7.8
-processor seconds and 0.7 GiB, where whole logits of all tokens took 22.1 and 4.0.
-
 Letters: n tokens, H hidden, V vocabulary rows, padding included, P tensor-parallel ranks.
 """
 
