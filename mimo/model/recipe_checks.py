@@ -18,11 +18,10 @@ from mimo.launch.ranks import RankEnv
 from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout
 from mimo.model.memory import check_memory
+from mimo.model.roles import CUT_BY_COLUMNS
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import check_media, item_processors, open_dataset, open_tokenizer
-
-_ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
@@ -93,7 +92,8 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
         if not (linear.startswith("linear_") and weight.name.endswith(".weight")):
             continue
         rows, columns = weight.num_rows, num_elements([weight]) // weight.num_rows
-        sizes = (rows, columns // tp) if linear in _ROW_PARALLEL else (rows // tp, columns)
+        by_columns = weight.name.endswith(CUT_BY_COLUMNS)
+        sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
         if any(size % multiple for size in sizes):
             yield recipe.problem(
                 ("train", "fp8"),
