@@ -42,7 +42,7 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
     has = f"but {memory.name} has {in_words(memory.available)} left"
     largest, _ = max(shared, key=lambda pair: pair[0].total * pair[1])
     sizes = "; ".join(
-        f"{one.role}: {count} · {in_words(one.total)}" for one, count in shared if count
+        f"{one.role}: {count} x {in_words(one.total)}" for one, count in shared if count
     )
     raise RecipeError(
         recipe.problem(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mimo.device import has_gpu, machine_memory
-from mimo.engines.megatron.acceleration import Machine, fp8_multiple, fp8_problem
+from mimo.engines.megatron.acceleration import fp8_multiple, fp8_problem, this_machine
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
@@ -105,7 +105,7 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
 
 def check_fp8_here(recipe: Recipe) -> None:
     """Raise RecipeError unless this machine has what `train.fp8` needs; initialises its GPU."""
-    problem = fp8_problem(recipe.train.fp8, Machine.here())
+    problem = fp8_problem(recipe.train.fp8, this_machine())
     if problem is not None:
         raise RecipeError(recipe.problem(("train", "fp8"), problem))
 

@@ -40,7 +40,7 @@ _CUT_BY_ROWS = (
     *("word_embeddings.weight", "output_layer.weight"),
 )
 CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-"""How names of weights end whose inputs tensor-parallel ranks share; of others, the outputs."""
+"""Endings of the weights of which each tensor-parallel rank has the columns of its inputs."""
 
 _LINEARS = {
     "qkv": "self_attention.linear_qkv.weight",
