@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mimo.device import has_gpu, machine_memory
-from mimo.engines.megatron.acceleration import Machine, fp8_multiple, fp8_problem
+from mimo.engines.megatron.acceleration import fp8_multiple, fp8_problem, this_machine
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
@@ -18,11 +18,10 @@ from mimo.launch.ranks import RankEnv
 from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout
 from mimo.model.memory import check_memory
+from mimo.model.roles import CUT_BY_COLUMNS
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import check_media, item_processors, open_dataset, open_tokenizer
-
-_ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
@@ -93,7 +92,8 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
         if not (linear.startswith("linear_") and weight.name.endswith(".weight")):
             continue
         rows, columns = weight.num_rows, num_elements([weight]) // weight.num_rows
-        sizes = (rows, columns // tp) if linear in _ROW_PARALLEL else (rows // tp, columns)
+        by_columns = weight.name.endswith(CUT_BY_COLUMNS)
+        sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
         if any(size % multiple for size in sizes):
             yield recipe.problem(
                 ("train", "fp8"),
@@ -105,7 +105,7 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
 
 def check_fp8_here(recipe: Recipe) -> None:
     """Raise RecipeError unless this machine has what `train.fp8` needs; initialises its GPU."""
-    problem = fp8_problem(recipe.train.fp8, Machine.here())
+    problem = fp8_problem(recipe.train.fp8, this_machine())
     if problem is not None:
         raise RecipeError(recipe.problem(("train", "fp8"), problem))
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -31,13 +32,16 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout, num_microbatches, run_ahead
+from mimo.model.flops import learning_names
 from mimo.recipe.schema import Recipe, Train
 
 _CUT_BY_ROWS = (
     *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),
     *("word_embeddings.weight", "output_layer.weight"),
 )
-_CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+"""Endings of the weights of which each tensor-parallel rank has the columns of its inputs."""
+
 _LINEARS = {
     "qkv": "self_attention.linear_qkv.weight",
     "proj": "self_attention.linear_proj.weight",
@@ -52,15 +56,17 @@ Where = Literal["first", "layer", "last"]
 class RoleMemory:
     """Bytes that a rank of a role needs for its module.
 
-    role: the module, with its stage if it has several.
+    role: the module, with its stage if it has several. ranks: those that have it.
     """
 
     role: str
+    module: str
+    ranks: range
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    logits: float
+    activations: float = 0
+    logits: float = 0
 
     @property
     def total(self) -> float:
@@ -91,13 +97,24 @@ class _Stack:
 
 def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     """Of every encoder, then of the language model: its first, middle and last stage."""
+    return [
+        replace(
+            one,
+            activations=_activations(recipe, layout, one),
+            logits=_logits(recipe, layout.language, one),
+        )
+        for one in parameters_by_role(recipe, layout)
+    ]
+
+
+def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
+    """Like `memory_by_role`, but without activations and logits."""
     found: list[RoleMemory] = []
     for name, grid in layout.grids.items():
-        weights, projector = _weights(recipe, name)
-        parameters = list(_parameters(recipe, name, grid, weights, projector))
-        stack = _stack(weights, grid)
-        for stage in sorted({0, min(1, grid.pp - 1), grid.pp - 1}):
-            found.append(_of_stage(recipe, layout, name, stage, parameters, stack))
+        parameters = list(_parameters(recipe, name, grid))
+        stages = sorted({0, min(1, grid.pp - 1), grid.pp - 1})
+        for first, end in pairwise([*stages, grid.pp]):
+            found.append(_of_stages(recipe, grid, range(first, end), parameters))
     return found
 
 
@@ -144,15 +161,13 @@ def _shape(weight: Weight) -> tuple[int, int]:
 
 def _cut(name: str, grid: GridSpec) -> int:
     """Into how many parts a parameter is cut over tensor parallelism."""
-    return grid.tp if name.endswith(_CUT_BY_ROWS + _CUT_BY_COLUMNS) else 1
+    return grid.tp if name.endswith(_CUT_BY_ROWS + CUT_BY_COLUMNS) else 1
 
 
-def _parameters(
-    recipe: Recipe, module: str, grid: GridSpec, weights: list[Weight], projector: tuple[str, ...]
-) -> Iterator[_Parameter]:
+def _parameters(recipe: Recipe, module: str, grid: GridSpec) -> Iterator[_Parameter]:
     """Those of one layer and all others."""
-    part = recipe.module(module)
-    frozen = part.freeze is not False or part.lora is not None
+    part, learns = recipe.module(module), learning_names(recipe, module)
+    weights, projector = _weights(recipe, module)
     tied = not any(weight.name == _OUTPUT for weight in weights)
     adapted = [_LINEARS[target] for target in part.lora.targets] if part.lora else []
     for weight in weights:
@@ -161,21 +176,58 @@ def _parameters(
         last = name.startswith(projector) if projector else False
         last |= "final_layernorm" in name or name == _OUTPUT
         where: Where = "layer" if in_layer else "last" if last else "first"
-        learns = not frozen or (part.trains and bool(projector) and name.startswith(projector))
         elements = rows * columns // _cut(name, grid)
-        yield _Parameter(where, elements, learns)
+        yield _Parameter(where, elements, learns(name))
         if module == LANGUAGE and name == _EMBEDDING and tied and grid.pp > 1:
-            yield _Parameter("last", elements, learns)  # the output head's copy
+            yield _Parameter("last", elements, learns(name))  # the output head's copy
         if in_layer and part.lora is not None and name.endswith(tuple(adapted)):
             inputs, outputs = columns, rows
-            if name.endswith(_CUT_BY_COLUMNS):
+            if name.endswith(CUT_BY_COLUMNS):
                 inputs //= grid.tp
             else:
                 outputs //= grid.tp
             yield _Parameter(where, part.lora.rank * (inputs + outputs), part.trains)
 
 
-def _stack(weights: list[Weight], grid: GridSpec) -> _Stack:
+def _of_stages(
+    recipe: Recipe, grid: GridSpec, stages: range, parameters: list[_Parameter]
+) -> RoleMemory:
+    """What each rank of ``stages`` keeps of the module's parameters."""
+    train, module = recipe.train, grid.module
+    first, last = stages[0] == 0, stages[-1] == grid.pp - 1
+    count = {"first": int(first), "layer": _num_layers(recipe, grid), "last": int(last)}
+    held = sum(count[one.where] * one.elements for one in parameters)
+    learnt = sum(count[one.where] * one.elements for one in parameters if one.learns)
+    title = module
+    if grid.pp > 1:
+        title += ", " + ("first" if first else "last" if last else "middle") + " stage"
+    return RoleMemory(
+        role=title,
+        module=module,
+        ranks=range(grid.rank(pp=stages[0]), grid.rank(pp=stages[-1]) + grid.size // grid.pp),
+        weights=held * DTYPES[train.precision].itemsize,
+        gradients=learnt * gradient_bytes(train),
+        optimizer=learnt * optimizer_bytes(train, grid.dp * grid.cp),
+    )
+
+
+def _num_layers(recipe: Recipe, grid: GridSpec) -> int:
+    """Of a stage."""
+    name = grid.module
+    settings = language_settings(recipe) if name == LANGUAGE else encoder_settings(recipe, name)
+    return settings.num_layers // grid.pp
+
+
+def _logits(recipe: Recipe, language: GridSpec, role: RoleMemory) -> float:
+    """Bytes; only the language model's last stage has any."""
+    if role.module != LANGUAGE or role.ranks.stop != language.ranks.stop:
+        return 0
+    columns = language_settings(recipe).padded_vocab_size(1) / language.tp
+    return logits_bytes(recipe, recipe.longest_microbatch / language.cp, columns)
+
+
+def _stack(recipe: Recipe, grid: GridSpec) -> _Stack:
+    weights, _ = _weights(recipe, grid.module)
     shapes = {weight.name: _shape(weight) for weight in weights if ".layers." in weight.name}
     linear = {
         key: next(shape for name, shape in shapes.items() if name.endswith(ending))
@@ -187,55 +239,23 @@ def _stack(weights: list[Weight], grid: GridSpec) -> _Stack:
     return _Stack(hidden, 4 * hidden + inside / grid.tp)
 
 
-def _of_stage(
-    recipe: Recipe,
-    layout: Layout,
-    module: str,
-    stage: int,
-    parameters: list[_Parameter],
-    stack: _Stack,
-) -> RoleMemory:
-    grid, train = layout.grids[module], recipe.train
-    settings = language_settings(recipe) if module == LANGUAGE else encoder_settings(recipe, module)
-    layers = settings.num_layers // grid.pp
-    first, last = stage == 0, stage == grid.pp - 1
-    count = {"first": int(first), "layer": layers, "last": int(last)}
-    held = sum(count[one.where] * one.elements for one in parameters)
-    learnt = sum(count[one.where] * one.elements for one in parameters if one.learns)
-    size = DTYPES[train.precision].itemsize
-    title = module
-    if grid.pp > 1:
-        title += ", " + ("first" if first else "last" if last else "middle") + " stage"
-    logits = 0.0
-    if module == LANGUAGE and last:
-        columns = language_settings(recipe).padded_vocab_size(1) / grid.tp
-        logits = logits_bytes(recipe, recipe.longest_microbatch / grid.cp, columns)
-    return RoleMemory(
-        role=title,
-        weights=held * size,
-        gradients=learnt * gradient_bytes(train),
-        optimizer=learnt * optimizer_bytes(train, grid.dp * grid.cp),
-        activations=size * _activations(recipe, layout, module, stage, layers, stack),
-        logits=logits,
-    )
-
-
-def _activations(
-    recipe: Recipe, layout: Layout, module: str, stage: int, layers: int, stack: _Stack
-) -> float:
-    """Elements that a rank of a stage keeps at most."""
+def _activations(recipe: Recipe, layout: Layout, role: RoleMemory) -> float:
+    """Bytes that a rank of a role keeps at most."""
+    module = role.module
     grid, part = layout.grids[module], recipe.module(module)
+    stack, layers = _stack(recipe, grid), _num_layers(recipe, grid)
     tokens = float(recipe.longest_microbatch)
     if module != LANGUAGE:
         tokens *= layout.language.dp / grid.dp * _inputs_per_row(recipe, module)
-    tokens /= grid.cp
+    size = tokens / grid.cp * DTYPES[recipe.train.precision].itemsize
     # A forward pass of what is frozen keeps nothing for backward, and one layer at a time.
     if module != LANGUAGE and (part.freeze is True or (part.freeze == "tower" and not part.lora)):
-        return tokens * stack.kept
+        return size * stack.kept
+    stage = grid.coords(role.ranks[0]).pp
     waiting = min(_in_flight(recipe, layout, module, stage), num_microbatches(recipe, layout))
     if part.recompute == "full":
-        return tokens * (waiting * layers * stack.width + stack.kept)
-    return tokens * waiting * layers * stack.kept
+        return size * (waiting * layers * stack.width + stack.kept)
+    return size * waiting * layers * stack.kept
 
 
 def _in_flight(recipe: Recipe, layout: Layout, module: str, stage: int) -> float:

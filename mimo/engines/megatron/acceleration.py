@@ -1,13 +1,13 @@
 """What a machine has to make layers fast, and what a module's layers use of it.
 
-Pure but for `Machine.here`, and light: recipes are checked with it before anything imports the
+Pure but for `this_machine`, and light: recipes are checked with it before anything imports the
 engine. Nothing is fused in fp32 or fp64, or on a CPU, where results are checked.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +19,51 @@ from mimo.device import gpu_capability
 logger = logging.getLogger(__name__)
 
 
+TRANSFORMER_ENGINE = "transformer_engine"
+WEIGHT_GRADIENT = "weight_gradient"
+"""Apex's kernel that adds a weight gradient to a sum in fp32."""
+
+# A function of each package, by module. Packages are not told apart by their names: another
+# version of flash-attn installs the same one without this function.
+_FUNCTIONS = {
+    TRANSFORMER_ENGINE: ("transformer_engine.pytorch", "DotProductAttention"),
+    "flash_attn_3": ("flash_attn_interface", "flash_attn_varlen_func"),
+    "flash_attn_2": ("flash_attn", "flash_attn_varlen_func"),
+    "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn"),
+    WEIGHT_GRADIENT: ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
+}
+
+
 @dataclass(frozen=True)
 class Machine:
     """What there is to build layers from.
 
-    capability: of the GPU, such as (9, 0); None without. weight_gradient: Apex's kernel that adds a
-    weight gradient to a sum in fp32.
+    capability: of the GPU, such as (9, 0); None without. installed: kernels that are there.
     """
 
     capability: tuple[int, int] | None
-    transformer_engine: bool
-    weight_gradient: bool
+    installed: frozenset[str] = frozenset()
 
-    @classmethod
-    @functools.cache
-    def here(cls) -> Machine:
-        """This machine; initialises its GPU."""
-        packages = ("transformer_engine", "fused_weight_gradient_mlp_cuda")
-        te, kernel = (importlib.util.find_spec(one) is not None for one in packages)
-        return cls(gpu_capability(), te, kernel)
+
+def has_function(module: str, name: str) -> bool:
+    """Whether ``module`` can be imported and has ``name``; why not is logged if it is there."""
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return False
+    except (ImportError, OSError) as error:  # built for other versions, or a library is missing
+        logger.warning("%s is installed, but cannot be imported: %s", module, error)
+        return False
+
+
+@functools.cache
+def this_machine() -> Machine:
+    """What this process may use. On a GPU it imports the packages, so only ranks call it."""
+    capability = gpu_capability()
+    if capability is None:
+        return Machine(None)
+    found = {name for name, function in _FUNCTIONS.items() if has_function(*function)}
+    return Machine(capability, frozenset(found))
 
 
 @dataclass(frozen=True)
@@ -59,15 +85,15 @@ def choose_layers(machine: Machine, dtype: torch.dtype) -> LayerChoice:
         return LayerChoice(False, False, False, "no GPU")
     if dtype not in (torch.bfloat16, torch.float16):
         return LayerChoice(False, False, False, f"fused kernels are for 16 bits, not {dtype}")
-    te = machine.transformer_engine
+    te = TRANSFORMER_ENGINE in machine.installed
     reason = f"Transformer Engine is {'' if te else 'not '}installed"
-    return LayerChoice(te, machine.weight_gradient, True, reason)
+    return LayerChoice(te, WEIGHT_GRADIENT in machine.installed, True, reason)
 
 
 @functools.cache
 def layers_of(dtype: torch.dtype) -> LayerChoice:
     """The choice for this machine, logged once."""
-    choice = choose_layers(Machine.here(), dtype)
+    choice = choose_layers(this_machine(), dtype)
     kind = "Transformer Engine" if choice.transformer_engine else "Megatron"
     logger.info("linears and norms: %s (%s)", kind, choice.reason)
     return choice
@@ -119,7 +145,7 @@ def fp8_problem(fp8: str, machine: Machine) -> str | None:
     wanted = FP8_RECIPES[fp8]
     if machine.capability is None:
         return f"got {fp8}, which needs a GPU, but this machine has none; set it to none"
-    if not machine.transformer_engine:
+    if TRANSFORMER_ENGINE not in machine.installed:
         return (
             f"got {fp8}, which needs Transformer Engine, but it is not installed; install "
             "transformer-engine[pytorch], or set it to none"

@@ -27,14 +27,13 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from mimo.device import send
+from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
 from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm
 from mimo.engines.megatron.layers.context_parallel import gather_lane
 from mimo.engines.megatron.layers.kernel_choice import (
-    TRANSFORMER_ENGINE,
     AttentionCase,
     KernelChoice,
     choose_kernel,
-    this_machine,
 )
 from mimo.engines.megatron.layers.windows import WindowAttention
 from mimo.engines.megatron.segments import PackedSegments, brought

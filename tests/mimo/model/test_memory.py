@@ -12,15 +12,15 @@ from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout
 from mimo.model import recipe_checks
-from mimo.model.memory import (
-    RANK_BYTES,
-    bytes_per_parameter,
-    check_memory,
-    module_memory,
-    parameters,
-)
+from mimo.model.memory import RANK_BYTES, check_memory
 from mimo.model.recipe_checks import check_data
-from mimo.model.roles import RoleMemory, memory_by_role
+from mimo.model.roles import (
+    RoleMemory,
+    gradient_bytes,
+    memory_by_role,
+    optimizer_bytes,
+    parameters_by_role,
+)
 from mimo.recipe.schema import Recipe
 from mimo.train import main as job
 from mimo.verify import main as verify
@@ -49,29 +49,6 @@ MODELS = {
         "mm_tokens_per_image: 4}}",
     ),
 }
-
-
-def built_parameters(rank: int, path: Path, models: dict[str, tuple[str, ...]]):
-    from mimo.generate.one_rank import LocalModel
-
-    found = {}
-    for name, overrides in models.items():
-        recipe = load_recipe(path, overrides)
-        local = LocalModel(recipe, 100, freeze=True)
-        found[name] = {
-            module: sum(p.numel() for p in one.raw[0].parameters())
-            for module, one in local.model.modules.items()
-        }
-    return found
-
-
-def test_parameters_are_counted_as_they_are_built(tmp_path: Path, run_ranks: RunRanks) -> None:
-    path = tiny.write_recipe(tmp_path)
-    (built,) = run_ranks(built_parameters, 1, path, MODELS)
-    assert len(built) == 3
-    for name, overrides in MODELS.items():
-        assert parameters(load_recipe(path, overrides)) == built[name]
-
 
 # About 26 M parameters.
 WIDE = (
@@ -173,8 +150,9 @@ def test_each_role_holds_what_the_formula_says_to_the_byte(
         for number, expected in enumerate((one.weights, one.gradients, one.optimizer)):
             # What a distributed optimizer's ranks hold differs, but not what all of them do.
             assert sum(held[number] for held in measured) == expected * len(measured), one.role
-    if "train.precision=fp32" in overrides and overrides[:2] == WIDE:
-        assert sum(parameters(recipe).values()) == pytest.approx(26e6, rel=0.01)
+        own = layout.grids[one.module]
+        assert len(one.ranks) == len(measured)
+        assert set(one.ranks) <= set(own.ranks), one.role
 
 
 def one_role(path: Path, role: str, *overrides: str) -> RoleMemory:
@@ -210,39 +188,45 @@ def test_activations_and_logits_follow_the_tokens_of_a_rank(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("overrides", "learns", "expected"),
+    ("overrides", "expected"),
     [
-        (["train.precision=fp32"], True, 4 + 4 + 8),
-        (["train.precision=fp32", "train.optimizer=sgd"], True, 4 + 4),
-        (["train.precision=bf16"], True, 2 + 4 + 4 + 8),
-        (["train.precision=bf16", "train.distributed_optimizer=true"], True, 2 + 4 + 12 / 4),
-        (["train.precision=fp64"], True, 8 + 8 + 16),
-        (["train.precision=bf16"], False, 2),
+        (["train.precision=fp32"], 4 + 8),
+        (["train.precision=fp32", "train.optimizer=sgd"], 4),
+        (["train.precision=bf16"], 4 + 4 + 8),
+        (["train.precision=bf16", "train.distributed_optimizer=true"], 4 + 12 / 4),
+        (["train.precision=fp64"], 8 + 16),
     ],
 )
-def test_bytes_of_a_parameter_follow_precision_and_optimizer(
-    tmp_path: Path, overrides: list[str], learns: bool, expected: float
+def test_bytes_of_a_parameter_that_learns_follow_precision_and_optimizer(
+    tmp_path: Path, overrides: list[str], expected: float
 ) -> None:
     recipe = load_recipe(tiny.write_recipe(tmp_path), ["train.optimizer=adam", *overrides])
-    assert bytes_per_parameter(recipe.train, learns, replicas=4) == expected
+    assert gradient_bytes(recipe.train) + optimizer_bytes(recipe.train, replicas=4) == expected
 
 
 def test_ranks_are_refused_once_their_modules_need_more_than_they_share(tmp_path: Path) -> None:
     recipe = load_recipe(
         tiny.write_recipe(tmp_path),
-        ["language.grid={tp: 2, pp: 2, dp: 2}", "train.global_batch_size=16"],
+        [*MODELS["gemma3"], "language.grid={tp: 2, pp: 3}"],
     )
     layout = build_layout(recipe)
-    needs = module_memory(recipe, layout)
-    language = needs["language"]
-    assert language.bytes_per_rank == language.parameters * language.bytes_per_parameter / 4
-    # Rank 0 is the encoder's, ranks 1 to 8 the language model's.
-    needed = needs["vision"].bytes_per_rank + 3 * language.bytes_per_rank
-    for is_of_processes, more in ((False, 0), (True, 4 * RANK_BYTES)):
-        enough = int(needed + more) + 1
-        check_memory(recipe, layout, range(4), Memory("it", enough, is_of_processes))
-        with pytest.raises(RecipeError, match=r"vision.model: .* but it has .* bf16"):
-            check_memory(recipe, layout, range(4), Memory("it", enough - 2, is_of_processes))
+    vision, first, middle, last = parameters_by_role(recipe, layout)
+    # Rank 0 is the encoder's, ranks 1 to 6 the language model's, two for each stage.
+    assert [one.ranks for one in (vision, first, middle, last)] == [
+        range(1),
+        range(1, 3),
+        range(3, 5),
+        range(5, 7),
+    ]
+    for ranks, needed in (
+        (range(4), vision.total + 2 * first.total + middle.total),
+        (range(2, 7), first.total + 2 * (middle.total + last.total)),
+    ):
+        for is_of_processes, more in ((False, 0), (True, len(ranks) * RANK_BYTES)):
+            enough = int(needed + more)
+            check_memory(recipe, layout, ranks, Memory("it", enough, is_of_processes))
+            with pytest.raises(RecipeError, match=r"language, first stage: .* but it has .* bf16"):
+                check_memory(recipe, layout, ranks, Memory("it", enough - 1, is_of_processes))
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from mimo.bounds import MAX_RANKS
 from mimo.errors import InputError, RecipeError
 from mimo.hf.recipes import load_phases, load_recipe
 from mimo.layout.build import build_layout
-from mimo.model.memory import module_memory
 from mimo.model.recipe_checks import check_recipe
+from mimo.model.roles import parameters_by_role
 from mimo.recipe.schema import Encoder, Recipe
 from mimo.step.prepare import GENERATORS
 
@@ -37,7 +37,7 @@ def check(*overrides: str) -> None:
     phased = load_phases(QUICKSTART, overrides)
     layouts = phased.each(lambda recipe: check_recipe(recipe, None))
     for phase, layout in zip(phased.phases, layouts, strict=True):
-        module_memory(phase.recipe, layout)
+        parameters_by_role(phase.recipe, layout)
 
 
 # ------------------------------------------------------------------ files

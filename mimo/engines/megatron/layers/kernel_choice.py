@@ -1,34 +1,20 @@
 """Which kernel computes the core attention of a layer.
 
 `choose_kernel` is a pure function of what the layer asks, its dtype and what the machine offers, so
-the whole table is tested without a GPU. `this_machine` says what there is here.
+the whole table is tested without a GPU.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from mimo.device import gpu_capability
+from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, Machine
 
-logger = logging.getLogger(__name__)
-
-TRANSFORMER_ENGINE = "transformer_engine"
 SDPA = "sdpa"
 
-# The function that each kernel is, by module. Packages are not told apart by their names: another
-# version of flash-attn installs the same one without this function.
-_FUNCTIONS = {
-    TRANSFORMER_ENGINE: ("transformer_engine.pytorch", "DotProductAttention"),
-    "flash_attn_3": ("flash_attn_interface", "flash_attn_varlen_func"),
-    "flash_attn_2": ("flash_attn", "flash_attn_varlen_func"),
-    "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn"),
-}
 _LARGEST_HEAD = 256
 _HOPPER = 9
 
@@ -54,17 +40,6 @@ class AttentionCase:
         said += [f"sliding window of {self.window}"] if self.window is not None else []
         said += ["items seen whole"] if self.whole_items else []
         return ", ".join(said)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What decides between kernels besides the layer.
-
-    capability: of the GPU, such as (9, 0); None without one. installed: kernels that are there.
-    """
-
-    capability: tuple[int, int] | None
-    installed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -144,24 +119,3 @@ _REFUSALS: dict[str, Callable[[AttentionCase, tuple[int, int]], str | None]] = {
     "flash_attn_2": _takes_all,
     "torch_varlen": _takes_all,
 }
-
-
-def has_function(module: str, name: str) -> bool:
-    """Whether ``module`` can be imported and has ``name``; why not is logged if it is there."""
-    try:
-        return hasattr(importlib.import_module(module), name)
-    except ModuleNotFoundError:
-        return False
-    except (ImportError, OSError) as error:  # built for other versions, or a library is missing
-        logger.warning("%s is installed, but cannot be imported: %s", module, error)
-        return False
-
-
-@functools.cache
-def this_machine() -> Machine:
-    """What this process may use. On a GPU it imports the packages, so only ranks call it."""
-    capability = gpu_capability()
-    if capability is None:
-        return Machine(None)
-    found = {name for name, function in _FUNCTIONS.items() if has_function(*function)}
-    return Machine(capability, frozenset(found))

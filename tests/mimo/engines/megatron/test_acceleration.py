@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from mimo.engines.megatron import acceleration
 from mimo.engines.megatron.acceleration import (
     FP8_RECIPES,
+    TRANSFORMER_ENGINE,
+    WEIGHT_GRADIENT,
     LayerChoice,
     Machine,
     choose_layers,
@@ -29,6 +34,7 @@ from tests.lone_module import noise
 from tests.mimo import tiny
 
 ADA, HOPPER, BLACKWELL = ((8, 9), (9, 0), (10, 0))
+TE, APEX = frozenset({TRANSFORMER_ENGINE}), frozenset({WEIGHT_GRADIENT})
 
 # ------------------------------------------------------------------------------ the choice
 
@@ -36,14 +42,14 @@ ADA, HOPPER, BLACKWELL = ((8, 9), (9, 0), (10, 0))
 @pytest.mark.parametrize(
     ("machine", "dtype", "fused"),
     [
-        (Machine(None, False, False), torch.bfloat16, (False, False, False)),
-        (Machine(None, True, True), torch.bfloat16, (False, False, False)),
-        (Machine(HOPPER, False, False), torch.bfloat16, (False, False, True)),
-        (Machine(HOPPER, False, True), torch.bfloat16, (False, True, True)),
-        (Machine(HOPPER, True, False), torch.bfloat16, (True, False, True)),
-        (Machine(HOPPER, True, True), torch.float16, (True, True, True)),
-        (Machine(HOPPER, True, True), torch.float32, (False, False, False)),
-        (Machine(HOPPER, True, True), torch.float64, (False, False, False)),
+        (Machine(None), torch.bfloat16, (False, False, False)),
+        (Machine(None, TE | APEX), torch.bfloat16, (False, False, False)),
+        (Machine(HOPPER), torch.bfloat16, (False, False, True)),
+        (Machine(HOPPER, APEX), torch.bfloat16, (False, True, True)),
+        (Machine(HOPPER, TE), torch.bfloat16, (True, False, True)),
+        (Machine(HOPPER, TE | APEX), torch.float16, (True, True, True)),
+        (Machine(HOPPER, TE | APEX), torch.float32, (False, False, False)),
+        (Machine(HOPPER, TE | APEX), torch.float64, (False, False, False)),
     ],
 )
 def test_layers_are_fused_in_16_bits_on_a_gpu_only(
@@ -51,6 +57,21 @@ def test_layers_are_fused_in_16_bits_on_a_gpu_only(
 ) -> None:
     choice = choose_layers(machine, dtype)
     assert (choice.transformer_engine, choice.weight_gradient, choice.fused_activation) == fused
+
+
+def test_a_package_that_cannot_be_imported_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    apex = ModuleType("fused_weight_gradient_mlp_cuda")
+    monkeypatch.setitem(sys.modules, apex.__name__, apex)
+    apex.wgrad_gemm_accum_fp32 = print  # type: ignore[attr-defined]
+    monkeypatch.setattr(acceleration, "gpu_capability", lambda: HOPPER)
+    machine = acceleration.this_machine.__wrapped__()
+    choice = choose_layers(machine, torch.bfloat16)
+    assert (choice.transformer_engine, choice.weight_gradient) == (False, True)
+    assert "install transformer-engine" in str(fp8_problem("current", machine))
 
 
 TANH = partial(functional.gelu, approximate="tanh")
@@ -291,15 +312,15 @@ def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
 )
 def test_8_bits_work_where_the_device_has_them(fp8: str, works: list[Any]) -> None:
     devices = [None, (8, 0), ADA, HOPPER, BLACKWELL, (10, 3), (12, 0)]
-    found = [one for one in devices if fp8_problem(fp8, Machine(one, True, False)) is None]
+    found = [one for one in devices if fp8_problem(fp8, Machine(one, TE)) is None]
     assert found == works
-    without = fp8_problem(fp8, Machine(HOPPER, False, True))
+    without = fp8_problem(fp8, Machine(HOPPER, APEX))
     assert (without is None) == (fp8 == "none")
     assert without is None or "install transformer-engine[pytorch]" in without
 
 
 def test_the_message_about_a_device_names_what_works_there() -> None:
-    message = fp8_problem("mxfp8", Machine(HOPPER, True, True))
+    message = fp8_problem("mxfp8", Machine(HOPPER, TE | APEX))
     assert message is not None
     assert "compute capability 9.0" in message
     assert "set it to current or block or none" in message

@@ -79,13 +79,8 @@ def test_gpu_kernel_equals_sdpa_in_bf16(
     cp: tuple[int, int],
 ) -> None:
     """Forward and backward."""
-    from mimo.engines.megatron.layers.kernel_choice import (
-        AttentionCase,
-        Machine,
-        choose_kernel,
-        has_function,
-        this_machine,
-    )
+    from mimo.engines.megatron.acceleration import Machine, has_function, this_machine
+    from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
 
     if not has_function(package, function):
         pytest.skip(f"{package} has no {function} or is not installed")
@@ -141,12 +136,9 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
 def test_layers_neither_wait_for_the_gpu_nor_copy_to_it() -> None:
     """Once plans are prepared; PyTorch itself raises at whatever makes the host wait."""
     from mimo.device import local_device
+    from mimo.engines.megatron.acceleration import this_machine
     from mimo.engines.megatron.layers.attention_plan import LayerForm
-    from mimo.engines.megatron.layers.kernel_choice import (
-        AttentionCase,
-        choose_kernel,
-        this_machine,
-    )
+    from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
     from mimo.engines.megatron.segments import PackedSegments
 
     case = AttentionCase(GPU_HEAD_SIZE, causal=True, window=50, whole_items=True)

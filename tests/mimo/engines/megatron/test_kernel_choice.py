@@ -9,12 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from mimo.engines.megatron.acceleration import Machine, has_function
 from mimo.engines.megatron.layers.kernel_choice import (
     AttentionCase,
     KernelChoice,
-    Machine,
     choose_kernel,
-    has_function,
 )
 
 CASES = {
