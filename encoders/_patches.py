@@ -9,16 +9,15 @@ the tower.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encoders._tower import Tower
-from mimo.device import send
+from encoders._tower import PackedItems, Tower
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 
@@ -77,16 +76,17 @@ class WindowOrder:
     Frames stay together and in order, so a window is a stretch of its frame. Source: transformers
     `get_vision_window_index`.
 
-    rows: (N,) int64 on the CPU: for each row in window order, its number in item order.
+    rows: (N,) int64: for each row in window order, its number in item order. back: the inverse.
     lengths: patches of each window.
     """
 
     rows: Tensor
+    back: Tensor
     lengths: tuple[int, ...]
     merge: int
 
     @classmethod
-    def of(cls, places: Tensor, frames: list[int], merge: int, side: int) -> WindowOrder:
+    def of(cls, places: Tensor, frames: Sequence[int], merge: int, side: int) -> WindowOrder:
         """places (P, 2) and ``frames`` of the same images; side: rows along a window's edge."""
         corners = places[:: merge**2] // (merge * side)  # each row's window in its frame, (N, 2)
         rows_of_frames = torch.tensor(frames) // merge**2
@@ -95,7 +95,7 @@ class WindowOrder:
         window = (frame * base + corners[:, 0]) * base + corners[:, 1]
         rows = window.argsort(stable=True)
         counts = window[rows].unique_consecutive(return_counts=True)[1]
-        return cls(rows, tuple((counts * merge**2).tolist()), merge)
+        return cls(rows, rows.argsort(), tuple((counts * merge**2).tolist()), merge)
 
     def sort(self, values: Tensor) -> Tensor:
         """values (P, ...) of patches in item order -> in window order.
@@ -103,35 +103,20 @@ class WindowOrder:
         Values of the blank patches at the end may be missing: blank patches stay last.
         """
         of_rows = values.unflatten(0, (-1, self.merge**2))
-        return of_rows[send(self.rows[: len(of_rows)], values.device)].flatten(0, 1)
+        return of_rows[self.rows[: len(of_rows)]].flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class PackedPatches:
-    """The images of one forward, blank ones at the end.
+@dataclass(frozen=True, kw_only=True)
+class PackedPatches(PackedItems):
+    """The images of one forward, blank ones at the end; each frame is a segment.
 
-    grids: (I, 3) int64 as (t, h, w) in patches.
+    num_patches: P. places: (P, 2) int64, row and column of each patch, in the order of the blocks.
     order: of the rows inside the blocks; None if they stay in the order of the images.
     """
 
-    grids: Tensor
-    merge: int
+    num_patches: int
+    places: Tensor
     order: WindowOrder | None = None
-
-    @functools.cached_property
-    def places(self) -> Tensor:
-        """(P, 2) int64, row and column of each patch, in the order of the images."""
-        return patch_places(self.grids, self.merge)
-
-    @functools.cached_property
-    def frames(self) -> list[int]:
-        """Patches of every single frame."""
-        return frame_lengths(self.grids)
-
-    @property
-    def num_patches(self) -> int:
-        """P."""
-        return sum(self.frames)
 
 
 class PatchTower(Tower[PackedPatches]):
@@ -152,14 +137,10 @@ class PatchTower(Tower[PackedPatches]):
         return (1, self.merge_size, self.merge_size * num_rows)
 
     def pack(self, grids: Tensor) -> PackedPatches:
-        """The place of every patch in its image."""
-        return PackedPatches(grids, self.merge_size)
-
-    def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
-        """Each frame is a segment: nothing is padded to the largest."""
-        device = next(self.parameters()).device
-        segments = engine.PackedSegments.from_lengths(packed.frames, device)
-        return {"packed_seq_params": segments}
+        """The place of every patch in its image; nothing is padded to the largest frame."""
+        places, frames = patch_places(grids, self.merge_size), frame_lengths(grids)
+        segments = engine.PackedSegments.from_lengths(frames, places.device)
+        return PackedPatches(segments=segments, num_patches=len(places), places=places)
 
 
 class PatchRope(nn.Module):
@@ -174,7 +155,6 @@ class PatchRope(nn.Module):
         self.register_buffer("inv_freq", base**-exponent, persistent=False)
 
     def forward(self, places: Tensor) -> Tensor:
-        """places (P, 2) int64 on the CPU -> (P, 1, 1, D) fp32."""
-        places = send(places.float(), self.inv_freq.device)
-        freqs = (places[:, :, None] * self.inv_freq).flatten(1)  # (P, D / 2)
+        """places (P, 2) int64 -> (P, 1, 1, D) fp32."""
+        freqs = (places.float()[:, :, None] * self.inv_freq).flatten(1)  # (P, D / 2)
         return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]

@@ -6,6 +6,7 @@ N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from bridge import ItemRows
 from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Width
+from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product, layer_products
 
@@ -159,7 +161,33 @@ class SequencePart:
             param.sequence_parallel = self.count > 1  # type: ignore[attr-defined]
 
 
-class Tower[P](nn.Module):
+@dataclass(frozen=True, kw_only=True)
+class PackedItems:
+    """What a tower knows of the items of a forward, blank ones at the end. Families add to it.
+
+    segments: of the tokens in the blocks, none of which sees another segment's.
+    lookups: whatever else `Tower.embed` takes beside inputs; empty on later stages.
+    """
+
+    segments: engine.PackedSegments
+    lookups: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreparedItems[P: PackedItems]:
+    """What a forward needs beside inputs, made by `Tower.prepare`.
+
+    num_inputs: of all items, without blank ones. num_tokens: T, blank ones included. sizes: rows
+    that each item's tokens should make. packed: with its tensors on the device.
+    """
+
+    num_inputs: int
+    num_tokens: int
+    sizes: list[int]
+    packed: P
+
+
+class Tower[P: PackedItems](nn.Module):
     """Items, packed into one sequence of tokens -> rows of the language model's size.
 
     Everything parallel about a tower is written here, once: the blank rows that make the ranks'
@@ -169,8 +197,9 @@ class Tower[P](nn.Module):
 
     - `embed`: inputs -> tokens, on the first stage.
     - `project`: hidden states -> rows, on the last stage.
-    - `pack`: what the other methods need to know of the items (P), worked out once per forward.
-    - `stack_inputs`: what the blocks take besides hidden states: segments and positions.
+    - `pack`: what the other methods need to know of the items (P), worked out on the host, ahead of
+      the forward: the others only give the device work.
+    - `stack_inputs`, where the blocks take more than hidden states and segments.
     - `blank_grid` and, where a token is not one input, `num_tokens`.
 
     It knows nothing of images: an item is a grid (t, h, w) of inputs, each a row of ``patches``.
@@ -213,7 +242,8 @@ class Tower[P](nn.Module):
     def pack(self, grids: Tensor) -> P:
         """What the other methods need to know of the items with these ``grids`` (I, 3) int64.
 
-        Blank items at the end are among them.
+        Blank items at the end are among them. All tensors are the host's; `prepare` brings those in
+        dataclasses and tuples to the device. It may run in another thread.
         """
         raise NotImplementedError
 
@@ -229,7 +259,7 @@ class Tower[P](nn.Module):
 
     def stack_inputs(self, packed: P) -> dict[str, Any]:
         """Arguments of the blocks besides hidden states: for all tokens, not a rank's part."""
-        raise NotImplementedError
+        return {"packed_seq_params": packed.segments}
 
     def project(self, hidden: list[Tensor], packed: P) -> Tensor:
         """Hidden states (T', 1, D) -> this rank's rows (N', (1 + L)·H), in the items' order.
@@ -238,12 +268,36 @@ class Tower[P](nn.Module):
         """
         raise NotImplementedError
 
-    def stage_shapes(self, grids: Tensor) -> engine.StageShapes:
-        """Shapes of what this stage receives and passes on for items with these ``grids`` (I, 3).
+    def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
+        """All that the host has to work out for a forward over items with these ``grids`` (I, 3).
+
+        It may run in another thread, ahead of time. copy: brings a host tensor to the device; it is
+        called once.
+        """
+        tokens = self.num_tokens(grids)
+        num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
+        with_blank = grids
+        if num_blank:
+            with_blank = torch.cat((grids, torch.tensor([self.blank_grid(num_blank)])))
+        packed = self.pack(with_blank)
+        packed.segments.prepare(self._forms)
+        return PreparedItems(
+            num_inputs=int(grids.prod(1).sum()),
+            num_tokens=sum(tokens) + num_blank * self.tokens_per_row,
+            sizes=[own // self.tokens_per_row for own in tokens],
+            packed=engine.brought(packed, copy),
+        )
+
+    @functools.cached_property
+    def _forms(self) -> frozenset[Any]:
+        return engine.forms_in([self])
+
+    def stage_shapes(self, items: PreparedItems[P]) -> engine.StageShapes:
+        """Shapes of what this stage receives and passes on for these ``items``.
 
         Both are hidden states (T', 1, (1 + l)·D), as in `forward`.
         """
-        tokens = self._tokens_with_blank(grids) // self.part.count
+        tokens = items.num_tokens // self.part.count
         received, sent = (
             1 + sum(level < stop for level in self.level_blocks)
             for stop in (self.layers.start, self.layers.stop)
@@ -251,39 +305,32 @@ class Tower[P](nn.Module):
         width = self.config.hidden_size
         return engine.StageShapes((tokens, 1, received * width), (tokens, 1, sent * width))
 
-    def _tokens_with_blank(self, grids: Tensor) -> int:
-        """T of items with these ``grids`` (I, 3), blank tokens at the end included."""
-        tokens = sum(self.num_tokens(grids))
-        num_blank = self.part.num_blank(tokens // self.tokens_per_row)
-        return tokens + num_blank * self.tokens_per_row
-
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Called by the schedule with what the previous stage sent; None on the first."""
         self._received = input_tensor[0]
 
-    def forward(self, patches: Tensor | None, grids: Tensor) -> Tensor | ItemRows:
+    def forward(
+        self, patches: Tensor | None, items: Tensor | PreparedItems[P]
+    ) -> Tensor | ItemRows:
         """The items' rows on the last stage; under sequence parallelism this rank's part of them.
 
         Other stages return hidden states (T', 1, (1 + l)·D): the last block's, then those of the l
         ``level_blocks`` so far.
 
-        patches: (P, C) in the tower's dtype on the first stage, else None. grids: (I, 3) int64.
+        patches: (P, C) in the tower's dtype on the first stage, else None. items: as prepared, or
+        their grids (I, 3) int64 on the host, which are then prepared here.
         Under sequence parallelism every rank gets all of both.
 
         With no items the rows are (0, (1 + L)·H) and still part of the graph, so that every
         parameter gets its (zero) gradient and data-parallel hooks fire.
         """
-        tokens = self.num_tokens(grids)
-        in_all = self._tokens_with_blank(grids)
-        num_blank = (in_all - sum(tokens)) // self.tokens_per_row
-        with_blank = grids
-        if num_blank:
-            with_blank = torch.cat((grids, torch.tensor([self.blank_grid(num_blank)])))
-        packed = self.pack(with_blank)
+        if isinstance(items, Tensor):
+            items = self.prepare(items, partial(send, device=next(self.parameters()).device))
+        packed, in_all = items.packed, items.num_tokens
         if self.is_first_stage:
             assert patches is not None, "the first stage needs patches"
-            num_inputs = int(grids.prod(1).sum())
-            assert len(patches) == num_inputs, f"{len(patches)} patches in grids of {num_inputs}"
+            needed = items.num_inputs
+            assert len(patches) == needed, f"{len(patches)} patches in grids of {needed}"
             hidden = [self.embed(patches, packed)[:, None, :]]
         else:
             assert self._received is not None, "a later stage needs the previous one's output"
@@ -295,10 +342,9 @@ class Tower[P](nn.Module):
         if not self.is_last_stage:
             return torch.cat(hidden, dim=-1) if len(hidden) > 1 else hidden[0]
         rows = self.project(hidden, packed)
-        if not tokens:
+        if not items.sizes:
             return ItemRows(rows[:0], (), self.part.count)
-        sizes = [own // self.tokens_per_row for own in tokens]
-        return ItemRows(rows, self.part.rows_per_item(sizes, len(rows)), self.part.count)
+        return ItemRows(rows, self.part.rows_per_item(items.sizes, len(rows)), self.part.count)
 
     def _run_blocks(self, hidden: list[Tensor], packed: P) -> list[Tensor]:
         """hidden: (T', 1, D) each: the blocks' input, then outputs of earlier ``level_blocks``."""

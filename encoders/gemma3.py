@@ -12,6 +12,7 @@ patches per row, N = P/M rows, H language hidden.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from encoders._hf import block_norms, both, check_processor
 from encoders._patches import PackedPatches, PatchTower, frame_pairs, patch_counts
 from encoders._tower import SequencePart, TowerSettings, build_tower, check_grid
 from mimo.bounds import Crops, Means, Rows, Side, SideRatio, Stds
-from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, agree, expect
@@ -201,15 +201,23 @@ class Gemma3Tower(PatchTower):
         if ctx.is_last_stage:
             self.projector = Projector(settings, config, output_size, self.part)
 
+    def pack(self, grids: Tensor) -> PackedPatches:
+        """On the first stage with the number of each learned position that this rank adds."""
+        packed = super().pack(grids)
+        if self.pos_embed is None:
+            return packed
+        side, places = self.settings.patches_per_side, packed.places
+        # Blank patches lie outside the image; any position will do for them.
+        index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
+        return replace(packed, lookups=(self.part.own(index, len(index)),))
+
     def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
         """patches (P, C) -> (P', D), with their learned positions added."""
         assert self.patch_embed is not None
         assert self.pos_embed is not None
-        side, places = self.settings.patches_per_side, packed.places
-        # Blank patches lie outside the image; any position will do for them.
-        index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
-        own, index = (self.part.own(x, packed.num_patches) for x in (patches, index))
-        return self.patch_embed(own) + self.pos_embed(send(index, self.pos_embed.weight.device))
+        (index,) = packed.lookups
+        own = self.part.own(patches, packed.num_patches)
+        return self.patch_embed(own) + self.pos_embed(index)
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Hidden states (P', 1, D) -> rows (N', H)."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -39,7 +40,6 @@ from encoders._patches import (
 )
 from encoders._tower import TowerSettings, build_tower, check_grid
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, RotaryBase, Side, Stds
-from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
@@ -193,10 +193,10 @@ class GridPositions(nn.Module):
         self.side = side
         self.weight = nn.Parameter(torch.empty(side * side, hidden_size, dtype=dtype))
 
-    def forward(self, places: Tensor, sizes: Tensor) -> Tensor:
-        """Row and column of each patch and its image's height and width, in patches -> (P, D).
+    def corners(self, places: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """The four positions around each patch, int64, and their shares, fp32: both (4, P).
 
-        places, sizes: (P, 2) int64 on the CPU.
+        places, sizes: (P, 2) int64, row and column of each patch, and its image's height and width.
         """
         exact = places.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
         low = exact.floor()
@@ -206,10 +206,12 @@ class GridPositions(nn.Module):
         # Every pair of a row's and a column's tap: (2, 2, P).
         index = taps[:, None, :, 0] * self.side + taps[None, :, :, 1]
         share = weights[:, None, :, 0] * weights[None, :, :, 1]
-        device = self.weight.device
-        corners = nn.functional.embedding(send(index.flatten(0, 1), device), self.weight)
-        mixed = (corners * send(share.flatten(0, 1), device)[..., None]).sum(0)
-        return mixed.to(self.weight.dtype)
+        return index.flatten(0, 1), share.flatten(0, 1)
+
+    def forward(self, index: Tensor, share: Tensor) -> Tensor:
+        """Both (4, P), of `corners` -> (P, D)."""
+        corners = nn.functional.embedding(index, self.weight)
+        return (corners * share[..., None]).sum(0).to(self.weight.dtype)
 
 
 class LevelMerger(nn.Module):
@@ -271,15 +273,21 @@ class Qwen3VLTower(PatchTower):
         head_size = size // settings.num_attention_heads
         self.rope = PatchRope(head_size, settings.rotary_base)
 
+    def pack(self, grids: Tensor) -> PackedPatches:
+        """On the first stage with the learned positions around each of this rank's patches."""
+        packed = super().pack(grids)
+        if self.pos_embed is None:
+            return packed
+        sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
+        own = (self.part.own(values, len(values)) for values in (packed.places, sizes))
+        return replace(packed, lookups=self.pos_embed.corners(*own))
+
     def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
         """patches (P, C) -> (P', D), with their learned positions added."""
         assert self.patch_embed is not None
         assert self.pos_embed is not None
-        grids = packed.grids
-        sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
-        values = (patches, packed.places, sizes)
-        own, place, size = (self.part.own(x, packed.num_patches) for x in values)
-        return self.patch_embed(own) + self.pos_embed(place, size)
+        own = self.part.own(patches, packed.num_patches)
+        return self.patch_embed(own) + self.pos_embed(*packed.lookups)
 
     def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
         """Frames, and the patches' rotary positions."""

@@ -40,7 +40,6 @@ from encoders._patches import (
 )
 from encoders._tower import TowerSettings, build_tower, check_grid
 from mimo.bounds import LayerIndex, Means, Patches, Pixels, Rate, RotaryBase, Side, Stds
-from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
@@ -261,8 +260,11 @@ class QwenVLTower(PatchTower):
         packed = super().pack(grids)
         if self.side is None:
             return packed
-        order = WindowOrder.of(packed.places, packed.frames, self.merge_size, self.side)
-        return replace(packed, order=order)
+        frames = packed.segments.lengths
+        order = WindowOrder.of(packed.places, frames, self.merge_size, self.side)
+        device = packed.places.device
+        segments = engine.WindowedSegments.from_both(frames, order.lengths, device)
+        return replace(packed, segments=segments, places=order.sort(packed.places), order=order)
 
     def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
         """patches (P, C) -> (P', D)."""
@@ -273,13 +275,7 @@ class QwenVLTower(PatchTower):
 
     def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
         """Frames, the windows that they are cut into, and the patches' rotary positions."""
-        if packed.order is None:
-            return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
-        segments = engine.WindowedSegments.from_both(
-            packed.frames, packed.order.lengths, self.rope.inv_freq.device
-        )
-        positions = self.rope(packed.order.sort(packed.places))
-        return {"packed_seq_params": segments, "rotary_pos_emb": positions}
+        return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Hidden states (P', 1, D) -> rows (N', H)."""
@@ -295,8 +291,7 @@ class QwenVLTower(PatchTower):
         """
         if self.part.count > 1:
             rows = engine.gather_sequence(rows, self.tp_group)
-        back = order.rows.argsort()
-        return rows[send(self.part.own(back, len(back)), rows.device)]
+        return rows[self.part.own(order.back, len(order.back))]
 
 
 def build(

@@ -14,8 +14,8 @@ H language hidden. A prime marks this rank's part.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from data.media.audio import FRAMES_PER_TOKEN, AudioClips
 from encoders._hf import both
-from encoders._tower import Tower, TowerSettings, build_tower, check_grid
+from encoders._tower import PackedItems, Tower, TowerSettings, build_tower, check_grid
 from mimo.bounds import Epsilon, ItemSeconds, MelBins, Patches
-from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.keymap import Weight
@@ -117,31 +116,6 @@ def num_levels(settings: Settings) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Clips:
-    """The clips of a forward as integers on the CPU.
-
-    lengths: tokens of each. places: (T,) number of each token in its clip. frames, tokens: (P, 3)
-    and (T, 3), the `neighbours` that outputs of the first and second convolution see.
-    """
-
-    lengths: list[int]
-    places: Tensor
-    frames: Tensor
-    tokens: Tensor
-
-    @classmethod
-    def of(cls, num_frames: Tensor) -> Clips:
-        """num_frames: (I,) int64, the even number of frames of each clip."""
-        lengths = num_frames // FRAMES_PER_TOKEN
-        return cls(
-            lengths=lengths.tolist(),
-            places=torch.cat([torch.arange(length) for length in lengths.tolist()]),
-            frames=neighbours(num_frames, stride=1),
-            tokens=neighbours(num_frames, stride=FRAMES_PER_TOKEN),
-        )
-
-
 def neighbours(lengths: Tensor, stride: int) -> Tensor:
     """Inputs that each output of a convolution over items of these ``lengths`` (I,) sees.
 
@@ -162,7 +136,7 @@ class ItemConvolution(nn.Conv1d):
     def forward(self, values: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
         """values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
         padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 picks this last one
-        inputs = padded[send(seen, values.device)].flatten(1)
+        inputs = padded[seen].flatten(1)
         weight = self.weight.transpose(1, 2).flatten(1)
         return nn.functional.gelu(nn.functional.linear(inputs, weight, self.bias))
 
@@ -175,7 +149,7 @@ def sinusoids(places: Tensor, size: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
-class WhisperTower(Tower[Clips]):
+class WhisperTower(Tower[PackedItems]):
     """Frames of many clips -> rows of the language model's size."""
 
     def __init__(
@@ -199,7 +173,6 @@ class WhisperTower(Tower[Clips]):
             self.projector = engine.ParallelMLP(
                 config, ctx.groups, stacked, stacked, output_size, nn.functional.gelu
             )
-        self.register_buffer("_here", torch.zeros(0), persistent=False)  # knows the device
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
         """Frames of silence."""
@@ -209,31 +182,34 @@ class WhisperTower(Tower[Clips]):
         """Half as many as frames."""
         return (grids.prod(1) // FRAMES_PER_TOKEN).tolist()
 
-    def pack(self, grids: Tensor) -> Clips:
-        """Lengths, and what the convolutions see."""
-        return Clips.of(grids.prod(1))
+    def pack(self, grids: Tensor) -> PackedItems:
+        """Each clip is a segment. On the first stage with what each convolution sees, numbers of
+        frames and then of the first one's outputs, and the positions of this rank's tokens.
+        """
+        num_frames = grids.prod(1)
+        lengths = self.num_tokens(grids)
+        segments = engine.PackedSegments.from_lengths(lengths, grids.device)
+        if self.conv1 is None:
+            return PackedItems(segments=segments)
+        tokens = neighbours(num_frames, stride=FRAMES_PER_TOKEN)
+        places = torch.cat([torch.arange(length) for length in lengths])
+        own, places = (self.part.own(values, len(tokens)) for values in (tokens, places))
+        first, end = int(own[own >= 0].min()), int(own.max()) + 1
+        frames = neighbours(num_frames, stride=1)[first:end]
+        positions = sinusoids(places, self.config.hidden_size).to(self.conv1.weight.dtype)
+        lookups = (frames, torch.where(own >= 0, own - first, -1), positions)
+        return PackedItems(segments=segments, lookups=lookups)
 
-    def embed(self, patches: Tensor, packed: Clips) -> Tensor:
+    def embed(self, patches: Tensor, packed: PackedItems) -> Tensor:
         """Frames (P, C) -> this rank's tokens (T', D), from just the frames they depend on."""
         assert self.conv1 is not None, "the first stage embeds"
         assert self.conv2 is not None, "the first stage embeds"
-        length = len(packed.tokens)
-        own, places = self.part.own(packed.tokens, length), self.part.own(packed.places, length)
-        first, end = int(own[own >= 0].min()), int(own.max()) + 1
+        frames, seen, positions = packed.lookups
         # Blank clips at the end are silence, as is what lies beyond a clip's ends.
-        frames = packed.frames[first:end]
-        frames = torch.where(frames < len(patches), frames, -1)
-        hidden = self.conv1(patches, frames)
-        hidden = self.conv2(hidden, torch.where(own >= 0, own - first, -1))
-        positions = sinusoids(places, hidden.shape[1])
-        return hidden + send(positions.to(hidden.dtype), hidden.device)
+        hidden = self.conv1(patches, torch.where(frames < len(patches), frames, -1))
+        return self.conv2(hidden, seen) + positions
 
-    def stack_inputs(self, packed: Clips) -> dict[str, Any]:
-        """Each clip is a segment."""
-        device = self.get_buffer("_here").device
-        return {"packed_seq_params": engine.PackedSegments.from_lengths(packed.lengths, device)}
-
-    def project(self, hidden: list[Tensor], packed: Clips) -> Tensor:
+    def project(self, hidden: list[Tensor], packed: PackedItems) -> Tensor:
         """Tokens stacked into rows, and through the projector."""
         assert self.projector is not None, "the last stage projects"
         stacked = hidden[0].reshape(-1, self.tokens_per_row * hidden[0].shape[-1])

@@ -152,11 +152,13 @@ class EncoderFamily[S: EncoderSettings](Protocol):
         ctx: process groups and dtype. output_size: H.
 
         The module has ``config``, Megatron's `TransformerConfig`; ``set_input_tensor([hidden])``,
-        called by the schedule with what the previous stage sent, None on the first; and
-        ``forward(patches, grids)``:
+        called by the schedule with what the previous stage sent, None on the first;
+        ``prepare(grids, copy)``, all host work of a forward, done ahead in another thread, where
+        ``copy`` brings a host tensor to the device; ``stage_shapes(items)``, the `StageShapes` of
+        prepared items; and ``forward(patches, items)``:
 
         - patches: (P, C) in ``ctx.dtype`` on the first pipeline stage, else None.
-        - grids: (I, 3) int64, every item as (t, h, w) in patches.
+        - items: as prepared, or their grids, (I, 3) int64, every item as (t, h, w) in patches.
         - on the last stage it returns `bridge.ItemRows`: values (N, (1 + L)·H), the embeddings and
           every level side by side, and how many rows each item became, counted on what was
           computed; the counts are compared with the plan before anything is sent. On other stages

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,12 +54,12 @@ class LanguageBatch:
 class EncoderBatch:
     """Items that an encoder of this rank encodes in one go.
 
-    patches: (P, C) in the encoder's dtype, on its first stage; else None. grids: (I, 3) int64, on
-    the host, where towers read them.
+    patches: (P, C) in the encoder's dtype, on its first stage; else None. items: what the tower's
+    `prepare` made of them.
     """
 
     patches: Tensor | None
-    grids: Tensor
+    items: Any
 
 
 def stage_lane(
@@ -112,8 +113,9 @@ def _stage_segments(
     return staged
 
 
-def stage_items(items: Sequence[EncoderItems], staging: Staging) -> EncoderBatch:
-    """The items of one microbatch, or of several that are encoded in one go."""
+def stage_items(items: Sequence[EncoderItems], tower: Any, staging: Staging) -> EncoderBatch:
+    """The items of one microbatch, or of several that ``tower`` encodes in one go."""
     parts = [part for own in items for part in own.patches or ()]
     grids = np.concatenate([own.grids for own in items])
-    return EncoderBatch(staging.join(parts) if parts else None, torch.from_numpy(grids))
+    prepared = tower.prepare(torch.from_numpy(grids), staging.copy)
+    return EncoderBatch(staging.join(parts) if parts else None, prepared)

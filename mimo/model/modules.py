@@ -104,8 +104,8 @@ class MimoModel:
         encoders = {}
         for name, own in items.items():
             size = self._group_size(len(own)) if name in self._colocated_encoders() else 1
-            starts = range(0, len(own), size)
-            encoders[name] = [stage_items(own[start : start + size], staging) for start in starts]
+            tower, starts = self.modules[name].raw[0], range(0, len(own), size)
+            encoders[name] = [stage_items(own[at : at + size], tower, staging) for at in starts]
         return language, encoders
 
     def run(
@@ -171,7 +171,7 @@ class MimoModel:
 
         def forward_step(batches: Iterator[tuple[int, EncoderBatch]], chunk: nn.Module):
             number, own = next(batches)
-            output = chunk(own.patches, own.grids)
+            output = chunk(own.patches, own.items)
             if not senders:
                 return output, pass_token
             rows = _flat_embeddings(output, senders, range(number, number + 1))
@@ -184,7 +184,7 @@ class MimoModel:
         tower = cast("Any", module.raw[0])
         shapes = []
         if module.groups.pp.size() > 1:
-            shapes = [tower.stage_shapes(own.grids) for own in items]
+            shapes = [tower.stage_shapes(own.items) for own in items]
         with torch.set_grad_enabled(module.trains and not forward_only):
             run_schedule(
                 forward_step,
@@ -247,7 +247,7 @@ class MimoModel:
         """
         module = self.modules[name]
         with torch.set_grad_enabled(module.trains and not forward_only):
-            made = module.chunks[0](items.patches, items.grids)
+            made = module.chunks[0](items.patches, items.items)
             bridges = self._colocated_of(name)
             rows = _flat_embeddings(made, bridges, group)
         for bridge, own_rows in zip(bridges.values(), rows, strict=True):

@@ -9,17 +9,25 @@ most 1e-5 of their largest element.
 
 from __future__ import annotations
 
+import importlib
+import sys
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from encoders._tower import SequencePart, Tower, TowerSettings, build_tower
+import mimo.device
+from data import Part
+from encoders._tower import PackedItems, SequencePart, Tower, TowerSettings, build_tower
 from mimo.engines import megatron as engine
+from mimo.families.registry import encoder_families
 from tests import lone_module
 from tests.conftest import RunRanks
 from tests.lone_module import TowerOptions, noise
+from tests.mimo.families.test_contracts import settings_of
 from tests.tower_reference import TOLERANCE
 
 NUM_MELS = 6
@@ -41,8 +49,15 @@ class Settings(TowerSettings):
     pass
 
 
-class SoundTower(Tower[list[int]]):
-    """Frames (P, C) of sounds; packed: the frames of each, blank ones included."""
+@dataclass(frozen=True, kw_only=True)
+class Sounds(PackedItems):
+    """frames: of each sound, blank ones included."""
+
+    frames: list[int]
+
+
+class SoundTower(Tower[Sounds]):
+    """Frames (P, C) of sounds."""
 
     def __init__(self, settings: Settings, config: Any, ctx: engine.ModuleContext) -> None:
         super().__init__(config, ctx, tokens_per_row=2)
@@ -62,21 +77,17 @@ class SoundTower(Tower[list[int]]):
     def num_tokens(self, grids: Tensor) -> list[int]:
         return (grids[:, 0] // 2).tolist()
 
-    def pack(self, grids: Tensor) -> list[int]:
-        return grids[:, 0].tolist()
+    def pack(self, grids: Tensor) -> Sounds:
+        segments = engine.PackedSegments.from_lengths(self.num_tokens(grids), grids.device)
+        return Sounds(segments=segments, frames=grids[:, 0].tolist())
 
-    def embed(self, patches: Tensor, packed: list[int]) -> Tensor:
+    def embed(self, patches: Tensor, packed: Sounds) -> Tensor:
         assert self.stem is not None
-        padded = nn.functional.pad(patches, (0, 0, 0, sum(packed) - len(patches)))
-        tokens = torch.cat([self.stem(item.T).T for item in padded.split(packed)])
+        padded = nn.functional.pad(patches, (0, 0, 0, sum(packed.frames) - len(patches)))
+        tokens = torch.cat([self.stem(item.T).T for item in padded.split(packed.frames)])
         return self.part.own(nn.functional.gelu(tokens), len(tokens))
 
-    def stack_inputs(self, packed: list[int]) -> dict[str, Any]:
-        lengths = [frames // 2 for frames in packed]
-        device = next(self.parameters()).device
-        return {"packed_seq_params": engine.PackedSegments.from_lengths(lengths, device)}
-
-    def project(self, hidden: list[Tensor], packed: list[int]) -> Tensor:
+    def project(self, hidden: list[Tensor], packed: Sounds) -> Tensor:
         assert self.projector is not None
         return self.projector(hidden[0].reshape(-1, 2, hidden[0].shape[-1]).mean(1))
 
@@ -153,3 +164,78 @@ def test_items_have_the_rows_that_were_produced_in_turn(
     ranks: int, held: int, rows_per_item: tuple[int, ...]
 ) -> None:
     assert SequencePart(ranks, 0).rows_per_item(list(ROWS), held) == rows_per_item
+
+
+WINDOWS = {"window_size": 28, "full_attention_layers": (1,), "num_layers": 2}
+
+
+def run_prepared(
+    rank: int, name: str, given: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], list[int], list[str]]:
+    """Rows and gradients of two items by their grids, and of the same prepared, the number of
+    copies, and what ``forward`` asked of the host in the second run.
+    """
+    family = importlib.import_module(f"encoders.{name}")
+    settings = settings_of(family).model_copy(update=given).scaled_down(1, 1)
+    tower = family.build(settings, lone_module._context(1, False), OUTPUT_SIZE, lone_module.SEED)
+    processor, rng = settings.processor(), np.random.default_rng(0)
+    parts, planned = [], []
+    for _ in range(2):
+        decoded = processor.decode(processor.random_file(rng))
+        part = Part(processor.size_of(decoded))
+        planned.append(processor.plan(part).grid)
+        parts.append(processor.item_patches([decoded], part, 0))
+    patches, grids = torch.from_numpy(np.concatenate(parts)), torch.tensor(planned)
+    tower.set_input_tensor([None])
+
+    def forward_backward(items: Any) -> list[Tensor]:
+        tower.zero_grad()
+        rows = tower(patches, items).values
+        rows.square().sum().backward()
+        return [rows.detach(), *(param.grad.clone() for param in tower.parameters())]
+
+    by_grids = forward_backward(grids)
+    copies: list[int] = []
+    prepared = tower.prepare(grids, lambda host: (copies.append(host.numel()), host.clone())[1])
+    asked: list[str] = []
+    _note_calls(asked, tower)
+    return by_grids, forward_backward(prepared), copies, asked
+
+
+def _note_calls(asked: list[str], tower: Any) -> None:
+    """Write down each call that plans or packs on the host, or copies to the device."""
+
+    def noted(called: Any, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            asked.append(name)
+            return called(*args, **kwargs)
+
+        return call
+
+    from mimo.engines.megatron.layers.attention_plan import LayerForm
+
+    owners: list[tuple[Any, str]] = [(LayerForm, "plan"), (tower, "pack"), (tower, "prepare")]
+    owners += [
+        (module, name)
+        for module in [*sys.modules.values()]
+        for name in ("send", "send_together")
+        if vars(module).get(name) is getattr(mimo.device, name) and module is not mimo.device
+    ]
+    owners += [(torch, name) for name in ("tensor", "arange", "from_numpy")]
+    for owner, name in owners:
+        setattr(owner, name, noted(getattr(owner, name), f"{name} of {owner}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [*((name, {}) for name in encoder_families()), ("qwen_vl", WINDOWS)],
+)
+def test_a_forward_of_prepared_items_only_gives_the_device_work(
+    run_ranks: RunRanks, name: str, given: dict[str, Any]
+) -> None:
+    ((by_grids, prepared, copies, asked),) = run_ranks(run_prepared, 1, name, given)
+    assert asked == []
+    assert len(copies) == 1
+    assert copies[0] > 0
+    for got, expected in zip(prepared, by_grids, strict=True):
+        assert torch.equal(got, expected)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mimo.engines.megatron.notices import leave_out_notices
 
 if TYPE_CHECKING:
+    from mimo.engines.megatron.attention import forms_in
     from mimo.engines.megatron.config import (
         LocalAttention,
         ModuleContext,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mimo.engines.megatron.layers.rope import ContiguousMRope, InterleavedMRope
     from mimo.engines.megatron.layers.windows import WindowedSegments
     from mimo.engines.megatron.schedule import StageShapes
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.engines.megatron.segments import PackedSegments, brought
     from mimo.engines.megatron.sequence import gather_sequence
     from mimo.engines.megatron.stack import ModuleSpec, ParallelMLP, build_stack, layers_here
 
@@ -46,8 +47,10 @@ _HOME = {
     "TransformerConfig": "config",
     "WindowedSegments": "layers.windows",
     "ZeroCenteredRMSNorm": "layers.norms",
+    "brought": "segments",
     "build_gpt": "language",
     "build_stack": "stack",
+    "forms_in": "attention",
     "gather_sequence": "sequence",
     "initialize_parameters": "initialize",
     "layers_here": "stack",
@@ -71,8 +74,10 @@ __all__ = [
     "TransformerConfig",
     "WindowedSegments",
     "ZeroCenteredRMSNorm",
+    "brought",
     "build_gpt",
     "build_stack",
+    "forms_in",
     "gather_sequence",
     "initialize_parameters",
     "layers_here",

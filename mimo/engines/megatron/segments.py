@@ -8,6 +8,7 @@ followed by chunk 2·C-1-r of each segment in order (zigzag: causal work is even
 
 from __future__ import annotations
 
+import copy as copying
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -117,7 +118,7 @@ def bounds_of(lengths: Sequence[int]) -> Tensor:
 
 
 def brought(plan: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """The same frozen dataclasses and tuples with all their tensors brought by one ``copy``.
+    """The same dataclasses, tuples and dicts with all their tensors brought by one ``copy``.
 
     A tensor that stands in several places stays one tensor.
     """
@@ -132,6 +133,8 @@ def _tensors(plan: Any) -> Iterator[Tensor]:
     elif isinstance(plan, tuple):
         for part in plan:
             yield from _tensors(part)
+    elif isinstance(plan, dict):
+        yield from _tensors(tuple(plan.values()))
     elif is_dataclass(plan):
         for one in fields(plan):
             yield from _tensors(getattr(plan, one.name))
@@ -142,8 +145,13 @@ def _replaced(plan: Any, sent: dict[int, Tensor]) -> Any:
         return sent[id(plan)]
     if isinstance(plan, tuple):
         return tuple(_replaced(part, sent) for part in plan)
+    if isinstance(plan, dict):
+        return {key: _replaced(part, sent) for key, part in plan.items()}
     if is_dataclass(plan) and not isinstance(plan, type):
-        return type(plan)(**{f.name: _replaced(getattr(plan, f.name), sent) for f in fields(plan)})
+        made = copying.copy(plan)
+        for one in fields(plan):
+            object.__setattr__(made, one.name, _replaced(getattr(plan, one.name), sent))
+        return made
     return plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -90,13 +91,20 @@ def test_bounds_of_segments_that_are_one_tensor_stay_one_tensor() -> None:
     assert sum(tensor.dtype is torch.int32 for tensor in copied) == 1
 
 
+class GridsOnly:
+    """A tower that needs nothing but grids."""
+
+    def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+        return copy(grids)
+
+
 def test_items_of_several_microbatches_become_one_batch_in_order() -> None:
     parts = [torch.full((n, 2), float(n)) for n in (0, 3, 1, 2)]
     grids = np.array([[1, 1, n] for n in (3, 1, 2)])
     items = [EncoderItems(parts[:3], grids[:2]), EncoderItems([parts[0], parts[3]], grids[2:])]
-    batch = stage_items(items, Staging(None))
+    batch = stage_items(items, GridsOnly(), Staging(None))
     assert batch.patches is not None
     assert batch.patches.tolist() == [[3.0] * 2] * 3 + [[1.0] * 2] + [[2.0] * 2] * 2
-    assert batch.grids.tolist() == grids.tolist()
-    later_stage = stage_items([EncoderItems(None, grids)], Staging(None))
+    assert batch.items.tolist() == grids.tolist()
+    later_stage = stage_items([EncoderItems(None, grids)], GridsOnly(), Staging(None))
     assert later_stage.patches is None
