@@ -158,21 +158,29 @@ def _when_encoding(strike: Callable[[Tensor, Tensor], Call | None], struck: Path
     from encoders._tower import Tower
     from mimo.model.modules import MimoModel
 
-    run, forward, step = MimoModel.run, Tower.forward, -1
+    run, prepare, forward, step = MimoModel.run, Tower.prepare, Tower.forward, -1
+    prepared = []
 
     def count_steps(self, *args, **settings):
         nonlocal step
         step += 1
         return run(self, *args, **settings)
 
-    def forward_or_strike(self, patches, grids):
-        other = strike(patches, grids) if step == 1 and not struck.exists() else None
+    def prepare_and_note(self, grids, copy):
+        prepared.append((prepare(self, grids, copy), grids))
+        return prepared[-1][0]
+
+    def forward_or_strike(self, patches, items):
+        other = None
+        if step == 1 and not struck.exists():
+            other = strike(patches, next(grids for found, grids in prepared if found is items))
         if other is None:
-            return forward(self, patches, grids)
+            return forward(self, patches, items)
         struck.touch()
         return forward(self, *other)
 
-    MimoModel.run, Tower.forward = count_steps, forward_or_strike  # type: ignore[method-assign]
+    MimoModel.run, Tower.prepare = count_steps, prepare_and_note  # type: ignore[method-assign]
+    Tower.forward = forward_or_strike  # type: ignore[method-assign]
 
 
 def _swap_items(patches: Tensor, grids: Tensor) -> Call | None:
