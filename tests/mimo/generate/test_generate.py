@@ -275,6 +275,7 @@ def _generate_from_bad_input(rank: int, folder: Path) -> None:
         Generator(folder).answer([replace(request, name="sample 'a' of b.tar")], 1)
 
 
+@pytest.mark.slow
 def test_generate_without_a_checkpoint_says_what_to_give(tmp_path: Path) -> None:
     done = mimo("generate", tmp_path, "--prompt", "what is this ?")
     assert done.returncode == 2

@@ -51,7 +51,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "layout",
-    quick(LAYOUTS, "cp2 tp2 with sp", "encoder output cut over tp2", "colocated with other tp"),
+    quick(LAYOUTS, "cp2 tp2 with sp"),
 )
 def test_both_deliveries_give_the_same_forward_bit_for_bit_and_the_same_gradients(
     run_ranks: RunRanks, recipe: Path, layout: str
@@ -73,6 +73,7 @@ def test_both_deliveries_give_the_same_forward_bit_for_bit_and_the_same_gradient
     assert worst[name] <= 1e-6, f"gradient of {name}: error {worst[name]:.2e}"
 
 
+@pytest.mark.slow
 def test_bf16_on_the_wire_stays_within_its_own_rounding(run_ranks: RunRanks, recipe: Path) -> None:
     overrides = ["language.grid.dp=2", "train.micro_batch_size=2"]
     exact, rounded = (

@@ -68,9 +68,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_recipe(directory)
 
 
-@pytest.mark.parametrize(
-    "layout", quick(LAYOUTS, "cp2 tp2 with sp", "colocated pp2, stages unlike")
-)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "cp2 tp2 with sp"))
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     check(run_ranks, recipe, ranks, [*FAMILY, *overrides])

@@ -202,7 +202,8 @@ def test_steps_with_levels_equal_those_of_one_rank(
     check(run_ranks, recipe, ranks, [LAYERS, *overrides])
 
 
-@pytest.mark.parametrize("layout", quick(TWO_ENCODERS, "mixed, pp2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TWO_ENCODERS)
 def test_steps_with_levels_of_two_encoders_equal_those_of_one_rank(
     run_ranks: RunRanks, two_encoder_recipe: Path, layout: str
 ) -> None:

@@ -53,6 +53,7 @@ def test_validation_passes_levels_on_without_gradients(
     assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_answers_depend_on_the_levels_of_an_image(run_ranks: RunRanks, recipe: Path) -> None:
     run(run_ranks, recipe, LAYERS, *DISJOINT, "language.grid.pp=2", "train.steps=1")
     (differs,) = run_ranks(_logits_with_and_without_levels, 1, recipe.parent / "runs" / "tiny")

@@ -100,6 +100,7 @@ def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout
     ],
     ids=["its layout", "tp2 with sp, pp2"],
 )
+@pytest.mark.slow
 def test_the_verifier_passes_a_recipe_with_windows(
     run_ranks: RunRanks, tmp_path: Path, grids: list[str]
 ) -> None:

@@ -129,7 +129,8 @@ def test_a_damaged_checkpoint_is_refused_before_a_rank_starts(recipe: Path) -> N
         Request(recipe, resume_from=checkpoint).check(None).begin()
 
 
-@pytest.mark.parametrize("precision", quick(["fp32", "bf16"], "bf16"))
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_checkpoint_of_one_layout_resumes_in_another(
     run_ranks: RunRanks, recipe: Path, precision: str
 ) -> None:
@@ -146,6 +147,7 @@ def test_checkpoint_of_one_layout_resumes_in_another(
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
 
 
+@pytest.mark.slow
 def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

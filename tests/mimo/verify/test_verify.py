@@ -66,8 +66,6 @@ def check(verifier: Verifier, cell: Cell) -> None:
     quick_values(
         {cell.name: cell for cell in REPRESENTATIVE},
         "dp2 → cp2 pp2 · distributed optimizer · gathered late",
-        "dp2 → cp2 pp2 vpp2",
-        "dp3 → tp2 sp pp2 · unpacked · recompute",
         "colocated → tp2 cp2 · adapters · recompute",
         "dp3 + colocated → tp2 sp · recompute",
     ),

@@ -56,6 +56,7 @@ def test_an_equal_layout_ends_with_0_and_every_error_in_the_json(
     assert 0 < max(errors) <= 1e-5
 
 
+@pytest.mark.slow
 def test_every_phase_is_compared_on_its_own_layout_with_its_own_freezing(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -302,8 +302,6 @@ def check_fault_is_found(verifier: Verifier, case: Case) -> None:
     quick(
         CASES,
         "encoder gradients averaged over unequal lanes",
-        "segments lost on a middle stage",
-        "gradients of one cp rank only",
         "slices of adapters under sp not summed",
     ),
 )

@@ -94,6 +94,7 @@ def printed(result: CellResult) -> str:
     return stream.getvalue()
 
 
+@pytest.mark.slow
 def test_what_fp64_does_not_show_is_rounding(verifier: Verifier, tmp_path: Path) -> None:
     result = run(verifier, ONE_RANK, round_gradients_in_fp32)
     assert result.passed
