@@ -6,7 +6,7 @@ from bridge.colocated import ColocatedBridge
 from bridge.communicator import BridgeReceiver, BridgeSender
 from bridge.flat import FlatEmbeddings, ItemRows, split_sizes_of
 from bridge.levels import LevelReceiver, split_levels, take_chunk
-from bridge.plan import BridgePlan, Exchange, lower_bound_rows
+from bridge.plan import BridgePlan, Exchange
 from bridge.runs import ItemRuns
 from bridge.shard_map import (
     LaneSegments,
@@ -42,7 +42,6 @@ __all__ = [
     "assign_items",
     "check_plans",
     "imbalance",
-    "lower_bound_rows",
     "replicated_destination",
     "sharded_destination",
     "split_levels",

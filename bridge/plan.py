@@ -215,21 +215,3 @@ def _exchange(peer: Ints, local: Ints, length: Ints) -> Exchange:
         counts=tuple(counts.tolist()),
         index=np.repeat(local, length) + count_up(length),
     )
-
-
-def lower_bound_rows(runs: ItemRuns, source: Source, destination: ShardMap) -> int:
-    """Rows that must reach a rank that does not hold them, by looking at every single row.
-
-    No plan from ``source`` to ``destination`` can move fewer. For benchmarks and tests: it is
-    written row by row, independently of the plan, and is as slow as that sounds.
-    """
-    item = np.repeat(np.arange(runs.rows.size), runs.rows)
-    number = count_up(runs.rows)
-    holders = source.holders(runs.source_lane[item], runs.source_offsets()[item] + number)
-    missing = 0
-    for copy in range(destination.copies):
-        lane = runs.destination_lane[item] * destination.copies + copy
-        line = destination.lane_start[lane] + runs.position[item] + number
-        rank = destination.rank[np.searchsorted(destination.start, line, side="right") - 1]
-        missing += int((holders != rank[:, None]).all(axis=1).sum())
-    return missing

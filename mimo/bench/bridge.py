@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,10 +24,11 @@ from mimo.bench.bridge_planning import (
     measure_balance,
     time_plan,
 )
-from mimo.bench.bridge_report import Report, machine, notes
+from mimo.bench.bridge_report import Report, notes
 from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_tables import print_tables
 from mimo.bench.bridge_workload import Case
+from mimo.bench.outcome import RanksFailed, conclude, machine, open_console
 from mimo.errors import InputError
 from mimo.launch.ranks import launch, warm_up
 
@@ -41,7 +43,6 @@ CASES = (
     Case(encoder_tp=1, encoder_lanes=1, language_tp=2, language_lanes=2),
     Case(encoder_tp=1, encoder_lanes=1, language_tp=4, language_lanes=1, sp=False),
 )
-_WIDTH = 140
 _SECOND_SIZE = 4  # how many times fewer rows the second size has
 
 
@@ -50,14 +51,6 @@ def check_rows(rows: int, cases: Sequence[Case] = CASES) -> None:
     step = _SECOND_SIZE * max(case.lanes_once for case in cases)
     if rows < 4 * step or rows % step:
         raise InputError(f"--rows: got {rows}, needs a multiple of {step} from {4 * step} on")
-
-
-class RanksFailed(RuntimeError):
-    """The ranks of a comparison failed and said why; `exit_code` is theirs."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(f"the ranks of the benchmark failed with exit code {exit_code}")
-        self.exit_code = exit_code
 
 
 def contest(case: Case, rows: int, hidden: int, repeats: int, rival: Rival) -> Contest:
@@ -138,23 +131,10 @@ def main(
 ) -> int:
     """Measure, print, draw and judge; returns 1 when a bound is missed."""
     check_rows(rows, cases)
-    # In a file, tables may be as wide as they need.
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    console = open_console()
     try:
         report = measure(rows, hidden, repeats, cases, console)
     except RanksFailed as failed:
         return failed.exit_code
     print_tables(report, console)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(report, picture)
-    print(f"picture: {picture}")
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(report.to_json())
-        print(f"figures: {json_path}")
-    missed = [bound for bound in report.bounds if not bound.holds]
-    for bound in missed:
-        print(f"missed: {bound}")
-    kept = len(report.bounds) - len(missed)
-    print(f"bounds_kept={kept} bounds_missed={len(missed)}")
-    return 1 if missed else 0
+    return conclude(report.bounds, partial(draw, report), picture, report.to_json(), json_path)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from mimo.bench.bridge_planning import PLAN_RANKS, Balance, PlanTime
 from mimo.bench.bridge_result import Contest
+from mimo.bench.outcome import Bound, median_ratio
 
 JUDGED_TP = 4  # of the language model, with SP
 _BYTES_OVER_BOUND = 1.01
@@ -16,31 +15,6 @@ _FASTER_FORWARD = 5.0
 _FASTER_BOTH = 3.0
 _PLAN_MS = 5.0
 _IMBALANCE_OVER_BOUND = 1.05
-
-
-@dataclass(frozen=True)
-class Bound:
-    """One promise: `value` at most, or at least, `limit`."""
-
-    name: str
-    value: float
-    limit: float
-    at_most: bool
-
-    @property
-    def holds(self) -> bool:
-        """Whether it was kept."""
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
-
-    def __str__(self) -> str:
-        """For example `plan for 1024 ranks, ms: 3.1, at most 5`."""
-        way = "at most" if self.at_most else "at least"
-        return f"{self.name}: {self.value:.4g}, {way} {self.limit:g}"
-
-
-def median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """Median over alternating pairs of runs: how many times longer theirs took."""
-    return statistics.median(t / o for t, o in zip(theirs, ours, strict=True))
 
 
 def bounds(

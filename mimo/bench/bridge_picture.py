@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mimo.bench.bridge_bounds import median_ratio
 from mimo.bench.bridge_report import Report
 from mimo.bench.bridge_result import Contest
+from mimo.bench.outcome import median_ratio
 
 OURS, THEIRS, OTHER, BOUND = "#1f6feb", "#d4722b", "#8b949e", "#222222"
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
-from mimo.bench.bridge_bounds import Bound, median_ratio
 from mimo.bench.bridge_planning import Balance, PlanTime
 from mimo.bench.bridge_result import Contest
+from mimo.bench.outcome import Bound, median_ratio
 from mimo.device import backend
 
 
@@ -42,17 +39,6 @@ class Report:
         for bound, entry in zip(self.bounds, found["bounds"], strict=True):
             entry["holds"] = bound.holds
         return json.dumps(found, indent=1) + "\n"
-
-
-def machine() -> dict[str, Any]:
-    """The machine and software that the figures depend on."""
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "megatron-core": version("megatron-core"),
-        "backend": backend(),
-    }
 
 
 def notes() -> list[str]:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from mimo.bench.bridge_bounds import Bound, median_ratio
 from mimo.bench.bridge_planning import Balance, PlanTime
 from mimo.bench.bridge_report import Report
 from mimo.bench.bridge_result import Contest
+from mimo.bench.outcome import Bound, median_ratio
 
 
 def print_tables(report: Report, console: Console) -> None:

@@ -147,6 +147,7 @@ def _take_turns(
         if len(losses) > 1:
             seconds.append(ended - started)
             processor_seconds.append(time.process_time() - used)
+        print(f"[{number + 1}/{len(order)}] {name}: {ended - started:.1f} s", flush=True)
         turns.set(f"turn {number}", "1")
     return took
 

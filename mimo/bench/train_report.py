@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mimo.bench.bridge_bounds import Bound, median_ratio
 from mimo.bench.bridge_tables import bounds_table, table_of
+from mimo.bench.outcome import Bound, median_ratio
 from mimo.bench.train_result import PADDED_BATCH, Contestant, Overhead, Steps
 
 _FASTER_EQUAL = 1.15

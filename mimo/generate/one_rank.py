@@ -88,7 +88,7 @@ class LocalModel:
         recipe = one_rank_recipe(recipe, freeze)
         topology = build_topology(one_rank_layout(recipe))
         self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial, provided)
-        self.num_tokens: int = cast("Any", self.language).num_tokens
+        self.num_tokens: int = cast("Any", self.language).output_layer.num_tokens
         self.device = self.model.device
 
     @classmethod

@@ -8,7 +8,7 @@ Letters: B sequences (1 for packed) of S tokens on this lane, P patches of C num
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.batch import PackedLane
 from mimo.device import Staging
-from mimo.engines.megatron.segments import AttentionForm, PackedSegments
+from mimo.engines.megatron.segments import AttentionForm, PackedSegments, brought
 from mimo.families.item_rules import ItemRules
 from mimo.model.partition import PartitionAdapter
 from mimo.step.loader import EncoderItems
@@ -81,6 +81,7 @@ def stage_lane(
         segments = PackedSegments.from_lengths(
             lane.lengths, torch.device("cpu"), lane.real_lengths, rules.seen_whole(lane)
         )
+        segments.prepare(forms)
     ids, labels, loss_mask = (
         torch.from_numpy(own).view(batch, -1)
         for own in (lane.input_ids, lane.labels, lane.loss_mask)
@@ -96,21 +97,8 @@ def stage_lane(
         position_ids=staging.copy(positions),
         labels=staging.copy(torch.from_numpy(labels.numpy().T.ravel()[loss_at])),
         loss_at=staging.copy(torch.from_numpy(loss_at)),
-        segments=None if segments is None else _stage_segments(segments, forms, staging),
+        segments=brought(segments, staging.copy),
     )
-
-
-def _stage_segments(
-    segments: PackedSegments, forms: Collection[AttentionForm], staging: Staging
-) -> PackedSegments:
-    """The same with its tensors on the device; fields that share one still do."""
-    found = {own.name: getattr(segments, own.name) for own in fields(segments) if own.init}
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    copies = {id(tensor): tensor for tensor in tensors.values()}
-    copies = {key: staging.copy(tensor) for key, tensor in copies.items()}
-    staged = replace(segments, **{name: copies[id(tensor)] for name, tensor in tensors.items()})
-    staged.prepare(forms, staging.copy)
-    return staged
 
 
 def stage_items(items: Sequence[EncoderItems], tower: Any, staging: Staging) -> EncoderBatch:

@@ -152,7 +152,7 @@ class Presence(StepObserver):
                 return
 
     def _find(self) -> tuple[str, list[int]] | None:
-        """Who is to blame, in words, and their ranks; None if no rank is behind this one."""
+        """Who is to blame, in words, and their ranks; None if none is further back."""
         deadline = time.monotonic() + self._lost_seconds + self._beat_seconds
         while True:
             if failed := [one for one in self._others() if one.failure]:

@@ -12,14 +12,34 @@ from hypothesis import strategies as st
 
 from bridge import (
     BridgePlan,
+    ItemRuns,
     LaneSegments,
     SequenceShardedSource,
+    ShardMap,
+    Source,
     assign_items,
     imbalance,
-    lower_bound_rows,
     sharded_destination,
 )
+from bridge.runs import count_up
 from tests.bridge.layouts import Case, Traffic, cases, filled, simulate
+
+
+def lower_bound_rows(runs: ItemRuns, source: Source, destination: ShardMap) -> int:
+    """Rows that must reach a rank that does not hold them, by looking at every single row.
+
+    No plan from ``source`` to ``destination`` can move fewer.
+    """
+    item = np.repeat(np.arange(runs.rows.size), runs.rows)
+    number = count_up(runs.rows)
+    holders = source.holders(runs.source_lane[item], runs.source_offsets()[item] + number)
+    missing = 0
+    for copy in range(destination.copies):
+        lane = runs.destination_lane[item] * destination.copies + copy
+        line = destination.lane_start[lane] + runs.position[item] + number
+        rank = destination.rank[np.searchsorted(destination.start, line, side="right") - 1]
+        missing += int((holders != rank[:, None]).all(axis=1).sum())
+    return missing
 
 
 def crossing_rows(plan: BridgePlan, rank: int | None = None) -> int:

@@ -25,10 +25,7 @@ class LanguageModel(GPTModel):
 
     Under context parallelism token ids, labels and embeddings are this rank's share; positions
     are those of the whole sequence.
-    num_tokens: of the tokenizer; the embedding's other rows only pad the vocabulary.
     """
-
-    num_tokens: int
 
     def forward(
         self,
@@ -120,7 +117,6 @@ def build_gpt(
         vp_stage=ctx.chunk,
     )
     cast("Any", model).rotary_pos_emb = rotary()
-    model.num_tokens = shape.num_tokens
     if ctx.is_last_stage:
         Head.adopt(model.output_layer, shape.num_tokens)
     if ctx.lora is not None:

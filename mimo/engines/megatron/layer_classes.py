@@ -3,9 +3,7 @@
 With Transformer Engine a layer has its linears and norms under the names of ours, so checkpoints
 and key maps work with and without it. Its linear with a norm inside would save a pass over the
 hidden states, but it keeps the norm's weight under the linear's name. A linear with an adapter
-stays Megatron's own, in 16 bits. Transformer Engine overlaps tensor-parallel communication only
-for microbatches of one fixed length on groups that tile the whole world, which modules with their
-own ranks and packed sequences are not, so there is no key for it.
+stays Megatron's own, in 16 bits.
 """
 
 from __future__ import annotations
@@ -27,31 +25,30 @@ def linear_classes(config: TransformerConfig, lora: LoRA | None) -> dict[str, An
     """The class of each linear of a layer, by its name in `LoRA.targets`."""
     column, row = ColumnParallelLinear, RowParallelLinear
     if layers_of(config.params_dtype).transformer_engine:
-        column, row = (partial(_adding_to_main_grad, one) for one in _transformer_engine()[:2])
-    classes: dict[str, Any] = {"qkv": column, "proj": row, "fc1": column, "fc2": row}
-    adapted = {
-        "qkv": LoRAColumnParallelLinear,
-        "proj": LoRARowParallelLinear,
-        "fc1": LoRAColumnParallelLinear,
-        "fc2": LoRARowParallelLinear,
+        te = _transformer_engine()
+        column = partial(_adding_to_main_grad, te.TEColumnParallelLinear)
+        row = partial(_adding_to_main_grad, te.TERowParallelLinear)
+    columns, rows = (column, LoRAColumnParallelLinear), (row, LoRARowParallelLinear)
+    kinds = {"qkv": columns, "proj": rows, "fc1": columns, "fc2": rows}
+    targets = frozenset() if lora is None else lora.targets
+    return {
+        name: partial(adapted, lora=lora) if name in targets else plain
+        for name, (plain, adapted) in kinds.items()
     }
-    for target in () if lora is None else lora.targets:
-        classes[target] = partial(adapted[target], lora=lora)
-    return classes
 
 
 def norm_of(config: TransformerConfig) -> Any:
     """The class of a layer's norms."""
     if layers_of(config.params_dtype).transformer_engine:
-        return _transformer_engine()[2]
+        return _transformer_engine().TENorm
     return norm_class(config)
 
 
-def _transformer_engine() -> tuple[Any, Any, Any]:
-    """Megatron's wrappers: column- and row-parallel linear, norm. Importing them needs a GPU."""
-    from megatron.core.extensions import transformer_engine as te
+def _transformer_engine() -> Any:
+    """Megatron's wrappers of its layers. Importing them needs a GPU."""
+    from megatron.core.extensions import transformer_engine
 
-    return te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm
+    return transformer_engine
 
 
 def _adding_to_main_grad(linear: Any, *args: Any, config: TransformerConfig, **options: Any) -> Any:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from mimo.bench import bridge as bench
-from mimo.bench.bridge_bounds import Bound, bounds, median_ratio
+from mimo.bench.bridge_bounds import bounds
 from mimo.bench.bridge_contest import compete
 from mimo.bench.bridge_planning import Balance, PlanTime, build_plan, measure_balance, plan_case
 from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_workload import Case, Workload
+from mimo.bench.outcome import Bound, median_ratio
 from mimo.bench.received import count_received
 from mimo.cli import app
 from mimo.layout.groups import build_topology

@@ -224,6 +224,11 @@ class VarlenBlocks:
         """Keys or values (T, G, D) of the lane -> those of the blocks end to end."""
         return x if self.rows is None else gather_rows(x, self.rows)
 
+    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        """What every variable-length kernel takes first."""
+        keys, values, bounds = self.keys_of(k), self.keys_of(v), self.key_bounds
+        return q, keys, values, self.query_bounds, bounds, self.most_queries, self.most_keys
+
 
 def varlen_blocks(blocks: AttentionBlocks) -> VarlenBlocks:
     """Host tensors."""
@@ -252,13 +257,7 @@ def _flash_attn(
     scale: float,
 ) -> Tensor:
     found = function(
-        q,
-        blocks.keys_of(k),
-        blocks.keys_of(v),
-        blocks.query_bounds,
-        blocks.key_bounds,
-        blocks.most_queries,
-        blocks.most_keys,
+        *blocks.arguments(q, k, v),
         softmax_scale=scale,
         causal=blocks.causal,
         window_size=blocks.window,
@@ -292,13 +291,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: f
     from torch.nn.attention.varlen import varlen_attn
 
     output = varlen_attn(
-        q,
-        blocks.keys_of(k),
-        blocks.keys_of(v),
-        blocks.query_bounds,
-        blocks.key_bounds,
-        blocks.most_queries,
-        blocks.most_keys,
+        *blocks.arguments(q, k, v),
         scale=scale,
         window_size=blocks.window,
         enable_gqa=q.shape[1] != k.shape[1],

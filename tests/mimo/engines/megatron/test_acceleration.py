@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,7 +220,8 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
         ).sum()
 
     plain = build()
-    layer_classes._transformer_engine = lambda: (Column, Row, Norm)
+    stand_in = SimpleNamespace(TEColumnParallelLinear=Column, TERowParallelLinear=Row, TENorm=Norm)
+    layer_classes._transformer_engine = lambda: stand_in
     choice = LayerChoice(True, False, False, "a stand-in")
     layer_classes.layers_of = lambda dtype: choice
     stood_in = build()
