@@ -166,9 +166,10 @@ def test_the_search_for_words_finds_them(checked: str, word: str, tmp_path: Path
 
 def _words(path: Path) -> Iterator[tuple[str, str]]:
     """Every word of a file, in strings and comments too; in lower case unless all capitals."""
+    name = _name(path)
     for number, line in enumerate(path.read_text().splitlines(), 1):
         for word in re.findall(r"[A-Za-z_]+", line):
-            yield f"{_name(path)}:{number}", word if word.isupper() else word.lower()
+            yield f"{name}:{number}", word if word.isupper() else word.lower()
 
 
 def _name(path: Path) -> str:

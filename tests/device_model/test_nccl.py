@@ -122,9 +122,7 @@ def check(result: CellResult) -> None:
     "cell",
     quick_values(
         WITH_BRIDGE,
-        "dp2 → pp2",
         "pp2 → pp3",
-        "1 rank → pp2 vpp2",
         "dp3 + colocated → tp2 sp · recompute",
     ),
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import quick_values
 from tests.mimo import tiny
 from tests.mimo.recipe.test_bad_recipes import BOMB
 
@@ -36,9 +37,9 @@ def peak_bytes(arguments: list[str]) -> tuple[int, str, str, int]:
     return process.returncode, out, err, usage.ru_maxrss * 1024
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+BAD_INPUT = {
+    " ".join(arguments)[:40]: arguments
+    for arguments in (
         ["check", "{bomb}"],
         ["check", "{recipe}", "language.grid.pp=1000000000000"],
         ["check", "{recipe}", "train.global_batch_size=1000000000000000"],
@@ -56,8 +57,18 @@ def peak_bytes(arguments: list[str]) -> tuple[int, str, str, int]:
         ],
         ["generate", "{folder}", "--prompt", "x", "--fps", "nan"],
         ["tiny", "qwen3_vl", "{folder}/out", "--seed", str(2**70)],
-    ],
-    ids=lambda arguments: " ".join(arguments)[:40],
+    )
+}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    quick_values(
+        BAD_INPUT,
+        "check {bomb}",
+        "train {recipe} language.model.hidden_size=1048576"[:40],
+        "generate {folder} --prompt x --fps nan",
+    ),
 )
 def test_the_command_line_refuses_bad_input(tmp_path: Path, arguments: list[str]) -> None:
     bomb, recipe = tmp_path / "bomb.yaml", tiny.write_recipe(tmp_path)

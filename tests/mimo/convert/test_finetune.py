@@ -15,7 +15,6 @@ from mimo.convert import to_hf
 from mimo.generate.evaluate import Answered, answer_split
 from mimo.hf.recipes import load_recipe
 from mimo.hf.transformers_processor import load_processor
-from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import runs
 from tests.mimo.hf import folders
@@ -59,7 +58,8 @@ def answer_in_transformers(folder: Path, questions: list[Answered]) -> list[str]
     return answers
 
 
-@pytest.mark.parametrize("family", quick(folders.FAMILIES, "qwen3_vl"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", folders.FAMILIES)
 def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
     run_ranks: RunRanks, digits: Path, tmp_path: Path, family: str
 ) -> None:

@@ -213,7 +213,15 @@ def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepa
     assert idle == [idle[0]] * 4
 
 
-@pytest.mark.parametrize(("ahead", "most"), [(0, (0, 1)), (1, (1, 1)), (2, (1, 2)), (4, (3, 2))])
+@pytest.mark.parametrize(
+    ("ahead", "most"),
+    [
+        pytest.param(0, (0, 1), marks=pytest.mark.slow),
+        pytest.param(1, (1, 1), marks=pytest.mark.slow),
+        (2, (1, 2)),
+        pytest.param(4, (3, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_as_many_steps_wait_as_the_recipe_says_and_two_at_most_are_staged(
     run_ranks: RunRanks, recipe: Path, ahead: int, most: tuple[int, int]
 ) -> None:

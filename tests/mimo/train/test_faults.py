@@ -234,6 +234,7 @@ def test_killed_encoder_rank_is_the_cause_and_its_peer_says_what_it_waited_for(
     assert ended.seconds < TIMEOUT_SECONDS, "nobody needs to wait for the timeout"
 
 
+@pytest.mark.slow
 def test_stalled_peer_ends_the_run_with_edge_microbatch_peer_rows_and_samples(
     run_with: Callable[..., Ended],
 ) -> None:

@@ -19,7 +19,6 @@ from mimo.layout.build import build_layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.step.dataset import open_dataset
 from mimo.verify.results import RankSteps, Shard
-from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import metrics
@@ -71,7 +70,8 @@ def expected_rate(step: int, peak: float) -> float:
     return peak * (0.25 + 0.75 * (1 + math.cos(math.pi * (step - 3) / 5)) / 2)
 
 
-@pytest.mark.parametrize("state", quick(["whole", "shared out"], "shared out"))
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["whole", "shared out"])
 def test_every_group_follows_the_schedule_also_across_a_resume(
     run_ranks: RunRanks, recipe: Path, state: str
 ) -> None:

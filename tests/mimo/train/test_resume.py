@@ -210,7 +210,9 @@ def test_adapters_of_a_checkpoint_are_not_left_out_without_a_word(
         run(run_ranks, recipe, *settings, "train.steps=2", resume_from=checkpoint)
 
 
-@pytest.mark.parametrize(("before", "after"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(64, 128), pytest.param(128, 64, marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_with_another_number_of_vocabulary_rows_is_refused(
     run_ranks: RunRanks, recipe: Path, before: int, after: int
 ) -> None:

@@ -67,7 +67,6 @@ def check(verifier: Verifier, cell: Cell) -> None:
         {cell.name: cell for cell in REPRESENTATIVE},
         "dp2 → cp2 pp2 · distributed optimizer · gathered late",
         "colocated → tp2 cp2 · adapters · recompute",
-        "dp3 + colocated → tp2 sp · recompute",
     ),
 )
 def test_a_layout_of_the_matrix_takes_the_steps_of_one_rank(

@@ -152,6 +152,7 @@ def names_drawn(run_ranks: RunRanks, recipe: Recipe, start: Start) -> set[str]:
     return {name.partition(":")[2] for one in found for name in one}
 
 
+@pytest.mark.slow
 def test_weights_of_a_checkpoint_are_not_drawn_but_what_it_lacks_is(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
