@@ -15,12 +15,8 @@ Not seen: work of other threads, in which nothing is labelled.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,19 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from mimo.engines.megatron.cpu import CudaToCpu
-
-Kind = Literal["error", "wait", "blocking copy", "object collective"]
+from tests.device_model.events import Record, frames
 
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
-_ROOT = Path(__file__).parents[2]
-# Of torch and of helpers: who calls them says more.
-_SKIPPED_FRAMES = (
-    "/torch/",
-    "/tests/device_model/shadow",
-    "/engines/megatron/cpu.py",
-    "/mimo/device.py",
-)
 
 # Their results have as many elements as the values say.
 _DATA_DEPENDENT = {
@@ -63,59 +50,6 @@ _OBJECT_COLLECTIVES = {
     "send_object_list",
     "recv_object_list",
 }
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that a device would have noticed.
-
-    what: the operation. site: the innermost line of Megatron's, if it is one, and of ours.
-    step, activity: what the rank was doing, see `mimo.train.observer`.
-    """
-
-    kind: Kind
-    what: str
-    site: str
-    step: int
-    activity: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.what} at {self.site} (step {self.step}, {self.activity})"
-
-
-@dataclass
-class Record:
-    """How often each event happened on one rank, and what the rank is doing now."""
-
-    events: Counter[Event] = field(default_factory=Counter)
-    step: int = -1
-    activity: str = "setup"
-
-    def note(self, kind: Kind, what: str) -> None:
-        """Count one event at the current line."""
-        self.events[Event(kind, what, _site(), self.step, self.activity)] += 1
-
-
-def _site() -> str:
-    """Like ``megatron/core/x.py:1 < mimo/y.py:2``, innermost first."""
-    found: list[str] = []
-    for frame in _frames():
-        name = frame.f_code.co_filename
-        if any(part in name for part in _SKIPPED_FRAMES):
-            continue
-        if name.startswith(str(_ROOT)) and "site-packages" not in name:
-            found.append(f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno}")
-            break
-        if not found:
-            found.append(f"{name.split('site-packages/')[-1]}:{frame.f_lineno}")
-    return " < ".join(found)
-
-
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 class Labels:
@@ -233,7 +167,7 @@ class _Operations(TorchDispatchMode):
                 self.record.note("wait", f"data-dependent shape of a mask in {name}")
 
     def _check_collective(self, name: str, func: Any, args: Any, held: list[bool]) -> None:
-        calls = {f.f_code.co_name for f in _frames() if "distributed_c10d" in f.f_code.co_filename}
+        calls = {f.f_code.co_name for f in frames() if "distributed_c10d" in f.f_code.co_filename}
         if name == "c10d::barrier":
             named = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
             if not named.get("device_ids"):

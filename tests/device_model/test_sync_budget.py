@@ -27,7 +27,7 @@ from tests.mimo.model.test_levels_parity import DISJOINT, LAYERS
 from tests.mimo.runs import ADAM
 
 if TYPE_CHECKING:  # Megatron takes long to import, and only ranks need it
-    from tests.device_model.shadow import Event
+    from tests.device_model.events import Event
 
     Events = Counter[Event]
 
