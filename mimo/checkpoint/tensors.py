@@ -35,7 +35,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FILE = re.compile(r"tensors_[0-9]+\.safetensors")
 _CHUNK_BYTES = 1 << 22
-"""Bytes on their way between a tensor and a file at a time."""
+"""Bytes that are copied between a tensor and a file at a time."""
 
 
 @dataclass(frozen=True)
