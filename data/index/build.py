@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, cast
@@ -19,7 +18,8 @@ from data.index.samples import (
     listed,
     make_index,
 )
-from data.index.tar_shards import Member, MemberFile, RawSample, match_shards, scan_shard
+from data.index.shards import find_shards
+from data.index.tar_shards import Member, MemberFile, RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.messages import Mention, MessagesError, PlaceholderError, UnknownMediaError
@@ -44,10 +44,10 @@ def build_index(
     """
     media = sorted(processors)
     assert media == sorted(chat.placeholders), "every media has a placeholder and a processor"
-    shards = match_shards(pattern)
+    shards = find_shards(pattern)
     suffixes = sorted({suffix for one in processors.values() for suffix in one.suffixes})
     fingerprint = index_fingerprint(pattern, shards, chat, processors)
-    total_bytes = sum(os.path.getsize(path) for path in shards)
+    total_bytes = sum(shard.size for shard in shards)
     keys: list[str] = []
     item_counts: list[int] = []
     columns: dict[str, list[float]] = {name: [] for name in DTYPES}
@@ -55,7 +55,8 @@ def build_index(
     mismatched: list[str] = []
     unknown: list[str] = []
     bytes_before = 0
-    for number, path in enumerate(shards):
+    for number, shard in enumerate(shards):
+        path = shard.path
         with open(path, "rb") as file:
             for count, raw in enumerate(scan_shard(path, suffixes)):
                 try:
@@ -79,7 +80,7 @@ def build_index(
                     _append(columns, file_of_sample)
                 if progress is not None and count % _PROGRESS_EVERY == 0:
                     progress(bytes_before + read.sample["json_offset"], total_bytes)
-        bytes_before += os.path.getsize(path)
+        bytes_before += shard.size
         if progress is not None:
             progress(bytes_before, total_bytes)
     problems = []
@@ -102,7 +103,9 @@ def build_index(
         )
     if problems:
         raise ValueError("\n".join(problems))
-    return make_index(shards, media, keys, item_counts, columns, skipped, fingerprint)
+    return make_index(
+        [shard.path for shard in shards], media, keys, item_counts, columns, skipped, fingerprint
+    )
 
 
 def _tokens(chat: ChatTokenizer) -> set[str]:

@@ -19,7 +19,7 @@ def column(
     found = np.empty(len(number), np.int64)
     for one in np.unique(source).tolist():
         own = source == one
-        found[own] = getattr(indexes[one], name)[number[own]]
+        found[own] = indexes[one].column(name, number[own])
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from data.index.build import count_loss_tokens, parse_messages
 from data.index.samples import Index, Processors
+from data.index.shards import ShardFile
 from data.media.processor import Grid, Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 
@@ -39,7 +39,7 @@ class SampleReader:
     def __init__(self, index: Index, chat: ChatTokenizer, processors: Processors) -> None:
         self.index, self.chat, self.processors = index, chat, processors
         self._lock = threading.Lock()
-        self._open_shards: OrderedDict[int, _Shard] = OrderedDict()
+        self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
         self._plans: dict[tuple[str, Part], PartPlan] = {}  # one for all items of a long video
 
     def messages(self, sample: int) -> list[dict[str, object]]:
@@ -65,7 +65,7 @@ class SampleReader:
         own = index.items_of_sample(sample)
         items = slice(own.start, own.stop)
         messages, key = self.messages(sample), str(index.keys[sample])
-        parts = [item for item in own if index.item_number[item] == 0]
+        parts = index.parts_of_sample(sample)
         texts = [self._plan(item).text for item in parts]
         try:
             encoded = self.chat.encode(messages, index.item_rows[items].tolist(), key, texts)
@@ -172,11 +172,11 @@ class SampleReader:
             )
         return data
 
-    def _shard(self, number: int) -> _Shard:
+    def _shard(self, number: int) -> ShardFile:
         with self._lock:
             shard = self._open_shards.get(number)
             if shard is None:
-                shard = self._open_shards[number] = _Shard(self.index.shards[number])
+                shard = self._open_shards[number] = ShardFile(self.index.shards[number])
             self._open_shards.move_to_end(number)
             while len(self._open_shards) > _MAX_OPEN_SHARDS:
                 self._open_shards.popitem(last=False)
@@ -185,32 +185,4 @@ class SampleReader:
     def _unreadable(self, sample: int, file: int | None, reason: str) -> UnreadableSample:
         index = self.index
         item = None if file is None else file - index.files_of_sample(sample).start
-        return UnreadableSample(
-            index.shards[index.shard[sample]], str(index.keys[sample]), item, reason
-        )
-
-
-class _Shard:
-    """An open file that closes itself once nobody uses it.
-
-    Another thread may still be reading from it when it is pushed out of the cache.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._file = -1  # so that __del__ works when open() fails
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Bytes [offset, offset + size), fewer at the end of the file; shares no file position."""
-        parts: list[bytes] = []
-        while size > 0:
-            part = os.pread(self._file, size, offset)  # may return less than asked on network disks
-            if not part:
-                break
-            parts.append(part)
-            offset, size = offset + len(part), size - len(part)
-        return b"".join(parts)
-
-    def __del__(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
+        return UnreadableSample(index.shard_of(sample), index.key(sample), item, reason)

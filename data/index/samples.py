@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from data.index.tar_shards import pattern_root
+from data.index.shards import Shard, pattern_root
 from data.media.processor import Media, Part
 from data.text.chat import ChatTokenizer
 
@@ -68,6 +68,18 @@ class Index:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def column(self, name: str, numbers: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """The entries of a column for these samples, items or files, whichever it is of."""
+        return getattr(self, name)[numbers]
+
+    def key(self, sample: int) -> str:
+        """The name of a sample, unique in its shard."""
+        return str(self.keys[sample])
+
+    def shard_of(self, sample: int) -> str:
+        """The path of a sample's shard."""
+        return self.shards[int(self.shard[sample])]
+
     @property
     def num_items(self) -> int:
         """Items of all samples together."""
@@ -88,6 +100,10 @@ class Index:
     def items_of_sample(self, sample: int) -> range:
         """Its items, in order."""
         return range(int(self.item_start[sample]), int(self.item_start[sample + 1]))
+
+    def parts_of_sample(self, sample: int) -> list[int]:
+        """The first item of each of its content parts, in order."""
+        return [item for item in self.items_of_sample(sample) if self.item_number[item] == 0]
 
     def files_of_sample(self, sample: int) -> range:
         """Its files, in order."""
@@ -151,14 +167,14 @@ def make_index(
 
 
 def index_fingerprint(
-    pattern: str, shards: Sequence[str], chat: ChatTokenizer, processors: Processors
+    pattern: str, shards: Sequence[Shard], chat: ChatTokenizer, processors: Processors
 ) -> str:
     """Hex digest of all that an index depends on: tokenizer, template, processors, shards.
 
     Shards count by name and size, not by path, so that a data folder can be moved.
     """
     root = pattern_root(pattern)
-    files = [(os.path.relpath(path, root), os.path.getsize(path)) for path in shards]
+    files = [(os.path.relpath(shard.path, root), shard.size) for shard in shards]
     by_media = sorted((media, one.fingerprint()) for media, one in processors.items())
     parts = (INDEX_VERSION, chat.fingerprint(), by_media, files)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

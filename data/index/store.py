@@ -30,7 +30,7 @@ from data.index.samples import (
     index_fingerprint,
     make_index,
 )
-from data.index.tar_shards import match_shards, pattern_root
+from data.index.shards import find_shards, pattern_root
 from data.text.chat import ChatTokenizer
 
 _META = "meta.json"
@@ -135,7 +135,7 @@ def load_or_build_index(
                 f"shards of the index {directory} are missing: {', '.join(missing[:3])}{more}; put "
                 "them back, or delete that folder to go on with the shards that are left"
             )
-        expected = index_fingerprint(pattern, match_shards(pattern), chat, processors)
+        expected = index_fingerprint(pattern, find_shards(pattern), chat, processors)
         if meta is not None and meta["fingerprint"] == expected:
             try:
                 return load_index(directory)

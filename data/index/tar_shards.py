@@ -1,4 +1,4 @@
-"""Webdataset tar shards: which files a pattern names, and the samples in one file by byte offset.
+"""Webdataset tar shards: the samples in one file, by byte offset.
 
 A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
 items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention, whatever their media. Members
@@ -8,13 +8,11 @@ unpacked; even so, a name that leaves its folder (`../x.json`) makes a sample un
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import tarfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO
 
 _TAR_BLOCK = 512
@@ -61,31 +59,6 @@ class RawSample:
     json: Member | None = None
     items: dict[int, Member] = field(default_factory=dict)
     problem: str = ""
-
-
-def match_shards(pattern: str) -> tuple[str, ...]:
-    """Paths of the shards that a glob pattern names, sorted.
-
-    Raises ValueError when there are none.
-    """
-    shards = tuple(
-        sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-    )
-    if not shards:
-        hint = " Braces are not understood: use * or ?." if "{" in pattern else ""
-        raise ValueError(
-            f"no shard matches {pattern!r}: prepare the data first, or correct the path in the "
-            f"recipe.{hint}"
-        )
-    return shards
-
-
-def pattern_root(pattern: str) -> Path:
-    """The folder of a pattern: its longest leading part without a wildcard."""
-    parent = Path(pattern).parent
-    while glob.has_magic(str(parent)):
-        parent = parent.parent
-    return parent
 
 
 def scan_shard(path: str, suffixes: Collection[str]) -> Iterator[RawSample]:

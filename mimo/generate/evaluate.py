@@ -177,7 +177,7 @@ def _questions(dataset: Dataset, skipped: _Skipped) -> Iterator[_Question]:
             except UnreadableSample as error:
                 skipped.add(str(error))
                 continue
-            name = f"sample {str(reader.index.keys[sample])!r} of {_shard(reader, sample)}"
+            name = f"sample {reader.index.key(sample)!r} of {reader.index.shard_of(sample)}"
             yield _Question(
                 Request(messages[:-1], files, name),
                 pictures,
@@ -213,11 +213,10 @@ def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Any], lis
     index = reader.index
     messages = _question_and_answer(reader, sample)
     files, pictures = [], []
-    for item in index.items_of_sample(sample):
-        if index.item_number[item] == 0:  # the first item of a part stands for the part's files
-            own = [reader.decoded(item, file) for file in index.files_of_part(item)]
-            files += own
-            pictures += [reader.media(item).picture(file) for file in own]
+    for item in index.parts_of_sample(sample):
+        own = [reader.decoded(item, file) for file in index.files_of_part(item)]
+        files += own
+        pictures += [reader.media(item).picture(file) for file in own]
     return messages, files, pictures
 
 
@@ -225,8 +224,8 @@ def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
     """The messages of a sample. Raises UnreadableSample unless they end with an answer in text."""
     messages = reader.messages(sample)
     if problem := _not_a_question_with_answer(messages):
-        key = str(reader.index.keys[sample])
-        raise UnreadableSample(_shard(reader, sample), key, None, problem)
+        key = reader.index.key(sample)
+        raise UnreadableSample(reader.index.shard_of(sample), key, None, problem)
     return messages
 
 
@@ -245,10 +244,6 @@ def _not_a_question_with_answer(messages: Sequence[Message]) -> str:
     if item_parts(messages[-1:]):
         return "the last message has items: need an answer in text alone"
     return ""
-
-
-def _shard(reader: SampleReader, sample: int) -> str:
-    return reader.index.shards[reader.index.shard[sample]]
 
 
 def main(run: Path, split: str, max_new_tokens: int | None = None) -> int:

@@ -22,10 +22,10 @@ class Places:
 
     def __init__(self, reader: SampleReader, plan: StepPlan) -> None:
         index = reader.index
-        items = range(len(index.item_rows))
+        items = range(index.num_items)
         self._plan = plan
-        self._token_start = _starts(index.token_length)
-        self._row_start = _starts(index.item_rows)
+        self._token_start = _starts(index.column("token_length"))
+        self._row_start = _starts(index.column("item_rows"))
         self._patch_start = _starts([int(np.prod(reader.grid(item))) for item in items])
 
     def tokens(self, microbatch: int, lane: int, length: int) -> np.ndarray:

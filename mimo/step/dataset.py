@@ -32,7 +32,7 @@ class Dataset:
     def sample_keys(self, microbatch: GlobalMicrobatch) -> list[str]:
         """The keys of a microbatch's samples, lane after lane."""
         pairs = zip(microbatch.source.tolist(), microbatch.sample.tolist(), strict=True)
-        return [str(self.indexes[source].keys[sample]) for source, sample in pairs]
+        return [self.indexes[source].key(sample) for source, sample in pairs]
 
 
 def token_budget(recipe: Recipe) -> TokenBudget | None:

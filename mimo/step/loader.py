@@ -192,7 +192,7 @@ def pack_language(
                 rows = int(samples.item_rows[of_media].sum())
                 placeholders = int((sample.input_ids == token).sum())
                 if samples.loss_tokens[i] > 0 and rows != placeholders:
-                    key = reader.index.keys[samples.sample[i]]
+                    key = reader.index.key(int(samples.sample[i]))
                     raise ValueError(
                         f"sample {key!r}: {placeholders} {media} placeholder tokens, but its items "
                         f"encode to {rows} rows; the index does not fit the data"
