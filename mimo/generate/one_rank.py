@@ -51,6 +51,10 @@ def one_rank_layout(recipe: Recipe) -> Layout:
     )
 
 
+# Any machine answers, and prompts have any length.
+_ANYWHERE = {"fp8": "none", "tp_comm_overlap": False}
+
+
 def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
     """The recipe with one-rank grids and no recomputation, in the precision of its weights.
 
@@ -61,8 +65,7 @@ def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
         parts["freeze"] = True
     return recipe.model_copy(
         update={
-            # Any machine answers, and prompts have any length.
-            "train": recipe.train.model_copy(update={"fp8": "none"}),
+            "train": recipe.train.model_copy(update=_ANYWHERE),
             "language": recipe.language.model_copy(update=parts),
             "encoders": {
                 name: encoder.model_copy(update=parts) for name, encoder in recipe.encoders.items()

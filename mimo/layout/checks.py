@@ -15,6 +15,8 @@ def layout_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     yield from _tiling_problems(recipe, layout)
     yield from _colocation_problems(recipe, layout)
     yield from _size_problems(recipe, layout)
+    if recipe.train.tp_comm_overlap:
+        yield from _overlap_problems(recipe, layout)
 
 
 def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
@@ -97,6 +99,28 @@ def _unused(grids: Iterable[GridSpec], needed: int) -> list[int]:
     stops = [*(min(ranks.start, needed) for ranks in placed), needed]
     gaps = [range(*pair) for pair in zip(starts, stops, strict=True) if pair[0] < pair[1]]
     return sorted({gaps[0][0], gaps[-1][-1]}) if gaps else []
+
+
+def _overlap_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """What user buffers of Transformer Engine cannot be made for: see `make_user_buffers`."""
+    train, language, world = recipe.train, layout.language, layout.world_size
+    wanted = {
+        f"bf16, but train.precision is {train.precision}": train.precision == "bf16",
+        f"linears in 16 bits, but train.fp8 is {train.fp8}": train.fp8 == "none",
+        "linears without adapters, but language.lora has some": recipe.language.lora is None,
+        "sequences of one length; set data.tokens_per_microbatch": (
+            recipe.data.tokens_per_microbatch is not None
+        ),
+        f"tp above 1 with sp and no cp, but language.grid is {language}": (
+            language.tp > 1 and language.sp and language.cp == 1
+        ),
+        f"the language model on all {world} ranks, but it has {language.size}; colocate encoders": (
+            language.size == world
+        ),
+    }
+    for need, fulfilled in wanted.items():
+        if not fulfilled:
+            yield recipe.problem(("train", "tp_comm_overlap"), f"got true, which needs {need}")
 
 
 def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:

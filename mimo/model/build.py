@@ -28,6 +28,7 @@ from mimo.engines.megatron.parallel import (
     prepare_engine,
     wrap_data_parallel,
 )
+from mimo.engines.megatron.user_buffers import make_user_buffers
 from mimo.errors import RecipeError
 from mimo.families.dtypes import DTYPES
 from mimo.families.registry import (
@@ -40,11 +41,12 @@ from mimo.hf.initial import InitialWeights
 from mimo.layout.defaults import overlap_of
 from mimo.layout.grids import LANGUAGE, posted_ahead, run_ahead
 from mimo.layout.groups import Topology
+from mimo.layout.padding import fixed_tokens
 from mimo.model.flops import learning_names
 from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
-from mimo.model.recipe_checks import check_fp8_here
+from mimo.model.recipe_checks import check_device
 from mimo.recipe.schema import Encoder, Language, Recipe
 
 logger = logging.getLogger(__name__)
@@ -61,10 +63,10 @@ def build_model(
 
     initial: weights to start from. provided: parameters that the caller is about to fill, as
     ``<module>.<parameter>``. All others get freshly drawn values. Every rank of the world calls it.
-    Raises RecipeError for a tokenizer with more tokens than the model knows, and for 8-bit linears
-    that this rank's GPU does not have.
+    Raises RecipeError for a tokenizer with more tokens than the model knows, and for what this
+    rank's GPU does not have.
     """
-    check_fp8_here(recipe)
+    check_device(recipe)
     prepare_engine(recipe.train.seed)
     dtype = DTYPES[recipe.train.precision]
     settings = language_settings(recipe)
@@ -72,6 +74,10 @@ def build_model(
         num_tokens = settings.num_tokens(tokenizer_size)
     except ValueError as error:
         raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
+    if recipe.train.tp_comm_overlap:
+        tokens, tp = fixed_tokens(recipe, topology.layout), recipe.language.grid.tp
+        assert tokens is not None, "the overlap is checked with the layout"
+        make_user_buffers(tokens, settings.hidden_size, tp, dtype)
     groups_of_microbatches = {
         encoder.encode_group
         for encoder in recipe.encoders.values()
@@ -115,6 +121,7 @@ def build_model(
                 provided=frozenset(filled),
                 # Patches of encoders come in any number, which 8-bit kernels do not take.
                 fp8=recipe.train.fp8 if name == LANGUAGE else "none",
+                overlap_messages=recipe.train.tp_comm_overlap and name == LANGUAGE,
             )
             if name == LANGUAGE:
                 chunk = language_family(recipe).build(

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mimo.device import has_gpu, machine_memory
-from mimo.engines.megatron.acceleration import fp8_multiple, fp8_problem, this_machine
+from mimo.engines.megatron.acceleration import (
+    fp8_multiple,
+    fp8_problem,
+    overlap_problem,
+    this_machine,
+)
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
@@ -103,11 +108,16 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
             )
 
 
-def check_fp8_here(recipe: Recipe) -> None:
-    """Raise RecipeError unless this machine has what `train.fp8` needs; initialises its GPU."""
-    problem = fp8_problem(recipe.train.fp8, this_machine())
-    if problem is not None:
-        raise RecipeError(recipe.problem(("train", "fp8"), problem))
+def check_device(recipe: Recipe) -> None:
+    """Raise RecipeError unless this machine has what the recipe asks for; initialises its GPU."""
+    machine, train = this_machine(), recipe.train
+    found = {
+        "fp8": fp8_problem(train.fp8, machine),
+        "tp_comm_overlap": overlap_problem(machine) if train.tp_comm_overlap else None,
+    }
+    problems = [recipe.problem(("train", key), text) for key, text in found.items() if text]
+    if problems:
+        raise RecipeError(*problems)
 
 
 def check_data(recipe: Recipe) -> None:
@@ -140,11 +150,10 @@ def check_room(
 ) -> None:
     """Raise RecipeError if the ranks of this machine cannot hold a phase's model.
 
-    On GPUs each rank checks its GPU once it has one: see `mimo.train.rank`. So it does for
-    `train.fp8`, which without a GPU is refused here.
+    On GPUs each rank checks its GPU once it has one: see `mimo.train.rank` and `check_device`.
     """
     if not has_gpu():
-        phased.each(check_fp8_here)
+        phased.each(check_device)
     memory = None if has_gpu() else machine_memory()
     if memory is None:
         return

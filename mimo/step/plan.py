@@ -105,6 +105,7 @@ class StepPlanner:
     budget: of the tokens of a lane's microbatch; then it has as many samples as fit instead of
         ``micro_batch_size``. linear_tokens: a lane's load of L tokens in one sample is
         L · (linear_tokens + L): the length at which attention costs as much as everything else.
+    fixed_tokens: of every lane's sequence; None for those that its samples need.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class StepPlanner:
         tokens_on_rank: int = 1,
         budget: TokenBudget | None = None,
         linear_tokens: int = 0,
+        fixed_tokens: int | None = None,
     ) -> None:
         assert budget is None or packed, "a budget is of the tokens of one sequence"
         assert not any(isinstance(own, str) for own in media.values()), "media are tuples of names"
@@ -131,6 +133,7 @@ class StepPlanner:
         self._done = self._latest = done
         self.budget = budget
         self.linear_tokens = linear_tokens
+        self.fixed_tokens = fixed_tokens
         self.layout = layout
         self.media = media
         self.indexes = indexes
@@ -212,9 +215,11 @@ class StepPlanner:
 
         unusable: sample numbers in the step, the same on every rank.
         """
-        if self.layout.language.vpp > 1:  # interleaved stages need one length
-            longest = max(m.samples.longest_sequence for m in microbatches)
-            microbatches = [replace(m, samples=m.samples.padded_to(longest)) for m in microbatches]
+        tokens = self.fixed_tokens
+        if tokens is None and self.layout.language.vpp > 1:  # interleaved stages need one length
+            tokens = max(m.samples.longest_sequence for m in microbatches)
+        if tokens is not None:
+            microbatches = [replace(m, samples=m.samples.padded_to(tokens)) for m in microbatches]
         finished = []
         for first, planned in zip(first_samples(microbatches), microbatches, strict=True):
             numbers = range(first, first + planned.samples.num_samples)

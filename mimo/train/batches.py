@@ -35,6 +35,7 @@ from mimo.engines.megatron.acceleration import fp8_multiple
 from mimo.families.dtypes import DTYPES
 from mimo.layout.grids import LANGUAGE, num_microbatches
 from mimo.layout.groups import Topology
+from mimo.layout.padding import fixed_tokens
 from mimo.model.inputs import EncoderBatch, LanguageBatch
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe
@@ -119,6 +120,7 @@ class Batches:
             tokens_on_rank=fp8_multiple(recipe.train.fp8),
             budget=token_budget(recipe),
             linear_tokens=linear_tokens(recipe),
+            fixed_tokens=fixed_tokens(recipe, topology.layout),
         )
         self._num_prepared = 1 if ahead > 1 else 0  # while another batch is in use
         self._loader = StepLoader(

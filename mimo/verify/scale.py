@@ -136,6 +136,7 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
     found = [
         f"{precision} instead of {train.precision}" if train.precision != precision else "",
         f"no 8-bit linears (fp8: {train.fp8})" if train.fp8 != "none" else "",
+        "messages of linears are not overlapped" if train.tp_comm_overlap else "",
         f"learning rate {_LEARNING_RATE[optimizer]:g}{_of_modules(recipe)}, so that weights move",
         f"warm-up of {_WARMUP_STEPS} steps instead of {train.warmup_steps}"
         if train.warmup_steps
@@ -199,6 +200,7 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         "steps": NUM_STEPS + 1,  # the last step writes a checkpoint
         "precision": precision,
         "fp8": "none",
+        "tp_comm_overlap": False,
         "learning_rate": _scaled_rate(recipe, None),
         "warmup_steps": _WARMUP_STEPS if recipe.train.warmup_steps else 0,
         "adam_eps": _eps(recipe),

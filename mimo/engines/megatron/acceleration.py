@@ -99,6 +99,18 @@ def layers_of(dtype: torch.dtype) -> LayerChoice:
     return choice
 
 
+_NOT_INSTALLED = "Transformer Engine, but it is not installed; install transformer-engine[pytorch]"
+
+
+def overlap_problem(machine: Machine) -> str | None:
+    """Why a machine cannot do ``train.tp_comm_overlap``, and what to do; None if it can."""
+    if machine.capability is None:
+        return "got true, which needs GPUs, but this machine has none; set it to false"
+    if TRANSFORMER_ENGINE not in machine.installed:
+        return f"got true, which needs {_NOT_INSTALLED}, or set it to false"
+    return None
+
+
 # ---------------------------------------------------------------------------- FP8
 
 
@@ -146,10 +158,7 @@ def fp8_problem(fp8: str, machine: Machine) -> str | None:
     if machine.capability is None:
         return f"got {fp8}, which needs a GPU, but this machine has none; set it to none"
     if TRANSFORMER_ENGINE not in machine.installed:
-        return (
-            f"got {fp8}, which needs Transformer Engine, but it is not installed; install "
-            "transformer-engine[pytorch], or set it to none"
-        )
+        return f"got {fp8}, which needs {_NOT_INSTALLED}, or set it to none"
     if not wanted.lowest <= machine.capability < wanted.below:
         has = ".".join(map(str, machine.capability))
         work = [

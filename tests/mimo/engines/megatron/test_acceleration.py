@@ -27,7 +27,7 @@ from mimo.errors import RecipeError
 from mimo.generate.one_rank import one_rank_recipe
 from mimo.hf.recipes import load_recipe
 from mimo.layout.padding import sequence_multiple
-from mimo.model.recipe_checks import check_fp8_here, check_recipe
+from mimo.model.recipe_checks import check_device, check_recipe
 from tests import language_steps
 from tests.conftest import RunRanks
 from tests.lone_module import noise
@@ -334,7 +334,12 @@ def test_every_8_bit_recipe_is_one_of_megatron() -> None:
     assert fp8_flags("none") == {}
     for fp8 in FP8_RECIPES:
         config = TransformerConfig(
-            num_layers=1, hidden_size=16, num_attention_heads=1, bf16=True, **fp8_flags(fp8)
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=1,
+            bf16=True,
+            cuda_graph_modules=[],
+            **fp8_flags(fp8),
         )
         assert Fp8Recipe(config.fp8_recipe)
         assert config.fp8 in ("e4m3", "hybrid")
@@ -384,6 +389,6 @@ def test_8_bits_on_a_machine_without_a_gpu_are_refused_by_the_key(tmp_path: Path
         tiny.write_recipe(tmp_path), ["train.fp8=current", BF16, SIZES, "data.sequence_length=128"]
     )
     check_recipe(recipe, None)  # nothing else is wrong
-    check_fp8_here(one_rank_recipe(recipe, freeze=True))  # answering needs none
+    check_device(one_rank_recipe(recipe, freeze=True))  # answering needs none
     with pytest.raises(RecipeError, match=r"train\.fp8: got current, which needs a GPU"):
-        check_fp8_here(recipe)
+        check_device(recipe)

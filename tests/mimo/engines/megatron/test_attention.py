@@ -79,6 +79,7 @@ def core_attention(
 
     config = TransformerConfig(
         num_layers=1,
+        cuda_graph_modules=[],
         hidden_size=HEAD_SIZE,
         num_attention_heads=1,
         kv_channels=HEAD_SIZE,

@@ -114,6 +114,7 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
 
     config = TransformerConfig(
         num_layers=1,
+        cuda_graph_modules=[],
         hidden_size=GPU_HEADS * GPU_HEAD_SIZE,
         num_attention_heads=GPU_HEADS,
         num_query_groups=GPU_KV_HEADS,

@@ -140,6 +140,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(attention, "this_machine", lambda: machine)
         config = TransformerConfig(
             num_layers=1,
+            cuda_graph_modules=[],
             hidden_size=64,
             num_attention_heads=1,
             kv_channels=64,
