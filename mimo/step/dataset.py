@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from data.batch import GlobalMicrobatch
+from data.index.build import Progress, build_here
 from data.index.reader import SampleReader
 from data.index.samples import Index, Processors, check_lengths, check_rows
-from data.index.store import load_or_build_index
+from data.index.store import Build, load_or_build_index
 from data.media.processor import Media
 from data.order import SampleOrder
 from data.packing import TokenBudget
@@ -19,6 +21,8 @@ from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.recipe.schema import MediaTokens, Recipe, Source
 from mimo.recipe.source import Location, dotted
+
+SPLITS = ("sources", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -117,40 +121,67 @@ def open_dataset(
     split: str,
     chat: ChatTokenizer,
     processors: Processors,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    build: Build = build_here,
 ) -> Dataset | None:
     """A split ("sources", "validation" or "test"); None when the recipe names no shards for it.
 
-    Builds an index where there is none that fits.
+    build: how shards are indexed that are not yet.
     Raises RecipeError for missing shards, samples that are too long or have too many rows for a
     microbatch, and samples whose placeholders do not match their items or that have items which no
     encoder takes.
     """
-    sources: Sequence[Source] = getattr(recipe.data, split)
-    if not sources:
-        return None
+    indexes = open_indexes(recipe, split, chat, processors, progress, build)
+    return dataset_of(recipe, split, indexes, chat, processors) if indexes else None
+
+
+def sources_of(recipe: Recipe, split: str) -> Sequence[Source]:
+    """The sources of a split, which may have none."""
+    return getattr(recipe.data, split)
+
+
+def open_indexes(
+    recipe: Recipe,
+    split: str,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+    build: Build = build_here,
+) -> tuple[Index, ...]:
+    """The index of every source of a split; see `open_dataset`."""
     indexes, problems = [], []
-    for number, source in enumerate(sources):
+    for number, source in enumerate(sources_of(recipe, split)):
         try:
-            index = load_or_build_index(source.path, chat, processors, progress)
+            index = load_or_build_index(source.path, chat, processors, progress, build=build)
             check_lengths(index, recipe.data.sequence_length)
             check_rows(index, recipe.data.rows_per_microbatch)
             if len(index) == 0:
                 raise ValueError(
-                    f"{source.path}: none of {len(index.skipped)} samples is usable; the first: "
-                    + "; ".join(f"{s.key}: {s.reason}" for s in index.skipped[:3])
+                    f"{source.path}: none of {index.num_skipped} samples is usable; the first: "
+                    + "; ".join(f"{s.key}: {s.reason}" for s in islice(index.skipped_samples(), 3))
                 )
             indexes.append(index)
         except ValueError as error:
             problems.append(recipe.problem(("data", split, number, "path"), str(error)))
     if problems:
         raise RecipeError(*problems)
+    return tuple(indexes)
+
+
+def dataset_of(
+    recipe: Recipe,
+    split: str,
+    indexes: Sequence[Index],
+    chat: ChatTokenizer,
+    processors: Processors,
+) -> Dataset:
+    """A split whose indexes are open."""
     return Dataset(
         indexes=tuple(indexes),
         readers=tuple(SampleReader(index, chat, processors) for index in indexes),
         order=SampleOrder(
             [len(index) for index in indexes],
-            [source.weight for source in sources],
+            [source.weight for source in sources_of(recipe, split)],
             seed=recipe.train.seed,
             block=recipe.data.shuffle_block,
         ),
