@@ -153,5 +153,6 @@ def open_dataset(
             [source.weight for source in sources],
             seed=recipe.train.seed,
             block=recipe.data.shuffle_block,
+            names=[source.path for source in sources],
         ),
     )
