@@ -103,8 +103,8 @@ def _number_entries(base: YamlSource, below: Any, own: Any, where: Location) -> 
         numbers = [n for n, path in enumerate(paths) if key in (n, str(n), path)]
         if len(numbers) != 1 or numbers[0] in own:
             message = (
-                f"got {shown(key)}, which names no entry that is not named already; give the number of "
-                f"one, from 0 to {len(below) - 1}, or its path; or give the whole list"
+                f"got {shown(key)}, which names no entry that is not named already; give the "
+                f"number of one, from 0 to {len(below) - 1}, or its path; or give the whole list"
             )
             yield base.problem(place, message)
             continue
