@@ -1,176 +1,242 @@
 """The order of samples: a pure function of (seed, position), the same on any number of ranks.
 
-Positions 0, 1, 2, ... count samples of the whole run. They are cut into global blocks of `block`
-positions; each global block belongs to one source, drawn by weight. A source hands out its samples
-epoch after epoch, and in an epoch its own blocks of `block` neighbouring samples come in a random
-order. Samples inside a block stay together and in order, so reading a shard stays local.
+Positions 0, 1, 2, ... count samples of the whole run. Sources take turns of so many positions, by
+weight (mixing.py). A source hands out its samples epoch after epoch, and in an epoch its own blocks
+of neighbouring samples come in a random order (permutation.py). Samples inside a block stay
+together and in order, so reading a shard stays local.
+
+A run may go on with other sources. Then another mixture begins at the position that it has reached:
+the positions before stay what they were, and each source that stays goes on where it stood.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-_CHUNK = 4096  # global blocks per chunk of cached counts
-_CACHED_EPOCHS = 8  # permutations kept: a source is rarely in more than two epochs at once
-_SOURCE_STREAM, _EPOCH_STREAM = 1, 2
+from data.mixing import Mixing
+from data.permutation import permutation
+
+_EPOCH_STREAM = 2
+_LARGE_SOURCE, _BLOCK_OF_LARGE = 2**16, 32
 
 
-def mix64(values: np.ndarray, *salts: int) -> np.ndarray:
-    """uint64 (n,) -> uint64 (n,): a well mixed hash of each value and all salts (splitmix64).
+def automatic_block(num_samples: int) -> int:
+    """Samples of a source that stay together if nobody says how many.
 
-    A hash of our own, because NumPy does not promise equal random streams across its versions, and
-    a resumed run must see the same order. Source: Steele, Lea, Flood, "Fast splittable pseudorandom
-    number generators", 2014.
+    A small source is shuffled sample by sample. Of a large one, a batch of 512 samples reads 16
+    runs of 32 neighbours, which cost hardly more than 16 samples; still, an epoch has thousands of
+    them, so batches differ.
     """
-    state = np.zeros(1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for salt in salts:
-            state = _finish(state + np.uint64(salt % 2**64) + np.uint64(0x9E3779B97F4A7C15))
-        return _finish(
-            state + (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return _BLOCK_OF_LARGE if num_samples >= _LARGE_SOURCE else 1
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A source of a mixture: an endless stream of epochs.
+
+    name: what it is called. size: samples. block: of them that stay together. salt: tells it from
+    other sources of the run, for as long as it stays in. start: samples of the stream that came
+    before the mixture.
+    """
+
+    name: str
+    size: int
+    weight: float
+    block: int
+    salt: int
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What the order of samples is from one position on.
+
+    turn: positions that a source has at a time.
+    Raises ValueError for weights or counts that cannot work.
+    """
+
+    seed: int
+    turn: int
+    streams: tuple[Stream, ...]
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        weights = np.array([stream.weight for stream in self.streams], np.float64)
+        problems: list[str] = []
+        if not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() <= 0:
+            problems.append(
+                f"weights are {weights.tolist()}: need at least one above 0, none below"
+            )
+        problems.extend(
+            f"source {number} has {stream.size} samples: need at least 1, or weight 0"
+            for number, stream in enumerate(self.streams)
+            if stream.size < 1 and stream.weight > 0
         )
+        block = min([self.turn, *(stream.block for stream in self.streams)])
+        if block < 1:
+            problems.append(f"block is {block}: need at least 1")
+        if problems:
+            raise ValueError("sample order: " + "; ".join(problems))
 
+    @cached_property
+    def _mixing(self) -> Mixing:
+        return Mixing([stream.weight for stream in self.streams], self.seed)
 
-def _finish(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """positions int64 (n,), from `first` on -> (stream int64 (n,), its sample int64 (n,))."""
+        turn, inside = np.divmod(positions - self.first, self.turn)
+        stream, earlier = self._mixing.at(turn)
+        place = earlier * self.turn + inside
+        sample = np.empty(len(positions), dtype=np.int64)
+        for number in np.unique(stream).tolist():
+            chosen = stream == number
+            sample[chosen] = self._samples_of(self.streams[number], place[chosen])
+        return stream, sample
+
+    def is_like(self, other: Mixture) -> bool:
+        """Whether it mixes sources as another does that begins elsewhere."""
+
+        def mixed(one: Mixture) -> list[tuple[float, ...]]:
+            return [(stream.size, stream.weight, stream.block) for stream in one.streams]
+
+        own, its = ((one.seed, one.turn, mixed(one)) for one in (self, other))
+        return own == its
+
+    def places(self, position: int) -> list[int]:
+        """How many samples each stream has handed out before ``position``, in all its epochs."""
+        turns, inside = divmod(position - self.first, self.turn)
+        counts = self._mixing.counts(turns) * self.turn
+        counts[self._mixing.at(np.array([turns]))[0]] += inside
+        pairs = zip(self.streams, counts.tolist(), strict=True)
+        return [stream.start + count for stream, count in pairs]
+
+    def _samples_of(self, stream: Stream, places: np.ndarray) -> np.ndarray:
+        """Samples at these places of a stream, counted from the mixture's first position."""
+        size, block = stream.size, stream.block
+        epochs, rest = np.divmod(stream.start + places, size)
+        samples = np.empty(len(places), dtype=np.int64)
+        by_epoch = np.argsort(epochs, kind="stable")
+        cuts = np.flatnonzero(np.diff(epochs[by_epoch])) + 1
+        num_blocks = -(-size // block)
+        missing = num_blocks * block - size
+        for chosen in np.split(by_epoch, cuts):  # a tiny source has very many epochs: no full scans
+            place, epoch = rest[chosen], int(epochs[chosen[0]])
+            order = permutation(num_blocks, self.seed, _EPOCH_STREAM, stream.salt, epoch)
+            if missing:  # the last block is short; what comes after it is shifted by what it lacks
+                full = (order.slot_of(num_blocks - 1) + 1) * block - missing
+                place = place + missing * (place >= full)
+            slot, inside = np.divmod(place, block)
+            samples[chosen] = order.at(slot) * block + inside
+        return samples
 
 
 class SampleOrder:
     """Which sample of which source is at a position of the run.
 
     num_samples: samples per source. weights: relative share of each source, 0 turns it off.
-    seed: any integer. block: samples that stay together; shuffling is done on blocks.
+    seed: any integer. block: samples that stay together; shuffling is done on blocks, and a source
+    has as many positions at a time. Without it, blocks are the `automatic_block` of each source,
+    and a turn is one position. names: of the sources, for a run that goes on with others.
 
     Raises ValueError for weights or counts that cannot work.
     """
 
     def __init__(
-        self, num_samples: Sequence[int], weights: Sequence[float], seed: int, block: int
+        self,
+        num_samples: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        block: int | None,
+        names: Sequence[str] | None = None,
     ) -> None:
-        self.num_samples = [int(count) for count in num_samples]
-        self.weights = np.array(weights, dtype=np.float64)
-        self.seed, self.block = int(seed), int(block)
-        self._check()
-        self._shares = np.cumsum(self.weights / self.weights.sum())
-        # Rounding may leave the last share below 1: the last source that can be drawn takes the
-        # rest.
-        self._last_source = int(np.flatnonzero(self.weights)[-1])
-        # _blocks_before[c] (num_sources,): global blocks of each source in the chunks before chunk
-        # c.
-        self._blocks_before = [np.zeros(len(self.num_samples), dtype=np.int64)]
-        self._permutations: OrderedDict[tuple[int, int], tuple[np.ndarray, int]] = OrderedDict()
+        names = [""] * len(num_samples) if names is None else names
+        if not num_samples or len(num_samples) != len(weights):
+            raise ValueError(
+                f"sample order: {len(num_samples)} sources but {len(weights)} weights: need one "
+                "weight per source"
+            )
+        given = zip(names, map(int, num_samples), map(float, weights), strict=True)
+        streams = tuple(
+            Stream(name, size, weight, automatic_block(size) if block is None else block, number)
+            for number, (name, size, weight) in enumerate(given)
+        )
+        turn = 1 if block is None else block
+        self._follow((Mixture(int(seed), turn, streams),))
+
+    def _follow(self, mixtures: tuple[Mixture, ...]) -> None:
+        self.mixtures = mixtures
+        self._firsts = np.array([mixture.first for mixture in mixtures])
+        self._numbers = [self.numbers_of(mixture) for mixture in mixtures]
+
+    def numbers_of(self, mixture: Mixture) -> np.ndarray:
+        """int64 (streams,): the source that each stream of an earlier mixture is; -1 for none."""
+        own = {(one.salt, one.size): n for n, one in enumerate(self.mixtures[-1].streams)}
+        return np.array([own.get((one.salt, one.size), -1) for one in mixture.streams])
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """positions int (n,), from 0 -> (source int64 (n,), sample int64 (n,) inside that source).
 
-        Any order, repeated or not: an answer does not depend on what was asked before.
+        Any order, repeated or not: an answer does not depend on what was asked before. The source
+        is -1 where it is gone, or has another number of samples now.
         Raises ValueError for a negative position.
         """
         positions = np.asarray(positions, dtype=np.int64).reshape(-1)
         if len(positions) and positions.min() < 0:
             raise ValueError(f"position {positions.min()} is negative: positions count from 0")
-        blocks, inverse = np.unique(positions // self.block, return_inverse=True)
-        sources, ordinals = self._locate_blocks(blocks)
-        source = sources[inverse]
-        place = (
-            ordinals[inverse] * self.block + positions % self.block
-        )  # in the source's own stream
-        sample = np.empty(len(positions), dtype=np.int64)
-        for number in np.unique(source):
-            chosen = source == number
-            sample[chosen] = self._samples_of(int(number), place[chosen])
+        mixture = np.searchsorted(self._firsts, positions, side="right") - 1
+        source, sample = np.empty_like(positions), np.empty_like(positions)
+        for number in np.unique(mixture).tolist():
+            own = mixture == number
+            stream, sample[own] = self.mixtures[number].at(positions[own])
+            source[own] = self._numbers[number][stream]
         return source, sample
 
-    def _check(self) -> None:
-        problems: list[str] = []
-        if not self.num_samples or len(self.num_samples) != len(self.weights):
-            problems.append(
-                f"{len(self.num_samples)} sources but {len(self.weights)} weights: need one weight "
-                "per source"
-            )
-        elif (
-            not np.isfinite(self.weights).all() or self.weights.min() < 0 or self.weights.sum() <= 0
-        ):
-            problems.append(
-                f"weights are {self.weights.tolist()}: need at least one above 0, none below"
-            )
+    def epochs(self, position: int) -> list[float]:
+        """How often each source has been gone through before ``position`` of the last mixture."""
+        last = self.mixtures[-1]
+        pairs = zip(last.places(position), last.streams, strict=True)
+        return [place / max(stream.size, 1) for place, stream in pairs]
+
+    def after(self, earlier: Sequence[Mixture], end: int) -> SampleOrder:
+        """The order that is ``earlier`` up to the position ``end``, then that of these sources.
+
+        A source stays if it keeps its name, or else its number and its size (it was moved). It goes
+        on where it stood, or, with another size, block or seed, begins an epoch.
+        """
+        before, now = earlier[-1], self.mixtures[-1]
+        kept = _same_sources(before.streams, now.streams)
+        places = before.places(end)
+        streams, unused = [], max(stream.salt for one in earlier for stream in one.streams) + 1
+        for number, stream in enumerate(now.streams):
+            if (old_number := kept.get(number)) is None:
+                streams.append(replace(stream, salt=unused))
+                unused += 1
+                continue
+            old, start = before.streams[old_number], places[old_number]
+            if (old.size, old.block, before.seed) != (stream.size, stream.block, now.seed):
+                start = -(-start // max(old.size, 1)) * stream.size
+            streams.append(replace(stream, salt=old.salt, start=start))
+        mixture = replace(now, streams=tuple(streams), first=end)
+        order = copy.copy(self)
+        if kept == {n: n for n in range(len(before.streams))} and before.is_like(mixture):
+            order._follow(tuple(earlier))
         else:
-            problems.extend(
-                f"source {number} has {count} samples: need at least 1, or weight 0"
-                for number, count in enumerate(self.num_samples)
-                if count < 1 and self.weights[number] > 0
-            )
-        if self.block < 1:
-            problems.append(f"block is {self.block}: need at least 1")
-        if problems:
-            raise ValueError("sample order: " + "; ".join(problems))
+            order._follow((*(one for one in earlier if one.first < end), mixture))
+        return order
 
-    def _source_of(self, blocks: np.ndarray) -> np.ndarray:
-        """Source of each global block: a pure function of (seed, block number)."""
-        draws = (mix64(blocks, self.seed, _SOURCE_STREAM) >> np.uint64(11)).astype(
-            np.float64
-        ) / 2.0**53
-        return np.minimum(np.searchsorted(self._shares, draws, side="right"), self._last_source)
 
-    def _locate_blocks(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Global blocks (n,), ascending -> (source (n,), earlier blocks of that source (n,))."""
-        sources = np.empty(len(blocks), dtype=np.int64)
-        ordinals = np.empty(len(blocks), dtype=np.int64)
-        chunks = blocks // _CHUNK
-        for chunk in np.unique(chunks):
-            asked = chunks == chunk
-            inside = blocks[asked] - chunk * _CHUNK
-            all_sources = self._source_of(np.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK))
-            before = self._count_before(int(chunk))
-            sources[asked] = all_sources[inside]
-            counts = np.empty(_CHUNK, dtype=np.int64)
-            for number in range(len(self.num_samples)):
-                of_source = all_sources == number
-                counts[of_source] = before[number] + np.arange(of_source.sum())
-            ordinals[asked] = counts[inside]
-        return sources, ordinals
-
-    def _count_before(self, chunk: int) -> np.ndarray:
-        while len(self._blocks_before) <= chunk:
-            start = (len(self._blocks_before) - 1) * _CHUNK
-            counts = np.bincount(
-                self._source_of(np.arange(start, start + _CHUNK)), minlength=len(self.num_samples)
-            )
-            self._blocks_before.append(self._blocks_before[-1] + counts)
-        return self._blocks_before[chunk]
-
-    def _samples_of(self, source: int, places: np.ndarray) -> np.ndarray:
-        """Samples at these places of a source's endless stream of epochs."""
-        count = self.num_samples[source]
-        epochs, rest = np.divmod(places, count)
-        samples = np.empty(len(places), dtype=np.int64)
-        by_epoch = np.argsort(epochs, kind="stable")
-        cuts = np.flatnonzero(np.diff(epochs[by_epoch])) + 1
-        for chosen in np.split(by_epoch, cuts):  # a tiny source has very many epochs: no full scans
-            place = rest[chosen]
-            order, short_slot = self._permutation(source, int(epochs[chosen[0]]))
-            # One block may be short; what comes after it is shifted by what it lacks.
-            missing = len(order) * self.block - count
-            behind = place >= (short_slot + 1) * self.block - missing
-            slot, inside = np.divmod(place + missing * behind, self.block)
-            samples[chosen] = order[slot] * self.block + inside
-        return samples
-
-    def _permutation(self, source: int, epoch: int) -> tuple[np.ndarray, int]:
-        """(blocks of a source in the order of an epoch, slot of the maybe short last one)."""
-        key = (source, epoch)
-        entry = self._permutations.get(key)
-        if entry is None:
-            num_blocks = -(-self.num_samples[source] // self.block)
-            hashes = mix64(np.arange(num_blocks), self.seed, _EPOCH_STREAM, source, epoch)
-            order = np.argsort(hashes, kind="stable")
-            entry = order, int(np.flatnonzero(order == num_blocks - 1)[0])
-            self._permutations[key] = entry
-            while len(self._permutations) > _CACHED_EPOCHS:
-                self._permutations.popitem(last=False)
-        return entry
+def _same_sources(before: Sequence[Stream], now: Sequence[Stream]) -> dict[int, int]:
+    """The numbers of the sources that stay: that of now, and that of before."""
+    kept: dict[int, int] = {}
+    pairs = [(n, o) for n in range(len(now)) for o in range(len(before))]
+    same_name = [(n, o) for n, o in pairs if now[n].name == before[o].name]
+    moved = [(n, o) for n, o in pairs if n == o and now[n].size == before[o].size]
+    for number, old_number in same_name + moved:
+        if number not in kept and old_number not in kept.values():
+            kept[number] = old_number
+    return kept

@@ -10,10 +10,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from data.order import Mixture, Stream
 from data.packing import Used
 from mimo.errors import InputError
 from mimo.recipe.phases import PHASE_FOLDER
@@ -33,6 +35,7 @@ class Progress:
     of samples, so independent of layout and batch size.
     skipped_samples: how many there are. It is larger than the number in `skipped` if an older
     checkpoint had only the count.
+    mixtures: the order of samples, of all positions so far; none in an older checkpoint.
     """
 
     step: int
@@ -40,6 +43,7 @@ class Progress:
     skipped_samples: int = 0
     skipped: frozenset[tuple[int, int]] = frozenset()
     passed_over: tuple[int, ...] = ()
+    mixtures: tuple[Mixture, ...] = ()
 
     @property
     def used(self) -> Used:
@@ -70,7 +74,7 @@ def write_synced(path: Path, text: str) -> None:
 
 def write_progress(folder: Path, progress: Progress) -> None:
     """Record in a checkpoint's folder where the run stood."""
-    document = vars(progress) | {"skipped": sorted(progress.skipped)}
+    document = asdict(progress) | {"skipped": sorted(progress.skipped)}
     write_synced(folder / _PROGRESS, json.dumps(document))
 
 
@@ -167,12 +171,20 @@ def read_progress(checkpoint: Path) -> Progress:
         document = json.loads((checkpoint / _PROGRESS).read_text())
         skipped = frozenset((source, sample) for source, sample in document.pop("skipped", ()))
         passed_over = tuple(document.pop("passed_over", ()))
-        progress = Progress(**document, skipped=skipped, passed_over=passed_over)
+        mixtures = tuple(_mixture(**given) for given in document.pop("mixtures", ()))
+        progress = Progress(**document, skipped=skipped, passed_over=passed_over, mixtures=mixtures)
         positions = (-1, *passed_over, progress.used.end)
         if any(here >= after for here, after in itertools.pairwise(positions)):
             raise ValueError("passed_over is not ascending positions of used samples")
+        firsts = (-1, *(mixture.first for mixture in mixtures), progress.used.end + 1)
+        if any(here >= after for here, after in itertools.pairwise(firsts)):
+            raise ValueError("mixtures do not begin one after another")
     except (ValueError, TypeError, AttributeError) as error:
         raise InputError(
             f"{checkpoint / _PROGRESS} is damaged ({error}); copy the checkpoint again"
         ) from error
     return progress
+
+
+def _mixture(streams: Sequence[Mapping[str, Any]], **given: Any) -> Mixture:
+    return Mixture(streams=tuple(Stream(**stream) for stream in streams), **given)

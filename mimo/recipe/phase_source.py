@@ -1,6 +1,7 @@
 """The data of one phase: the phase's keys laid over those of the recipe, each with its origin.
 
-Mappings merge key by key at every depth; lists and plain values replace what was there.
+Mappings merge key by key at every depth; lists and plain values replace what was there. A mapping
+over a list changes entries of it, by their numbers or by their paths.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from mimo.errors import shown
 from mimo.recipe.schema import PHASES
 from mimo.recipe.source import Location, YamlSource, dotted
 
@@ -70,16 +72,49 @@ def lay_over(base: YamlSource, index: int, name: str) -> PhaseSource:
 
 def _merged(base: Any, own: Any, location: Location, replaced: list[Location]) -> Any:
     """`own` laid over `base`; adds to `replaced` where values of `base` were replaced."""
-    if not (isinstance(base, dict) and isinstance(own, dict)):
+    if not (isinstance(base, dict | list) and isinstance(own, dict)):
         replaced.append(location)
         return deepcopy(own)
     merged = deepcopy(base)
     for key, value in own.items():
-        if key in base:
+        if isinstance(base, list) or key in base:
             merged[key] = _merged(base[key], value, (*location, key), replaced)
         else:
             merged[key] = deepcopy(value)
     return merged
+
+
+def number_entries(base: YamlSource) -> Iterator[str]:
+    """Where phases change entries of a list, name these by their numbers; yields what names none.
+
+    To be called once, before anything else here.
+    """
+    for index, phase in enumerate(base.data[PHASES]):
+        yield from _number_entries(base, base.data, phase, (PHASES, index))
+
+
+def _number_entries(base: YamlSource, below: Any, own: Any, where: Location) -> Iterator[str]:
+    """The same for the value `own` of a phase, at `where`, laid over `below`."""
+    if not (isinstance(below, dict | list) and isinstance(own, dict)):
+        return
+    for key in list(own) if isinstance(below, list) else ():
+        value, place = own.pop(key), (*where, key)
+        paths = [one.get("path") if isinstance(one, dict) else None for one in below]
+        numbers = [n for n, path in enumerate(paths) if key in (n, str(n), path)]
+        if len(numbers) != 1 or numbers[0] in own:
+            message = (
+                f"got {shown(key)}, which names no entry that is not named already; give the "
+                f"number of one, from 0 to {len(below) - 1}, or its path; or give the whole list"
+            )
+            yield base.problem(place, message)
+            continue
+        own[numbers[0]] = value
+        for known in [known for known in base.origins if known[: len(place)] == place]:
+            moved = (*where, numbers[0], *known[len(place) :])
+            base.origins[moved] = base.origins.pop(known)
+    for key, value in own.items():
+        if isinstance(below, list) or key in below:
+            yield from _number_entries(base, below[key], value, (*where, key))
 
 
 def _is_below_any(location: Location, parents: Sequence[Location]) -> bool:

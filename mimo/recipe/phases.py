@@ -26,6 +26,7 @@ from mimo.recipe.phase_source import (
     fixed_problems,
     in_phase,
     lay_over,
+    number_entries,
     override_problems,
 )
 from mimo.recipe.schema import PHASES, Fill, LoRA, Recipe, fill_nothing, parse_recipe
@@ -93,7 +94,7 @@ def read_phases(
         raise RecipeError(*problems)
     given: list[dict[str, Any]] = source.data[PHASES]
     names = [phase["name"] for phase in given]
-    problems += override_problems(source)
+    problems += [*number_entries(source), *override_problems(source)]
     # The folder of `init_from` says the same for all phases; each phase reports its problems later.
     shared = replace(source, data=deepcopy(source.data))
     for _ in fill(shared.data):

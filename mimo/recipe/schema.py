@@ -98,8 +98,11 @@ class Data(Section):
     """Folder with the tokenizer and its chat template."""
     sequence_length: bounds.SequenceLength
     """Length of the longest sample in tokens; longer ones are an error, never cut."""
-    shuffle_block: bounds.Samples = 1
-    """Samples that stay together, in order, when samples are shuffled."""
+    shuffle_block: bounds.Samples | None = None
+    """Samples that stay together, in order, when samples are shuffled; a source has as many turns
+    in a row. Null: 32 in a source of 65,536 samples or more, so that 512 samples of a batch are 16
+    reads of neighbours, still of everywhere; 1 in a smaller one. Sources then take turns by
+    sample."""
     packing: bool = True
     """`true` joins the samples of a microbatch into one sequence, each a segment of its own;
     `false` pads each to the longest."""

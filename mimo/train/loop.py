@@ -59,6 +59,7 @@ class Trainer:
                 yield {
                     "step": step,
                     **step_metrics(result, layout, counted, progress.skipped_samples),
+                    "epochs": dict(enumerate(dataset.order.epochs(batches.used.end))),
                 }
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -126,8 +126,8 @@ class MetricsWriter:
         self._events.close()
         self._file.close()
 
-    def step(self, metrics: Mapping[str, float | None]) -> None:
-        """Record one training step; ``metrics`` holds at least step, loss, tokens_per_second."""
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Record one training step; ``metrics`` is a line of metrics.jsonl."""
         self._write(metrics, "train")
         step = int(metrics["step"] or 0)
         done = step + 1
@@ -138,10 +138,12 @@ class MetricsWriter:
             rate=f"{metrics['tokens_per_second']:,.0f}",
         )
         if done % self.log_every == 0 or done == self.total_steps:
+            epochs = [f"{epoch:.2f}" for epoch in sorted(metrics["epochs"].values())]
             self.say(
                 f"step {done}/{self.total_steps} loss {metrics['loss']:.4f} "
                 f"grad_norm {metrics['grad_norm']:.3f} lr {metrics['lr']:.3e} "
-                f"tokens/s {metrics['tokens_per_second']:.0f}"
+                f"tokens/s {metrics['tokens_per_second']:.0f} "
+                f"epoch {'-'.join(dict.fromkeys((epochs[0], epochs[-1])))}"  # of all sources
             )
 
     def validation(self, step: int, loss: float) -> None:
@@ -153,9 +155,12 @@ class MetricsWriter:
         """Print one line above the bar."""
         self.console.print(line, highlight=False, markup=False)
 
-    def _write(self, metrics: Mapping[str, float | None], group: str) -> None:
+    def _write(self, metrics: Mapping[str, Any], group: str) -> None:
         self._file.write(json.dumps(dict(metrics)) + "\n")
-        for name, value in metrics.items():
+        numbers = dict(metrics)
+        for source, epoch in numbers.pop("epochs", {}).items():
+            numbers[f"epoch_{source}"] = epoch
+        for name, value in numbers.items():
             if name != "step" and value is not None:
                 self._events.add_scalar(f"{group}/{name}", value, int(metrics["step"] or 0))
 

@@ -32,6 +32,7 @@ from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, dataset_of, open_indexes
+from mimo.train.continuation import continue_order
 from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
@@ -116,7 +117,8 @@ def _train(
     dataset = _open_together(recipe, "sources", trainer)
     validation = _open_together(recipe, "validation", trainer)
     assert dataset is not None, "the recipe schema asks for at least one source"
-    trainer.progress = begin(trainer.model.modules, start)
+    progress = begin(trainer.model.modules, start)
+    dataset, trainer.progress, said = continue_order(dataset, progress)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
     with ExitStack() as stack:
         writer = None
@@ -126,6 +128,8 @@ def _train(
                 MetricsWriter(run_dir, train.steps, trainer.progress.step, train.log_every)
             )
             _say_skipped(writer, dataset)
+            for line in said:
+                writer.say(line)
         steps = trainer.train(dataset, validation, presence)
         for metrics in collected_together(steps, recipe.train.collect_garbage_every):
             if writer is None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -52,7 +54,7 @@ def test_ranks_that_share_the_positions_see_together_what_one_rank_sees():
 def test_weights_are_respected():
     source, _ = SampleOrder([100, 1000, 10], [1, 2, 5], 0, 8).at(np.arange(400_000))
     shares = np.bincount(source) / len(source)
-    np.testing.assert_allclose(shares, [1 / 8, 2 / 8, 5 / 8], atol=0.01)
+    np.testing.assert_allclose(shares, [1 / 8, 2 / 8, 5 / 8], atol=8 * 8 / 400_000)
 
 
 def test_a_source_of_weight_zero_is_never_drawn():
@@ -77,6 +79,8 @@ def test_epochs_and_seeds_differ():
 
 def test_the_order_never_changes_between_versions():
     # A resumed run needs the order it began with: if this fails, old checkpoints lose their place.
+    alone = SampleOrder([9], [0.5], 123, 2).at(np.arange(18))[1]
+    assert alone.tolist() == OF_ONE_SOURCE
     source, sample = SampleOrder([10, 6], [2, 1], 123, 3).at(np.arange(24))
     assert source.tolist() == SOURCE
     assert sample.tolist() == SAMPLE
@@ -104,5 +108,50 @@ def test_a_negative_position_is_refused():
         SampleOrder([3], [1], 0, 1).at(np.array([4, -1]))
 
 
-SOURCE = [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0]
-SAMPLE = [6, 7, 8, 0, 1, 2, 0, 1, 2, 3, 4, 5, 9, 3, 4, 5, 3, 4, 0, 1, 2, 5, 6, 7]
+# ---------------------------------------------------------------------------- large sources
+
+
+def test_position_100_million_of_100_million_samples_takes_little_memory_from_a_cold_start() -> (
+    None
+):
+    positions = np.arange(100_000_000, 100_002_048)
+    for counts, block in (([100_000_000], 1), ([100_000_000, 70_000, 3], None)):
+        tracemalloc.start()
+        order = SampleOrder(counts, [1.0] * len(counts), 1, block)
+        source, sample = order.at(positions)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 2**21
+        assert (sample < np.array(counts)[source]).all()
+        # In a source of three, a window has many epochs.
+        large = sample[source == 0]
+        assert len(np.unique(large)) == len(large)
+
+
+def test_the_blocks_of_a_large_source_are_gone_through_once_an_epoch() -> None:
+    size, block = 200_003, 3  # more blocks than are sorted; the last one is short
+    sample = SampleOrder([size], [1.0], 5, block).at(np.arange(2 * size))[1].reshape(2, size)
+    for epoch in sample:
+        assert (np.sort(epoch) == np.arange(size)).all()
+        jumps = np.flatnonzero(np.diff(epoch) != 1)
+        assert len(jumps) > size / block - 30  # next to no blocks are neighbours
+    assert (sample[0] == sample[1]).mean() < 0.001
+
+
+def test_without_a_block_large_sources_are_read_in_runs_and_small_ones_sample_by_sample() -> None:
+    order = SampleOrder([2**16, 2**16 - 1], [1.0, 1.0], 1, None)
+    source, sample = order.at(np.arange(4096))
+    large, small = (sample[source == number] for number in (0, 1))
+    runs = large[: len(large) // 32 * 32].reshape(-1, 32)
+    np.testing.assert_array_equal(runs - runs[:, :1], np.tile(np.arange(32), (len(runs), 1)))
+    assert len(set((runs[:, 0] // 32).tolist())) == len(runs)
+    assert (np.diff(small) == 1).mean() < 0.01
+    # Turns are of one sample: any 64 in a row have both sources.
+    assert abs(np.bincount(source[100:164])[0] - 32) < 8
+    explicit = SampleOrder([2**16, 2**16 - 1], [1.0, 1.0], 1, 1)
+    np.testing.assert_array_equal(source, explicit.at(np.arange(4096))[0])
+
+
+SOURCE = [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+SAMPLE = [6, 7, 8, 0, 1, 2, 9, 3, 4, 0, 1, 2, 3, 4, 5, 5, 3, 4, 5, 6, 7, 8, 0, 1]
+OF_ONE_SOURCE = [4, 5, 8, 0, 1, 6, 7, 2, 3, 8, 2, 3, 4, 5, 0, 1, 6, 7]

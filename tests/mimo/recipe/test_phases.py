@@ -71,6 +71,41 @@ def test_a_phase_is_the_recipe_with_its_keys_laid_over(path: Path) -> None:
     assert one.train.global_batch_size == two.train.global_batch_size == 12
 
 
+def test_a_mapping_over_a_list_changes_entries_by_number_or_path(path: Path) -> None:
+    sources = ["{path: a.tar}", "{path: b.tar, weight: 3.0}", "{path: c.tar}"]
+    path.write_text(
+        path.read_text()
+        .replace("{sources: [{path: other.tar}]}", "{sources: {b.tar: {weight: 0.5}}}")
+        .replace(f'{{path: "{path.parent}/train-*.tar"}}', ", ".join(sources))
+    )
+    phased = load_phases(path, ["phases.0.data.sources.2.weight=9.0"])
+    weights = [[one.weight for one in phase.recipe.data.sources] for phase in phased.phases]
+    assert weights == [[1.0, 3.0, 9.0], [1.0, 0.5, 1.0]]
+    for phase in phased.phases:
+        assert [one.path for one in phase.recipe.data.sources] == ["a.tar", "b.tar", "c.tar"]
+    again = path.parent / "again.yaml"
+    again.write_text(phased.to_yaml())
+    assert dumped(load_phases(again)) == dumped(phased)
+
+
+def test_an_entry_of_a_list_that_is_unknown_or_wrong_is_named_with_its_line(path: Path) -> None:
+    text = path.read_text()
+    entries = "{1: {weight: 2.0}, b.tar: {weight: 2.0}, 0: {weight: 3.0}}"
+    path.write_text(text.replace("{sources: [{path: other.tar}]}", f"{{sources: {entries}}}"))
+    first, second = problems(path)
+    for line, key in ((first, "1"), (second, "b.tar")):
+        assert f"tiny.yaml:10: phases.1.data.sources.{key}: got" in line
+        assert "from 0 to 0, or its path" in line
+    path.write_text(text.replace("{sources: [{path: other.tar}]}", "{sources: {0: {weight: -1}}}"))
+    override = "phases.0.data.sources.0.weight=0.0"
+    first, second = problems(path, override)
+    assert first.startswith(f"override '{override}': phases.0.data.sources.0.weight: ")
+    assert "tiny.yaml:10: phases.1.data.sources.0.weight: " in second
+    doubled = "{0: {weight: 2.0}, '0': {weight: 3.0}}"
+    path.write_text(text.replace("{sources: [{path: other.tar}]}", f"{{sources: {doubled}}}"))
+    assert "named already" in problems(path)[0]
+
+
 def test_every_phase_is_a_run_inside_the_folder_of_the_job(path: Path) -> None:
     phased = load_phases(path)
     assert phased.has_phases

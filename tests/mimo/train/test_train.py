@@ -196,7 +196,7 @@ def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path)
 CONSOLE = re.compile(
     r"run folder: \S+"
     r"|the run continues from \S+"
-    r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+"
+    r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+ epoch [\d.]+"
     r"|validation after step \d+: loss \S+"
 )
 

@@ -1,0 +1,322 @@
+"""The stream of samples that a run trains on, with the training loop and a model that does nothing.
+
+It is the same for any ranks, lanes and readers. However a run stops and goes on, with other lanes,
+batches, budgets or sources, no sample is repeated and none is lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.packing import Used
+from mimo.checkpoint.folder import Progress, read_progress, write_progress
+from mimo.hf.recipes import load_recipe
+from mimo.layout.build import build_layout
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.train import batches, loop
+from mimo.train.continuation import continue_order
+from mimo.train.loop import Trainer
+from mimo.train.observer import StepObserver
+from tests.mimo import tiny
+
+# How batches are read ahead of use.
+READING = [["data.prefetch_steps=0"], ["data.prefetch_steps=1"], ["data.prefetch_steps=3"]]
+LANGUAGE = ["{dp: 1}", "{dp: 2, pp: 2}", "{dp: 4}", "{dp: 2, tp: 2, sp: true}", "{dp: 1, cp: 2}"]
+TOWERS = [["grid={dp: 1}"], ["grid={dp: 3}"], ["grid={tp: 1}", "placement=colocated"]]
+BY_TOKENS = ["data.tokens_per_microbatch=128", "data.packing_window=9"]
+Key = tuple[str, str]  # path of the source, and the sample's own
+
+
+class Observer(StepObserver):
+    pass
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("streams")
+    tiny.write_samples(directory)
+    tiny.write_samples(directory, (1, 0, 2, 0, 1), name="other")
+    tiny.write_samples(directory, (0, 3, 0, 1, 1, 0, 2), name="third")
+    return tiny.write_recipe(directory)
+
+
+def recipe_of(path: Path, weights: dict[str, float], *overrides: str) -> Recipe:
+    paths = {name: path.parent / f"{name}-*.tar" for name in weights}
+    sources = ", ".join(f'{{path: "{paths[n]}", weight: {w}}}' for n, w in weights.items())
+    return load_recipe(path, [f"data.sources=[{sources}]", "data.shuffle_block=null", *overrides])
+
+
+def data_of(recipe: Recipe) -> Dataset:
+    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
+    assert dataset is not None
+    return dataset
+
+
+def keys_at(dataset: Dataset, recipe: Recipe, positions: np.ndarray) -> list[Key]:
+    return keys_of(dataset, recipe, *dataset.order.at(positions))
+
+
+def keys_of(dataset: Dataset, recipe: Recipe, source: np.ndarray, sample: np.ndarray) -> list[Key]:
+    pairs = zip(source.tolist(), sample.tolist(), strict=True)
+    return [(recipe.data.sources[s].path, dataset.indexes[s].key(n)) for s, n in pairs]
+
+
+@contextmanager
+def without_a_model() -> Iterator[None]:
+    """Train steps that use up a batch, and yield its plan, on a world of this process alone."""
+
+    def stage(plan: Any, lanes: Any, items: Any, staging: Any) -> tuple[Any, Any]:
+        return lanes, items
+
+    model = SimpleNamespace(encode_group=None, modules={}, stage=stage)
+
+    def step(number: int, recipe: Recipe, model: Any, own: batches.Batches, seen: Any) -> Any:
+        batch = own.next()
+        own.read_ahead()
+        own.sum_over_world()
+        return batch
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "build_model", lambda *given: model)
+        patched.setattr(loop, "train_step", step)
+        patched.setattr(loop, "step_metrics", lambda batch, *given: {"batch": batch})
+        patched.setattr(loop, "save_checkpoint", lambda *given: None)
+        patched.setattr(batches, "sum_over_world", lambda values: [float(v) for v in values])
+        yield
+
+
+def train(
+    recipe: Recipe, rank: int, dataset: Dataset, progress: Progress
+) -> tuple[list[batches.RankBatch], Progress]:
+    """What this rank trains on from ``progress`` to the end, and where it then stands."""
+    layout = build_layout(recipe)
+    topology: Any = SimpleNamespace(layout=layout, rank=rank, bridges=[], reports=False)
+    with without_a_model():
+        trainer = Trainer(recipe, topology, recipe.run_dir)
+        trainer.progress = progress
+        found = [metrics["batch"] for metrics in trainer.train(dataset, None, Observer())]
+    return found, trainer.progress
+
+
+def packs_of(batch: batches.RankBatch, dataset: Dataset, recipe: Recipe) -> list[list[Key]]:
+    """The samples of a step, by microbatch and lane."""
+    found = []
+    for planned in batch.plan.microbatches:
+        samples = planned.samples
+        for lane in range(len(samples.lane_tokens)):
+            own = samples.samples_of_lane(lane)
+            found.append(keys_of(dataset, recipe, samples.source[own], samples.sample[own]))
+    return found
+
+
+def check_contents(batch: batches.RankBatch, dataset: Dataset, recipe: Recipe, rank: int) -> None:
+    """What a rank has of a batch is what the plan says, read from the shards once more."""
+    layout, readers = build_layout(recipe), dataset.readers
+    for m, planned in enumerate(batch.plan.microbatches):
+        samples = planned.samples
+        if rank in layout.language.ranks:
+            lane: Any = batch.language[m]
+            mine = samples.samples_of_lane(layout.language.coords(rank).dp)
+            pairs = zip(samples.source[mine].tolist(), samples.sample[mine].tolist(), strict=True)
+            texts = [readers[source].sample(sample).input_ids for source, sample in pairs]
+            for start, text in zip(samples.start[mine].tolist(), texts, strict=True):
+                np.testing.assert_array_equal(lane.input_ids[start : start + len(text)], text)
+        if rank in layout.encoders["vision"].ranks:
+            items: Any = batch.items["vision"][m]
+            own = planned.encoders["vision"].of_lane(layout.encoders["vision"].coords(rank).dp)
+            owners = samples.source[samples.item_sample[own]].tolist()
+            numbers = samples.item[own].tolist()
+            assert len(items.patches) == 1 + len(own)
+            for got, source, item in zip(items.patches[1:], owners, numbers, strict=True):
+                expected = torch.from_numpy(readers[source].patches(item))
+                assert got.equal(expected.to(got.dtype))
+
+
+# ------------------------------------------------------------------------------ one run
+
+
+@settings(max_examples=12)
+@given(
+    language=st.sampled_from(LANGUAGE),
+    tower=st.sampled_from(TOWERS),
+    reading=st.sampled_from(READING),
+    micro_batch=st.sampled_from([1, 2]),
+    stop=st.integers(1, 3),
+    by_tokens=st.booleans(),
+)
+def test_every_rank_trains_on_the_same_stream_in_every_layout_however_it_is_read(
+    path: Path,
+    language: str,
+    tower: list[str],
+    reading: list[str],
+    micro_batch: int,
+    stop: int,
+    by_tokens: bool,
+) -> None:
+    weights = {"train": 2.0, "other": 1.0}
+    settings = [f"train.steps={stop}", "train.global_batch_size=8"]
+    own = [*BY_TOKENS, "train.micro_batch_size=1"]
+    own = own if by_tokens else [f"train.micro_batch_size={micro_batch}"]
+    layout = [f"language.grid={language}", *(f"encoders.vision.{key}" for key in tower)]
+    recipe = recipe_of(path, weights, *settings, *own, *layout, *reading)
+    dataset = data_of(recipe)
+    # One lane, and no order but that of the positions.
+    alone = recipe_of(path, weights, *settings, *own)
+    expected, done = train(alone, 1, dataset, Progress(0, 0))
+    if not by_tokens:
+        stream = keys_at(dataset, recipe, np.arange(8 * stop))
+        assert [key for b in expected for p in packs_of(b, dataset, alone) for key in p] == stream
+        assert done == Progress(stop, 8 * stop)
+    for rank in range(build_layout(recipe).world_size):
+        found, progress = train(recipe, rank, dataset, Progress(0, 0))
+        assert progress == done
+        assert len(found) == stop
+        for step, (batch, other) in enumerate(zip(found, expected, strict=True)):
+            packs, others = (packs_of(one, dataset, recipe) for one in (batch, other))
+            if by_tokens:  # whole sequences may change places within a step
+                assert Counter(map(tuple, packs)) == Counter(map(tuple, others)), step
+            else:
+                assert [*chain(*packs)] == [*chain(*others)], step
+            check_contents(batch, dataset, recipe, rank)
+
+
+# ------------------------------------------------------------------------- runs that go on
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A run until it stops. sources: by name, with their weights."""
+
+    language: str
+    batch: list[str]
+    steps: int
+    sources: dict[str, float]
+
+
+BATCHES = [
+    ["train.global_batch_size=4", "train.micro_batch_size=1"],
+    ["train.global_batch_size=12", "train.micro_batch_size=1"],
+    [*BY_TOKENS, "train.global_batch_size=4", "train.micro_batch_size=1"],
+    [*BY_TOKENS, "data.packing_window=4", "train.global_batch_size=8", "train.micro_batch_size=1"],
+    [
+        "data.tokens_per_microbatch=200",
+        "data.packing_window=30",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=1",
+    ],
+]
+FIXED = st.just({"train": 2.0, "other": 1.0})
+ANY_SOURCES = st.lists(
+    st.sampled_from(["train", "other", "third"]), min_size=1, unique=True
+).flatmap(lambda names: st.fixed_dictionaries(dict.fromkeys(names, st.sampled_from([0.3, 1.0]))))
+
+
+def legs(sources: st.SearchStrategy[dict[str, float]]) -> st.SearchStrategy[list[Leg]]:
+    leg = st.builds(
+        Leg, st.sampled_from(LANGUAGE), st.sampled_from(BATCHES), st.integers(1, 3), sources
+    )
+    return st.lists(leg, min_size=2, max_size=4)
+
+
+def run_legs(path: Path, folder: Path, runs: list[Leg]) -> list[Key]:
+    """Each leg is resumed from what the one before has written; the samples at all positions.
+
+    Every sample is used at one position, or waits, or is left out and counted in a line.
+    """
+    progress, seen, known, gone = Progress(0, 0), list[Key](), list[Key](), list[Key]()
+    for leg in runs:
+        settings = [f"language.grid={leg.language}", *leg.batch]
+        recipe = recipe_of(path, leg.sources, *settings, f"train.steps={progress.step + leg.steps}")
+        before = progress.used
+        dataset, progress, said = continue_order(data_of(recipe), progress)
+        dropped = sorted({*before.passed_over} - {*progress.passed_over})
+        gone += [known[position] for position in dropped]
+        assert any(line.startswith(f"{len(dropped)} samples") for line in said) or not dropped
+        assert progress.used.end == before.end
+        found, progress = train(recipe, build_layout(recipe).language.ranks[0], dataset, progress)
+        known += keys_at(dataset, recipe, np.arange(len(known), progress.used.end))
+        seen += [
+            key for batch in found for pack in packs_of(batch, dataset, recipe) for key in pack
+        ]
+        write_progress(folder, progress)
+        assert read_progress(folder) == progress
+        progress = read_progress(folder)
+        waiting = [known[position] for position in progress.passed_over]
+        assert waiting == keys_at(dataset, recipe, np.array(progress.passed_over, np.int64))
+        assert Counter(seen) + Counter(waiting) + Counter(gone) == Counter(known)
+        assert progress.samples == len(seen) + len(gone)
+    return known
+
+
+@settings(max_examples=10)
+@given(runs=legs(FIXED))
+def test_a_run_that_goes_on_with_other_lanes_batches_or_budgets_repeats_and_loses_no_sample(
+    path: Path, tmp_path_factory: pytest.TempPathFactory, runs: list[Leg]
+) -> None:
+    known = run_legs(path, tmp_path_factory.getbasetemp(), runs)
+    recipe = recipe_of(path, {"train": 2.0, "other": 1.0})  # the order that no leg changes
+    assert known == keys_at(data_of(recipe), recipe, np.arange(len(known)))
+
+
+@settings(max_examples=15)
+@given(runs=legs(ANY_SOURCES))
+def test_a_run_that_goes_on_with_other_sources_repeats_and_loses_no_sample(
+    path: Path, tmp_path_factory: pytest.TempPathFactory, runs: list[Leg]
+) -> None:
+    run_legs(path, tmp_path_factory.getbasetemp(), runs)
+
+
+def test_what_was_passed_over_of_a_source_that_is_gone_is_left_out_and_counted(path: Path) -> None:
+    both, one = {"train": 1.0, "other": 1.0}, {"train": 1.0}
+    recipe = recipe_of(path, both)
+    dataset = data_of(recipe)
+    source, sample = dataset.order.at(np.arange(20))
+    passed_over = (2, 3, 5, 6, 7, 11)
+    other = [position for position in passed_over if source[position] == 1]
+    assert 0 < len(other) < len(passed_over), "the test needs samples of both sources"
+    skipped = frozenset({(0, 3), (1, 3)})
+    before = Progress(4, 14, 3, skipped, passed_over, dataset.order.mixtures)
+    dataset, after, said = continue_order(data_of(recipe_of(path, one)), before)
+    assert after.passed_over == tuple(p for p in passed_over if source[p] == 0)
+    assert after.used.end == before.used.end
+    assert any(line.startswith(f"{len(other)} samples that were passed over") for line in said)
+    # Skipped samples are known by the numbers that sources have now; the count stays.
+    assert (after.skipped, after.skipped_samples) == (frozenset({(0, 3)}), 3)
+    left = dataset.order.at(np.array(after.passed_over))
+    assert (left[0] == 0).all()
+    assert left[1].tolist() == [sample[p] for p in after.passed_over]
+    # The same without a change.
+    same, unchanged, said = continue_order(data_of(recipe), before)
+    assert (unchanged, said) == (before, [])
+    assert same.order.mixtures == dataset.order.mixtures[:1]
+
+
+def test_an_older_checkpoint_goes_on_in_the_order_that_it_began(path: Path) -> None:
+    recipe = recipe_of(path, {"train": 1.0})
+    dataset = data_of(recipe)
+    dataset, progress, said = continue_order(dataset, Progress(2, 9, passed_over=(4,)))
+    assert (progress.mixtures, said) == (dataset.order.mixtures, [])
+    assert [mixture.first for mixture in progress.mixtures] == [0]
+    # Then null stood for blocks of one sample, also in a large source.
+    large = replace(dataset, order=type(dataset.order)([2**17], [1.0], 1, None, ["a"]))
+    found, progress, said = continue_order(large, Progress(2, 9))
+    assert [mixture.streams[0].block for mixture in progress.mixtures] == [1, 32]
+    assert found.order.epochs(9) == [1.0]
+    assert progress.used == Used(9)
+    both = recipe_of(path, {"train": 1.0, "other": 1.0})
+    _, _, said = continue_order(data_of(both), Progress(2, 9))
+    assert "mixed sources by chance" in said[0]
