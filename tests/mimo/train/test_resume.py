@@ -200,6 +200,26 @@ def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses
     assert metrics(recipe, "part")[-1]["tokens"] == sum(lengths[n % 12] for n in used)
 
 
+def test_a_source_that_is_added_on_resuming_joins_and_the_other_goes_on(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    tiny.write_samples(recipe.parent, (1, 0, 2, 0, 1), name="other")
+    settings = [*ADAM, "encoders.vision.placement=colocated", "train.global_batch_size=8"]
+    run(run_ranks, recipe, *settings, "data.shuffle_block=null", "train.steps=2")
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_2"
+    paths = ", ".join(f'{{path: "{recipe.parent}/{name}-*.tar"}}' for name in ("train", "other"))
+    more = ["data.shuffle_block=null", "train.steps=4", f"data.sources=[{paths}]"]
+    run(run_ranks, recipe, *settings, *more, resume_from=checkpoint)
+    epochs = [line["epochs"] for line in metrics(recipe)]
+    assert epochs[:2] == [{"0": 8 / 12}, {"0": 16 / 12}]
+    for step, own in enumerate(epochs[2:], 1):
+        assert own["0"] * 12 + own["1"] * 5 == pytest.approx(16 + 8 * step)
+        assert own["0"] * 12 - 16 == pytest.approx(own["1"] * 5, abs=8)
+        assert own["1"] > 0
+    done = read_progress(checkpoint.parent / "step_4")
+    assert [mixture.first for mixture in done.mixtures] == [0, 16]
+
+
 @pytest.mark.parametrize("module", quick(["language", "encoders.vision"], "language"))
 def test_adapters_of_a_checkpoint_are_not_left_out_without_a_word(
     run_ranks: RunRanks, recipe: Path, module: str
