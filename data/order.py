@@ -98,14 +98,10 @@ class Mixture:
             sample[chosen] = self._samples_of(self.streams[number], place[chosen])
         return stream, sample
 
-    def is_like(self, other: Mixture) -> bool:
-        """Whether it mixes sources as another does that begins elsewhere."""
-
-        def mixed(one: Mixture) -> list[tuple[float, ...]]:
-            return [(stream.size, stream.weight, stream.block) for stream in one.streams]
-
-        own, its = ((one.seed, one.turn, mixed(one)) for one in (self, other))
-        return own == its
+    def kind(self) -> tuple[int, int, list[tuple[float, ...]]]:
+        """Equal for mixtures that differ in where they begin and what sources are called."""
+        streams = [(stream.size, stream.weight, stream.block) for stream in self.streams]
+        return self.seed, self.turn, streams
 
     def places(self, position: int) -> list[int]:
         """How many samples each stream has handed out before ``position``, in all its epochs."""
@@ -223,7 +219,7 @@ class SampleOrder:
             streams.append(replace(stream, salt=old.salt, start=start))
         mixture = replace(now, streams=tuple(streams), first=end)
         order = copy.copy(self)
-        if kept == {n: n for n in range(len(before.streams))} and before.is_like(mixture):
+        if kept == {n: n for n in range(len(before.streams))} and before.kind() == mixture.kind():
             order._follow(tuple(earlier))
         else:
             order._follow((*(one for one in earlier if one.first < end), mixture))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -45,21 +44,12 @@ def _finish(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-class Permutation(Protocol):
-    """The numbers below a size in another order."""
-
-    def at(self, slots: np.ndarray) -> np.ndarray:
-        """slots int64 (n,) -> int64 (n,): the number in each of these places."""
-        ...
-
-    def slot_of(self, number: int) -> int:
-        """The place that a number is in."""
-        ...
-
-
 @lru_cache(maxsize=128)
-def permutation(size: int, *salts: int) -> Permutation:
-    """A random permutation of ``size`` numbers, one for each choice of salts."""
+def permutation(size: int, *salts: int) -> _Sorted | _Feistel:
+    """A random permutation of the numbers below ``size``, one for each choice of salts.
+
+    `at(slots)` int64 (n,) are the numbers in these places; `slot_of(number)` is a number's place.
+    """
     return (_Sorted if size <= _MOST_SORTED else _Feistel)(size, salts)
 
 

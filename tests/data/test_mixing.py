@@ -22,7 +22,7 @@ FIBONACCI = [1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0]  # of the dee
 @given(weights=WEIGHTS, seed=st.integers(-5, 2**70), start=STARTS)
 @example(weights=FIBONACCI, seed=1, start=0)
 @example(weights=[1.0] + [1e-6] * 49, seed=1, start=0)
-@example(weights=[1.0] * 50, seed=1, start=0)
+@example(weights=[1.0] + [0.005] * 49, seed=1, start=0)  # not in an order without Huffman
 @example(weights=[0.5, 0.5], seed=3, start=0)
 def test_in_any_window_every_source_has_its_share_of_turns_give_or_take_8(
     weights: list[float], seed: int, start: int

@@ -165,7 +165,9 @@ def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
     assert [m["step"] for m in metrics(recipe)] == [0, 1, 2, 3, 4, 5]
     assert [m["skipped_samples"] for m in metrics(recipe)] == [1] * 6
     done = read_progress(checkpoints / "step_6")
-    assert done == Progress(step=6, samples=28, skipped_samples=1, skipped=frozenset({(0, 0)}))
+    expected = Progress(step=6, samples=28, skipped_samples=1, skipped=frozenset({(0, 0)}))
+    assert replace(done, mixtures=()) == expected
+    assert [mixture.first for mixture in done.mixtures] == [0]
 
 
 def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses_no_sample(
@@ -196,6 +198,26 @@ def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses
     lengths = load_index_of(recipe).column("token_length")
     used = [*before.passed_over, *range(end, end + 8 - len(before.passed_over))]
     assert metrics(recipe, "part")[-1]["tokens"] == sum(lengths[n % 12] for n in used)
+
+
+def test_a_source_that_is_added_on_resuming_joins_and_the_other_goes_on(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    tiny.write_samples(recipe.parent, (1, 0, 2, 0, 1), name="other")
+    settings = [*ADAM, "encoders.vision.placement=colocated", "train.global_batch_size=8"]
+    run(run_ranks, recipe, *settings, "data.shuffle_block=null", "train.steps=2")
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_2"
+    paths = ", ".join(f'{{path: "{recipe.parent}/{name}-*.tar"}}' for name in ("train", "other"))
+    more = ["data.shuffle_block=null", "train.steps=4", f"data.sources=[{paths}]"]
+    run(run_ranks, recipe, *settings, *more, resume_from=checkpoint)
+    epochs = [line["epochs"] for line in metrics(recipe)]
+    assert epochs[:2] == [{"0": 8 / 12}, {"0": 16 / 12}]
+    for step, own in enumerate(epochs[2:], 1):
+        assert own["0"] * 12 + own["1"] * 5 == pytest.approx(16 + 8 * step)
+        assert own["0"] * 12 - 16 == pytest.approx(own["1"] * 5, abs=8)
+        assert own["1"] > 0
+    done = read_progress(checkpoint.parent / "step_4")
+    assert [mixture.first for mixture in done.mixtures] == [0, 16]
 
 
 @pytest.mark.parametrize("module", quick(["language", "encoders.vision"], "language"))
