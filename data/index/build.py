@@ -26,6 +26,7 @@ from data.text.messages import Mention, MessagesError, PlaceholderError, Unknown
 
 Progress = Callable[[int, int], None]
 
+MAX_MESSAGES = 2048
 _PROGRESS_EVERY = 256  # samples
 
 
@@ -65,10 +66,10 @@ def build_index(
                     mismatched.append(f"{path}: {error.key}: {error.placeholders} / {error.items}")
                     continue
                 except UnknownMediaError as error:
-                    unknown.append(f"{path}: {error.key}: {error.media}")
+                    unknown.append(f"{path}: {error.key}: {_short(error.media)}")
                     continue
                 except _Unusable as error:
-                    skipped.append(SkippedSample(path, raw.key, str(error)))
+                    skipped.append(SkippedSample(path, raw.key, _short(str(error))))
                     continue
                 keys.append(raw.key)
                 item_counts.append(len(read.items))
@@ -166,7 +167,7 @@ def _read_sample(
             first += one.frames
         rows = [int(item["item_rows"]) for item in items]
         encoded = chat.encode(messages, rows, raw.key, texts)
-    except MessagesError as error:
+    except (MessagesError, RecursionError) as error:
         raise _Unusable(str(error)) from error
     loss_tokens = count_loss_tokens(encoded)
     if loss_tokens == 0:
@@ -226,15 +227,34 @@ def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) 
 def parse_messages(data: bytes) -> list[dict[str, Any]]:
     """The messages of a sample's JSON member; their form is checked when they are encoded.
 
-    Raises ValueError when it is not a JSON object with `messages`.
+    Raises ValueError when it is not a JSON object with `messages`, has a key twice or very many
+    messages.
     """
     try:
-        document = json.loads(data)
+        document = json.loads(data, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
     if not isinstance(document, dict) or "messages" not in document:
         raise ValueError('the JSON member needs to be an object with "messages"')
-    return document["messages"]
+    messages = document["messages"]
+    # Each answer is cut out of what is rendered before it, so the work grows with their square.
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise ValueError(f"{len(messages)} messages, at most {MAX_MESSAGES} are allowed")
+    return messages
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.80} is there twice")
+        found[key] = value
+    return found
+
+
+def _short(text: str) -> str:
+    """A text that may be a sample's own in a message: printable, and not pages of it."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:1000])
 
 
 def count_loss_tokens(sample: EncodedSample) -> int:

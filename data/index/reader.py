@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from data.index.build import count_loss_tokens, parse_messages
-from data.index.samples import Index, Processors
+from data.index.samples import Index, Processors, SkippedSample
 from data.index.shards import ShardFile
 from data.media.processor import Grid, Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
@@ -25,8 +25,8 @@ class UnreadableSample(Exception):
     """
 
     def __init__(self, shard: str, key: str, item: int | None, reason: str) -> None:
-        where = "" if item is None else f", item {item}"
-        super().__init__(f"sample {key!r} of {shard}{where}: {reason}")
+        self.sample = SkippedSample(shard, key, reason, item)
+        super().__init__(str(self.sample))
         self.shard, self.key, self.item, self.reason = shard, key, item, reason
 
 
@@ -70,7 +70,7 @@ class SampleReader:
         try:
             encoded = self.chat.encode(messages, index.item_rows[items].tolist(), key, texts)
             media = [one.media for one in self.chat.mentions(messages, key)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._unreadable(sample, None, str(error)) from error
         got = (
             len(encoded.input_ids),

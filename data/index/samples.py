@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,17 +25,26 @@ from data.text.chat import ChatTokenizer
 
 Processors = Mapping[str, Media[Any]]  # by name
 
-INDEX_VERSION = 5  # raise it whenever the arrays, their meaning or what is left out change
+INDEX_VERSION = 6  # raise it whenever the arrays, their meaning or what is left out change
+ENOUGH = 200  # samples, before a share of them says something
 _SHOWN = 10  # bad samples named in one message
 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that cannot be used, and why."""
+    """A sample that cannot be used, and why.
+
+    item: the number in the name of the file at fault, if it was found when reading it.
+    """
 
     shard: str
     key: str
     reason: str
+    item: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.item is None else f", item {self.item}"
+        return f"sample {self.key!r} of {self.shard}{where}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -211,6 +221,26 @@ def check_rows(index: Index, rows_per_microbatch: int | None) -> None:
             f"{listed(named, len(too_many))}\nraise data.rows_per_microbatch, let an encoder's "
             "items have fewer rows, or leave them out of the shards"
         )
+
+
+def check_skipped(index: Index, max_fraction: float) -> None:
+    """Raise ValueError when too large a share of the samples is unusable, of `ENOUGH` or more."""
+    bad = len(index.skipped)
+    total = bad + len(index)
+    if total >= ENOUGH and bad > max_fraction * total:
+        by_shard = Counter(sample.shard for sample in index.skipped)
+        raise ValueError(
+            f"{bad} of {total} samples are unusable, {bad / total:.2%}, above max_skipped_fraction "
+            f"{max_fraction:g}; {worst_shards(by_shard)}; among them:\n  "
+            f"{listed([str(sample) for sample in index.skipped[:_SHOWN]], bad)}\n"
+            "mend these shards or leave them out, or raise data.max_skipped_fraction"
+        )
+
+
+def worst_shards(by_shard: Counter[str]) -> str:
+    """The three shards with the most unusable samples, in words."""
+    worst = [f"{shard} ({count})" for shard, count in by_shard.most_common(3)]
+    return f"the worst shards: {', '.join(worst)}"
 
 
 def _named(index: Index, samples: np.ndarray, size: np.ndarray, what: str) -> list[str]:

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import os
 import re
-import tarfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import IO
 
-_TAR_BLOCK = 512
+from data.index.shards import ShardFile
+from data.index.tar_headers import TarError, TarMember, tar_members
+
+# What is read of one sample at a time: a hostile shard must not fill the memory.
+MAX_JSON_BYTES = 2**24
+MAX_ITEM_BYTES = 2**29
+_MAX_READS = 100_000  # of a header; files of a few bytes a chunk would take hours
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,16 @@ class MemberFile:
 
     def __init__(self, file: IO[bytes], member: Member) -> None:
         self._file, self._member, self._position = file, member, 0
+        self._reads_left = _MAX_READS
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes, all that are left if it is negative; none at the end."""
+        """Up to `size` bytes, all that are left if it is negative; none at the end.
+
+        Raises ValueError once a hundred thousand reads have not been enough.
+        """
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise ValueError(f"its header takes more than {_MAX_READS} reads")
         left = max(self._member.size - self._position, 0)
         self._file.seek(self._member.offset + self._position)
         data = self._file.read(left if size < 0 else min(size, left))
@@ -68,39 +80,39 @@ def scan_shard(path: str, suffixes: Collection[str]) -> Iterator[RawSample]:
     Raises ValueError when the file is compressed, damaged or truncated.
     """
     samples: dict[str, RawSample] = {}
-    item_name = re.compile(rf"(\d+)\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE)
+    item_name = re.compile(
+        rf"([0-9]{{1,9}})\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE
+    )
+    file = ShardFile(path)
     try:
-        # "r:" refuses compressed files, inside which a byte offset would mean nothing.
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                if member.isfile() and not member.issparse():
-                    _add_member(samples, member, item_name)
-                # tarfile keeps every header; a large shard would hold millions.
-                tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
-            end = tar.offset
-    except tarfile.ReadError as error:
+        for member in tar_members(file.read, os.path.getsize(path)):
+            _add_member(samples, member, item_name)
+    except TarError as error:
         raise _damaged(path, str(error)) from error
-    # tarfile stops quietly at a damaged header; a whole file has a block of zeros there.
-    with open(path, "rb") as file:
-        file.seek(end)
-        if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
-            raise _damaged(path, f"no end mark at byte {end}")
     yield from samples.values()
 
 
 def _add_member(
-    samples: dict[str, RawSample], member: tarfile.TarInfo, item_name: re.Pattern[str]
+    samples: dict[str, RawSample], member: TarMember, item_name: re.Pattern[str]
 ) -> None:
     folder, slash, name = member.name.rpartition("/")
     stem, dot, suffix = name.partition(".")
     if not dot or not stem:  # not a sample's member: a README, or a hidden file of some archiver
         return
     key = folder + slash + stem
-    sample = samples.setdefault(key, RawSample(key))
+    # What cannot be printed must not reach a terminal or a log in any message either.
+    shown = key if key.isprintable() else ascii(key)[1:-1]
+    sample = samples.setdefault(key, RawSample(shown))
     if key.startswith("/") or ".." in folder.split("/") or not key.isprintable():
         sample.problem = "the name leaves the folder of the shard, or has control characters"
-    place = Member(member.offset_data, member.size)
+    place = Member(member.offset, member.size)
     item = item_name.fullmatch(suffix)
+    most = MAX_JSON_BYTES if suffix == "json" else MAX_ITEM_BYTES
+    problem = member.problem or (
+        f"has {member.size} bytes, at most {most} are allowed" if member.size > most else ""
+    )
+    if problem and (item or suffix == "json"):
+        sample.problem = f"its member .{suffix} {problem}"
     if suffix == "json":
         if sample.json is not None:
             sample.problem = "two .json members: keys need to be unique inside a shard"

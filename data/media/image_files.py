@@ -18,6 +18,7 @@ MAX_PIXELS_DECODED = 64 * 1024 * 1024
 
 _SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # columns and lines of rows, of a random file
 
+_JPEG_SCAN, _MAX_SCANS = b"\xff\xda", 500
 _PNG_SIGNATURE = 8  # bytes
 _PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
 _PNG_KEYWORD = 80  # bytes, including the zero at its end
@@ -58,6 +59,9 @@ def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Ima
     Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
     """
     image = _open_lazily(data, max_pixels_decoded)
+    # Each pass over a JPEG may take ten bytes and goes over all pixels; the mark is never data.
+    if image.format == "JPEG" and data.count(_JPEG_SCAN) > _MAX_SCANS:
+        raise ValueError(f"the JPEG has more than {_MAX_SCANS} scans; save it again")
     _load(image)
     method = _ORIENTATION_METHOD.get(_orientation(image))
     return image if method is None else image.transpose(method)

@@ -258,7 +258,9 @@ class ChatTokenizer:
             raise MessagesError(
                 f"sample {key!r}: the chat template refuses the messages: {error}"
             ) from error
-        except (TypeError, UnicodeError) as error:
+        except (PlaceholderError, MessagesError):
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # From a template that joins text with parts, or a tokenizer given half a character.
             raise MessagesError(
                 f"sample {key!r}: the messages cannot be rendered and tokenized "
