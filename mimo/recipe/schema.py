@@ -115,6 +115,9 @@ class Data(Section):
     together from."""
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
+    max_skipped_fraction: bounds.Share = 0.05
+    """Share of the samples, once there are 200, that may be unusable in a source's index, and that
+    may be skipped of those read so far, before the run stops."""
     prefetch_steps: bounds.PrefetchSteps = 2
     """Steps that are read ahead of use; from 2 on, the next one is on the device ahead of use."""
 

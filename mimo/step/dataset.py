@@ -8,7 +8,7 @@ from typing import Any
 
 from data.batch import GlobalMicrobatch
 from data.index.reader import SampleReader
-from data.index.samples import Index, Processors, check_lengths, check_rows
+from data.index.samples import Index, Processors, check_lengths, check_rows, check_skipped
 from data.index.store import load_or_build_index
 from data.media.processor import Media
 from data.order import SampleOrder
@@ -123,8 +123,8 @@ def open_dataset(
 
     Builds an index where there is none that fits.
     Raises RecipeError for missing shards, samples that are too long or have too many rows for a
-    microbatch, and samples whose placeholders do not match their items or that have items which no
-    encoder takes.
+    microbatch, more unusable samples than `data.max_skipped_fraction`, and samples whose
+    placeholders do not match their items or that have items which no encoder takes.
     """
     sources: Sequence[Source] = getattr(recipe.data, split)
     if not sources:
@@ -133,6 +133,7 @@ def open_dataset(
     for number, source in enumerate(sources):
         try:
             index = load_or_build_index(source.path, chat, processors, progress)
+            check_skipped(index, recipe.data.max_skipped_fraction)
             check_lengths(index, recipe.data.sequence_length)
             check_rows(index, recipe.data.rows_per_microbatch)
             if len(index) == 0:

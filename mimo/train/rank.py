@@ -30,6 +30,7 @@ from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, open_dataset
+from mimo.train.bad_samples import BAD_SAMPLES, BadSamples
 from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
@@ -117,14 +118,16 @@ def _train(
     trainer.progress = begin(trainer.model.modules, start)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
     with ExitStack() as stack:
-        writer = None
+        writer = bad_samples = None
         if topology.reports:
             train = recipe.train
             writer = stack.enter_context(
                 MetricsWriter(run_dir, train.steps, trainer.progress.step, train.log_every)
             )
+            bad_samples = BadSamples(run_dir, trainer.progress.step)
+            bad_samples.of_indexes({"sources": dataset, "validation": validation})
             _say_skipped(writer, dataset)
-        steps = trainer.train(dataset, validation, presence)
+        steps = trainer.train(dataset, validation, presence, bad_samples)
         for metrics in collected_together(steps, recipe.train.collect_garbage_every):
             if writer is None:
                 continue
@@ -137,7 +140,10 @@ def _train(
 def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
     skipped = [sample for index in dataset.indexes for sample in index.skipped]
     if skipped:
-        writer.say(f"{len(skipped)} samples of the index are unusable and left out:")
+        writer.say(
+            f"{len(skipped)} samples of the index are unusable and left out "
+            f"(all are in {BAD_SAMPLES}):"
+        )
         for sample in skipped[:10]:
             writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")
 
