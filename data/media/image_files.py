@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from abc import ABC, abstractmethod
 from typing import BinaryIO
@@ -137,6 +138,14 @@ def to_rgb(image: Image.Image) -> Image.Image:
         background = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(background, image).convert("RGB")
     return image.convert("RGB")
+
+
+def thumbnail_url(picture: np.ndarray, side: int) -> str:
+    """A `data:` URL of a uint8 (height, width, 3) picture that is shrunk into a square."""
+    image, buffer = Image.fromarray(picture), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(buffer, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 class ImageFiles(ABC):

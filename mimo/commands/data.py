@@ -1,0 +1,26 @@
+"""`mimo data`: what a recipe's data are like."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mimo.commands._shared import NumRanksOption, OverridesArgument, RecipeArgument, readable_errors
+
+
+@readable_errors
+def data_doctor(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    num_ranks: NumRanksOption = None,
+    page: Annotated[Path, typer.Option("--page", help="Where the HTML page goes.")] = Path(
+        "runs/data_doctor.html"
+    ),
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure to this file.")
+    ] = None,
+) -> int | None:
+    """Look at the data before a job: one page of figures, bad samples and samples to look at."""
+    from mimo.step.doctor import main as run
+
+    return run(recipe, overrides or [], num_ranks, page, json)
