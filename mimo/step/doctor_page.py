@@ -23,19 +23,19 @@ _PAGE = """<!doctype html>
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>Data of {{ reports[0].figures.recipe }}</title>
 <style>
-:root { color-scheme: light dark; --line: #8885; --faint: #888; --bar: #3b7dd8; --mark: #c77700;
-  --learned: #2a9d5c33; font: 15px/1.45 system-ui, sans-serif }
+:root { color-scheme: light dark; --line: #8885; --faint: #888; --mark: #c77700; --learned: #2a9d5c33;
+  font: 15px/1.45 system-ui, sans-serif }
 body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
 h1, h2, h3 { line-height: 1.2 } h2 { border-bottom: 1px solid var(--line); margin-top: 2.5rem }
 table { border-collapse: collapse; margin: .5rem 0 }
 td, th { padding: .15rem .8rem .15rem 0; text-align: right; font-variant-numeric: tabular-nums;
   vertical-align: top }
-td:first-child, th:first-child, td.words { text-align: left; overflow-wrap: anywhere }
+td:first-child, th:first-child, .words { text-align: left; overflow-wrap: anywhere }
 .tiles, .charts { display: flex; flex-wrap: wrap; gap: 1rem }
 .tile { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem }
 .tile b { display: block; font-size: 1.4rem }
 figure { margin: 0; width: 17rem } figcaption, small { color: var(--faint); font-size: .85rem }
-svg { width: 100%; overflow: visible } rect { fill: var(--bar) }
+svg { width: 100%; overflow: visible; fill: #3b7dd8 }
 .sample { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem; margin: 1rem 0 }
 .sample img { max-width: 15rem; max-height: 15rem; margin: .2rem; vertical-align: top }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .5rem 0; color: var(--faint) }
@@ -44,7 +44,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .5rem 0; color: va
 </style>
 <h1>Data of {{ reports[0].figures.recipe }}</h1>
 {% for report in reports %}{% set f = report.figures %}{% set p = f.packing %}
-<h2>{{ report.title }}</h2>
+{% if reports|length > 1 %}<h2>{{ report.title }}</h2>{% endif %}
+
 <div class="tiles">
 {% for name, value in report.tiles %}<div class="tile"><b>{{ value }}</b>{{ name }}</div>
 {% endfor %}</div>
