@@ -23,8 +23,8 @@ _PAGE = """<!doctype html>
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>Data of {{ reports[0].figures.recipe }}</title>
 <style>
-:root { color-scheme: light dark; --line: #8885; --faint: #888; --mark: #c77700; --learned: #2a9d5c33;
-  font: 15px/1.45 system-ui, sans-serif }
+:root { color-scheme: light dark; --line: #8885; --faint: #888; --mark: #c77700;
+  --learned: #2a9d5c33; font: 15px/1.45 system-ui, sans-serif }
 body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
 h1, h2, h3 { line-height: 1.2 } h2 { border-bottom: 1px solid var(--line); margin-top: 2.5rem }
 table { border-collapse: collapse; margin: .5rem 0 }
