@@ -113,7 +113,7 @@ def answer_split(
     longest = recipe.data.sequence_length
     skipped = _Skipped()
     for index in dataset.indexes:
-        for one in index.skipped:
+        for one in index.skipped_samples():
             skipped.add(f"sample {one.key!r} of {one.shard}: {one.reason}")
     for batch in _batches(_questions(dataset, skipped), limit, longest):
         given = generator.answer([one.request for one in batch], limit, longest)

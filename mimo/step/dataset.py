@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from data.batch import GlobalMicrobatch
@@ -138,8 +139,8 @@ def open_dataset(
             check_rows(index, recipe.data.rows_per_microbatch)
             if len(index) == 0:
                 raise ValueError(
-                    f"{source.path}: none of {len(index.skipped)} samples is usable; the first: "
-                    + "; ".join(f"{s.key}: {s.reason}" for s in index.skipped[:3])
+                    f"{source.path}: none of {index.num_skipped} samples is usable; the first: "
+                    + "; ".join(f"{s.key}: {s.reason}" for s in islice(index.skipped_samples(), 3))
                 )
             indexes.append(index)
         except ValueError as error:

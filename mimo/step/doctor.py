@@ -322,7 +322,7 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
     assert dataset is not None, "the recipe schema asks for at least one source"
     looked = look(dataset)
     shown, unreadable, read = read_some(dataset, looked)
-    skipped = [one for index in dataset.indexes for one in index.skipped]
+    skipped = itertools.chain.from_iterable(one.skipped_samples() for one in dataset.indexes)
     tokens = int(looked.tokens.sum())
     return {
         "recipe": recipe.name,
@@ -336,10 +336,10 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
         "packing": packing(recipe, layout, plans(recipe, layout, dataset)),
         "largest": largest(dataset, looked),
         "bad": {
-            "in_index": len(skipped),
+            "in_index": sum(index.num_skipped for index in dataset.indexes),
             "read": read,
             "unreadable": len(unreadable),
-            "named": [*unreadable, *map(vars, skipped[:_BAD])],
+            "named": [*unreadable, *map(vars, itertools.islice(skipped, _BAD))],
         },
         "histograms": histograms(looked),
     }, shown

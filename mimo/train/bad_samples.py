@@ -55,10 +55,10 @@ class BadSamples:
         lines = []
         for split, dataset in splits.items():
             for source, index in enumerate(dataset.indexes if dataset else ()):
-                named = itertools.islice(index.skipped, _MOST_OF_AN_INDEX)
+                named = itertools.islice(index.skipped_samples(), _MOST_OF_AN_INDEX)
                 where = {"found": "index", "split": split, "source": source}
                 lines += [_line(where | asdict(bad)) for bad in named]
-                if (more := len(index.skipped) - _MOST_OF_AN_INDEX) > 0:
+                if (more := index.num_skipped - _MOST_OF_AN_INDEX) > 0:
                     lines.append(_line(where | {"more": more}))
         text = "".join(f"{line}\n" for line in (*lines, *self._read))
         self._path.write_text(text, encoding="utf-8")

@@ -30,7 +30,11 @@ def dataset(*skipped: SkippedSample, samples: int = 1000) -> Dataset:
         def __len__(self) -> int:
             return samples
 
-    index = Index(skipped=skipped, shard_of=lambda sample: f"{sample // 100}.tar")
+    index = Index(
+        num_skipped=len(skipped),
+        skipped_samples=lambda: iter(skipped),
+        shard_of=lambda sample: f"{sample // 100}.tar",
+    )
     return cast(Dataset, SimpleNamespace(indexes=(index,)))
 
 
