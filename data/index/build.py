@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from data.index.block_cache import BlockCache
 from data.index.samples import (
     DTYPES,
     Index,
@@ -18,7 +19,7 @@ from data.index.samples import (
     listed,
     make_index,
 )
-from data.index.shards import find_shards
+from data.index.shards import ShardFile, ShardStream, find_shards
 from data.index.tar_shards import Member, MemberFile, RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
@@ -30,13 +31,17 @@ _PROGRESS_EVERY = 256  # samples
 
 
 def build_index(
-    pattern: str, chat: ChatTokenizer, processors: Processors, progress: Progress | None = None
+    pattern: str,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+    cache: BlockCache | None = None,
 ) -> Index:
     """Scan all shards that `pattern` names: tokenize every sample, read every item's header.
 
     A sample with malformed JSON or messages, no answer, missing items or unreadable headers is left
     out and listed in `skipped`. processors: of the same media as the placeholders of `chat`.
-    progress(done, total) counts bytes of shards.
+    progress(done, total) counts bytes of shards. cache: of `ShardFile`.
 
     Raises ValueError when no shard matches, a shard is damaged, the template cannot be used, or any
     sample has an item of an unknown media or more or fewer placeholders than items (all of them are
@@ -57,29 +62,29 @@ def build_index(
     bytes_before = 0
     for number, shard in enumerate(shards):
         path = shard.path
-        with open(path, "rb") as file:
-            for count, raw in enumerate(scan_shard(path, suffixes)):
-                try:
-                    read = _read_sample(raw, file, chat, processors, media)
-                except PlaceholderError as error:
-                    mismatched.append(f"{path}: {error.key}: {error.placeholders} / {error.items}")
-                    continue
-                except UnknownMediaError as error:
-                    unknown.append(f"{path}: {error.key}: {error.media}")
-                    continue
-                except _Unusable as error:
-                    skipped.append(SkippedSample(path, raw.key, str(error)))
-                    continue
-                keys.append(raw.key)
-                item_counts.append(len(read.items))
-                _append(columns, {"shard": number, **read.sample})
-                first_file = len(columns["file_offset"])
-                for item in read.items:
-                    _append(columns, item | {"item_file": first_file + item["item_file"]})
-                for file_of_sample in read.files:
-                    _append(columns, file_of_sample)
-                if progress is not None and count % _PROGRESS_EVERY == 0:
-                    progress(bytes_before + read.sample["json_offset"], total_bytes)
+        file = ShardFile(shard, cache).stream()
+        for count, raw in enumerate(scan_shard(shard, suffixes, cache)):
+            try:
+                read = _read_sample(raw, file, chat, processors, media)
+            except PlaceholderError as error:
+                mismatched.append(f"{path}: {error.key}: {error.placeholders} / {error.items}")
+                continue
+            except UnknownMediaError as error:
+                unknown.append(f"{path}: {error.key}: {error.media}")
+                continue
+            except _Unusable as error:
+                skipped.append(SkippedSample(path, raw.key, str(error)))
+                continue
+            keys.append(raw.key)
+            item_counts.append(len(read.items))
+            _append(columns, {"shard": number, **read.sample})
+            first_file = len(columns["file_offset"])
+            for item in read.items:
+                _append(columns, item | {"item_file": first_file + item["item_file"]})
+            for file_of_sample in read.files:
+                _append(columns, file_of_sample)
+            if progress is not None and count % _PROGRESS_EVERY == 0:
+                progress(bytes_before + read.sample["json_offset"], total_bytes)
         bytes_before += shard.size
         if progress is not None:
             progress(bytes_before, total_bytes)
@@ -129,7 +134,7 @@ class _ReadSample:
 
 def _read_sample(
     raw: RawSample,
-    file: IO[bytes],
+    file: ShardStream,
     chat: ChatTokenizer,
     processors: Processors,
     media: Sequence[str],
@@ -190,7 +195,7 @@ def _read_part(
     mention: Mention,
     files: range,
     members: Mapping[int, Member],
-    file: IO[bytes],
+    file: ShardStream,
     media: Media[Any],
 ) -> Part:
     """The sizes of a part's files, which all need to be the same."""

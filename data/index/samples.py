@@ -14,11 +14,12 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from data.index.shards import Shard, pattern_root
+from data.index.shards import Shard, describe_shard, pattern_root
 from data.media.processor import Media, Part
 from data.text.chat import ChatTokenizer
 
@@ -79,6 +80,11 @@ class Index:
     def shard_of(self, sample: int) -> str:
         """The path of a sample's shard."""
         return self.shards[int(self.shard[sample])]
+
+    @cached_property
+    def states(self) -> tuple[Shard, ...]:
+        """What the shards have to be. Raises OSError."""
+        return tuple(map(describe_shard, self.shards))
 
     @property
     def num_items(self) -> int:

@@ -6,6 +6,7 @@ in one step, so a reader sees the old index or the new one, never half of one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -18,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from data.index.block_cache import BlockCache, default_cache_directory
 from data.index.build import Progress, build_index
+from data.index.remote import is_remote
 from data.index.samples import (
     FILE_DTYPES,
     INDEX_VERSION,
@@ -63,8 +66,8 @@ def save_index(index: Index, directory: str | Path) -> None:
         "fingerprint": index.fingerprint,
         "files": files,
         "media": index.media,
-        "shards": [os.path.relpath(shard, directory) for shard in index.shards],
-        "skipped": [[os.path.relpath(s.shard, directory), s.key, s.reason] for s in index.skipped],
+        "shards": [_unresolved(directory, shard) for shard in index.shards],
+        "skipped": [[_unresolved(directory, s.shard), s.key, s.reason] for s in index.skipped],
     }
     with _replacing(directory / _META) as temporary:
         temporary.write_text(json.dumps(meta, indent=1), encoding="utf-8")
@@ -109,7 +112,12 @@ def load_index(directory: str | Path) -> Index:
 
 
 def load_or_build_index(
-    pattern: str, chat: ChatTokenizer, processors: Processors, progress: Progress | None = None
+    pattern: str,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+    cache_directory: Path | None = None,
+    cache: BlockCache | None = None,
 ) -> Index:
     """The index of the shards that `pattern` names: loaded if it is current, else built and stored.
 
@@ -118,17 +126,18 @@ def load_or_build_index(
 
     Raises ValueError as `build_index` does, and when a shard of the stored index is missing.
     """
-    directory = index_directory(pattern)
+    directory = index_directory(pattern, cache_directory)
     try:
         meta = _read_meta(directory)
     except ValueError:
         meta = None  # none yet, or unreadable: build
     if meta is not None:
         paths = [_resolve(directory, shard) for shard in meta["shards"]]
-        root = os.path.normpath(pattern_root(pattern).absolute())
+        root = pattern_root(pattern)
+        root = root if is_remote(root) else os.path.abspath(root)
         if not all(Path(path).is_relative_to(root) for path in paths):
             paths, meta = [], None  # not an index of this pattern, whoever wrote it: build
-        missing = [path for path in paths if not os.path.isfile(path)]
+        missing = [path for path in paths if not is_remote(path) and not os.path.isfile(path)]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ValueError(
@@ -141,7 +150,7 @@ def load_or_build_index(
                 return load_index(directory)
             except ValueError:
                 pass  # a damaged file: build again
-    index = build_index(pattern, chat, processors, progress)
+    index = build_index(pattern, chat, processors, progress, cache)
     try:
         save_index(index, directory)
     except OSError as error:
@@ -153,14 +162,21 @@ def load_or_build_index(
     return index
 
 
-def index_directory(pattern: str) -> Path:
-    """Where the index of a pattern lives: `<folder>/.index/<pattern as a file name>`."""
+def index_directory(pattern: str, cache_directory: Path | None = None) -> Path:
+    """Where the index of a pattern lives: `<folder>/.index/<pattern as a file name>`.
+
+    That of a URL is in the cache folder (None: the user's).
+    """
     root = pattern_root(pattern)
     rest = os.path.relpath(pattern, root)
     # "*" and "?" get letters of their own, so that patterns that differ do so after the rest is
     # cleaned.
     slug = rest.replace("*", "_all").replace("?", "_any")
-    return (root / ".index" / re.sub(r"[^A-Za-z0-9._-]", "_", slug)).absolute()
+    home = Path(root) / ".index"
+    if is_remote(root):
+        digest = hashlib.sha256(root.encode()).hexdigest()[:16]
+        home = (cache_directory or default_cache_directory()) / "index" / digest
+    return (home / re.sub(r"[^A-Za-z0-9._-]", "_", slug)).absolute()
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
@@ -188,7 +204,11 @@ def _unreadable(directory: Path, error: Exception) -> ValueError:
 
 
 def _resolve(directory: Path, shard: str) -> str:
-    return os.path.normpath(directory / shard)
+    return shard if is_remote(shard) else os.path.normpath(directory / shard)
+
+
+def _unresolved(directory: Path, shard: str) -> str:
+    return shard if is_remote(shard) else os.path.relpath(shard, directory)
 
 
 @contextmanager

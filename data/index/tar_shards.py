@@ -13,9 +13,21 @@ import re
 import tarfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, cast
+
+from data.index.block_cache import BlockCache
+from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream, sought
 
 _TAR_BLOCK = 512
+_MAX_HEADER = 2**20  # bytes that the headers of one member may take
+_KINDS = {
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a pipe",
+    tarfile.DIRTYPE: "a folder",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Member:
 class MemberFile:
     """One member as a file of its own, so that no more is read of it than its header."""
 
-    def __init__(self, file: IO[bytes], member: Member) -> None:
+    def __init__(self, file: ShardStream, member: Member) -> None:
         self._file, self._member, self._position = file, member, 0
 
     def read(self, size: int = -1) -> bytes:
@@ -42,8 +54,7 @@ class MemberFile:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move inside the member, as in any file."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._member.size}[whence]
-        self._position = max(base + offset, 0)
+        self._position = sought(offset, whence, self._position, self._member.size)
         return self._position
 
     def tell(self) -> int:
@@ -61,30 +72,62 @@ class RawSample:
     problem: str = ""
 
 
-def scan_shard(path: str, suffixes: Collection[str]) -> Iterator[RawSample]:
+class _Headers:
+    """A shard as tarfile reads it.
+
+    A damaged header may ask for all of the shard, or again and again for what comes after its end:
+    both are refused.
+    """
+
+    def __init__(self, stream: ShardStream) -> None:
+        self.seek, self.tell, self._read = stream.seek, stream.tell, stream.read
+        self.left = _MAX_HEADER
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= self.left:
+            raise tarfile.ReadError(f"a header of more than {_MAX_HEADER} bytes")
+        self.left -= size
+        data = self._read(size)
+        if not data:
+            raise tarfile.ReadError("unexpected end of data")
+        return data
+
+
+def scan_shard(
+    shard: Shard | str, suffixes: Collection[str], cache: BlockCache | None = None
+) -> Iterator[RawSample]:
     """The samples of a shard in the order of their first members; only headers are read.
 
-    suffixes: of items' names, in lower case and without a dot; other members are no items.
-    Raises ValueError when the file is compressed, damaged or truncated.
+    suffixes: of items' names, in lower case and without a dot; other members are no items. cache:
+    of `ShardFile`.
+    Raises ValueError when the file is compressed, damaged or truncated, changes or cannot be read.
     """
+    path = shard if isinstance(shard, str) else shard.path
     samples: dict[str, RawSample] = {}
     item_name = re.compile(rf"(\d+)\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE)
     try:
+        stream = ShardFile(shard, cache).stream()
+        headers, end = _Headers(stream), 0
         # "r:" refuses compressed files, inside which a byte offset would mean nothing.
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(fileobj=cast(IO[bytes], headers), mode="r:") as tar:
             for member in tar:
-                if member.isfile() and not member.issparse():
-                    _add_member(samples, member, item_name)
+                _add_member(samples, member, item_name)
                 # tarfile keeps every header; a large shard would hold millions.
                 tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
-            end = tar.offset
-    except tarfile.ReadError as error:
+                if member.size < 0 or not end < tar.offset <= stream.size:
+                    raise tarfile.ReadError(f"{member.name!r} has no end inside the file")
+                headers.left, end = _MAX_HEADER, tar.offset
+        # tarfile stops quietly at a damaged header; a whole file has a block of zeros there.
+        stream.seek(end)
+        if stream.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
+            raise tarfile.ReadError(f"no end mark at byte {end}")
+    except ShardChangedError:
+        raise
+    except OSError as error:
+        raise ValueError(f"shard {path} cannot be read: {error}") from error
+    # What tarfile raises for numbers and names that are none.
+    except (tarfile.TarError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
-    # tarfile stops quietly at a damaged header; a whole file has a block of zeros there.
-    with open(path, "rb") as file:
-        file.seek(end)
-        if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
-            raise _damaged(path, f"no end mark at byte {end}")
     yield from samples.values()
 
 
@@ -95,12 +138,17 @@ def _add_member(
     stem, dot, suffix = name.partition(".")
     if not dot or not stem:  # not a sample's member: a README, or a hidden file of some archiver
         return
+    item = item_name.fullmatch(suffix)
+    kind = _KINDS.get(member.type, "a sparse file" if member.issparse() else "")
+    if kind and not item and suffix != "json":
+        return
     key = folder + slash + stem
     sample = samples.setdefault(key, RawSample(key))
     if key.startswith("/") or ".." in folder.split("/") or not key.isprintable():
         sample.problem = "the name leaves the folder of the shard, or has control characters"
+    elif kind or not member.isfile():
+        sample.problem = f"{name} is {kind or 'of an unknown kind'}: need the file itself"
     place = Member(member.offset_data, member.size)
-    item = item_name.fullmatch(suffix)
     if suffix == "json":
         if sample.json is not None:
             sample.problem = "two .json members: keys need to be unique inside a shard"

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from data.batch import GlobalMicrobatch
+from data.index.block_cache import BlockCache, default_cache_directory
 from data.index.reader import SampleReader
 from data.index.samples import Index, Processors, check_lengths, check_rows
+from data.index.shards import ShardChangedError
 from data.index.store import load_or_build_index
 from data.media.processor import Media
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
-from mimo.errors import RecipeError
+from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.recipe.schema import MediaTokens, Recipe, Source
 from mimo.recipe.source import Location, dotted
@@ -112,6 +116,26 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
         raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
 
 
+def cache_folder(recipe: Recipe) -> Path:
+    """Where this machine keeps what it has of shards at URLs."""
+    given = recipe.data.cache_directory
+    return default_cache_directory() if given is None else Path(given)
+
+
+def block_cache(recipe: Recipe) -> BlockCache:
+    """The cache of shards at URLs."""
+    return BlockCache(cache_folder(recipe), round((recipe.data.cache_gib or 0) * 2**30))
+
+
+@contextmanager
+def changed_shards_named() -> Iterator[None]:
+    """Inside, a shard that changes ends the run as any bad input does."""
+    try:
+        yield
+    except ShardChangedError as error:
+        raise InputError(str(error)) from error
+
+
 def open_dataset(
     recipe: Recipe,
     split: str,
@@ -129,10 +153,12 @@ def open_dataset(
     sources: Sequence[Source] = getattr(recipe.data, split)
     if not sources:
         return None
-    indexes, problems = [], []
+    indexes, problems, cache = [], [], block_cache(recipe)
     for number, source in enumerate(sources):
         try:
-            index = load_or_build_index(source.path, chat, processors, progress)
+            index = load_or_build_index(
+                source.path, chat, processors, progress, cache_folder(recipe), cache
+            )
             check_lengths(index, recipe.data.sequence_length)
             check_rows(index, recipe.data.rows_per_microbatch)
             if len(index) == 0:
@@ -147,7 +173,7 @@ def open_dataset(
         raise RecipeError(*problems)
     return Dataset(
         indexes=tuple(indexes),
-        readers=tuple(SampleReader(index, chat, processors) for index in indexes),
+        readers=tuple(SampleReader(index, chat, processors, cache) for index in indexes),
         order=SampleOrder(
             [len(index) for index in indexes],
             [source.weight for source in sources],

@@ -29,7 +29,7 @@ from mimo.layout.grids import Layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset, open_dataset
+from mimo.step.dataset import Dataset, changed_shards_named, open_dataset
 from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
@@ -116,7 +116,7 @@ def _train(
     assert dataset is not None, "the recipe schema asks for at least one source"
     trainer.progress = begin(trainer.model.modules, start)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
-    with ExitStack() as stack:
+    with changed_shards_named(), ExitStack() as stack:
         writer = None
         if topology.reports:
             train = recipe.train
