@@ -11,12 +11,11 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
 
-import fsspec
 from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.core import url_to_fs
 
@@ -27,7 +26,7 @@ _TRIES = 5
 _PAUSE_SECONDS = 0.5  # after the first try; twice as long after each further one
 _TIMEOUT_SECONDS = 30.0  # of one try, and so long again for every 8 MiB that it asks for
 _MANY = 16  # requests under way at the same time
-_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, ValueError, TypeError)
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, ValueError, ImportError)
 _RETRIED_STATUS = (408, 425, 429)  # and 500 to 599
 _VERSIONS = (
     *("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "mtime"),
@@ -94,41 +93,33 @@ def _find(pattern: str) -> list[tuple[str, State]]:
 
 
 def _list(pattern: str) -> list[tuple[str, State | None]]:
-    system, path = _file_system(pattern)
+    system, path = url_to_fs(pattern)
     system.invalidate_cache()
-    if isinstance(system, AsyncFileSystem):
-        infos = _awaited(system, 0, lambda: system._glob(path, detail=True))
-    else:
-        infos = system.glob(path, detail=True)
     # Most file systems know their files without protocol and host.
     head = f"{pattern.partition('://')[0]}://"
     prefix = pattern.removesuffix(path) if pattern.endswith(path) else head
     return [
         (prefix + name, _state(info) if info.get("size") is not None else None)
-        for name, info in infos.items()
+        for name, info in _call(system, "glob", 0, path, detail=True).items()
         if info.get("type") != "directory"
     ]
 
 
 def _describe(url: str) -> State:
-    system, path = _file_system(url)
+    system, path = url_to_fs(url)
     if _is_web(url):
-        return _awaited(system, 0, lambda: _get(system, url, 0, 1))[1]
+        return _awaited(system, 0, _get(system, url, 0, 1))[1]
     system.invalidate_cache()
-    if isinstance(system, AsyncFileSystem):
-        return _state(_awaited(system, 0, lambda: system._info(path)))
-    return _state(system.info(path))
+    return _state(_call(system, "info", 0, path))
 
 
 def _read(url: str, offset: int, size: int) -> tuple[bytes, State | None]:
-    system, path = _file_system(url)
+    system, path = url_to_fs(url)
     state, end = None, offset + size
     if _is_web(url):
-        data, state = _awaited(system, size, lambda: _get(system, url, offset, size))
-    elif isinstance(system, AsyncFileSystem):
-        data = _awaited(system, size, lambda: system._cat_file(path, start=offset, end=end))
+        data, state = _awaited(system, size, _get(system, url, offset, size))
     else:
-        data = system.cat_file(path, start=offset, end=end)
+        data = _call(system, "cat_file", size, path, start=offset, end=end)
     if len(data) != size and (state is None or end <= state[0]):
         raise ConnectionError(f"{len(data)} bytes came instead of {size}")
     return data, state
@@ -165,18 +156,15 @@ async def _get(system: Any, url: str, offset: int, size: int) -> tuple[bytes, St
         return await answer.content.readexactly(last + 1 - offset), (total, version)
 
 
-def _awaited(system: Any, size: int, request: Callable[[], Awaitable[Any]]) -> Any:
-    """The answer to a request on fsspec's loop; it is cancelled when it takes too long."""
-    seconds = _TIMEOUT_SECONDS * (1 + size / 2**23)
+def _call(system: Any, name: str, size: int, *args: Any, **options: Any) -> Any:
+    if isinstance(system, AsyncFileSystem):
+        return _awaited(system, size, getattr(system, f"_{name}")(*args, **options))
+    return getattr(system, name)(*args, **options)
 
-    async def bounded() -> Any:
-        try:
-            async with asyncio.timeout(seconds):
-                return await request()
-        except TimeoutError:
-            raise ConnectionError(f"no answer within {seconds:.3g} s") from None
 
-    return sync(system.loop, bounded)
+def _awaited(system: Any, size: int, answer: Coroutine[Any, Any, Any]) -> Any:
+    """An answer of so many bytes, from fsspec's loop; it is given up when it takes too long."""
+    return sync(system.loop, asyncio.wait_for, answer, _TIMEOUT_SECONDS * (1 + size / 2**23))
 
 
 def _tried[Answer](url: str, request: Callable[[], Answer]) -> Answer:
@@ -195,28 +183,11 @@ def _tried[Answer](url: str, request: Callable[[], Answer]) -> Answer:
 
 def _reason(error: Exception) -> str:
     """An error in a message; without the query of a URL that a server has redirected to."""
+    if isinstance(error, ImportError):
+        package = getattr(error.__cause__, "name", None) or str(error)
+        return f"a package for this protocol is missing: pip install {package.partition('.')[0]}"
     text = re.sub(r"(\w://)[^/\s@]*@|(\?)[^\s'\")]*", r"\1\2", str(error))
-    return text or type(error).__name__
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    """fsspec keeps one of each kind for every thread, and none beyond a fork."""
-    return url_to_fs(url)
-
-
-def check_protocol(url: str) -> None:
-    """Raise ValueError when the package for a URL's protocol is missing, with the command."""
-    protocol = url.partition("://")[0]
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ValueError as error:
-        raise ValueError(f"{url}: fsspec knows no protocol {protocol!r}") from error
-    except ImportError as error:
-        missing = getattr(error.__cause__, "name", None) or str(error)
-        raise ValueError(
-            f"{url}: {protocol}:// needs a package that is not installed: pip install "
-            f"{missing.partition('.')[0]}"
-        ) from error
+    return text or f"no answer in time ({type(error).__name__})"
 
 
 def _is_web(url: str) -> bool:

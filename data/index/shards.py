@@ -48,12 +48,10 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
 
     Raises ValueError when there are none, any that braces name is missing, or a URL cannot be used.
     """
-    if is_remote := remote.is_remote(pattern):
-        remote.check_url(pattern)
-        remote.check_protocol(pattern)
+    remote.check_url(pattern)
     named = [pattern] if os.path.isfile(pattern) else _without_braces(pattern)
     try:
-        listed = remote.find(named) if is_remote else _find_local(named)
+        listed = remote.find(named) if remote.is_remote(pattern) else _find_local(named)
     except OSError as error:
         raise ValueError(f"shards of {pattern!r} cannot be looked up: {error}") from error
     found = {path: Shard(path, *state) for path, state in listed if state is not None}

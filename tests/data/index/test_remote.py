@@ -66,7 +66,7 @@ def test_what_passes_is_tried_again(
         ("500", "the server answered 500"),
         ("cut", "payload is not completed"),
         ("shifted", r"answered 'bytes 512-10511/300000' to 'bytes=0-9999'"),
-        ("slow", r"no answer within 0\.1 s"),
+        ("slow", "no answer in time"),
     ],
 )
 def test_what_does_not_pass_is_tried_five_times_and_named_with_the_url(
