@@ -1,10 +1,9 @@
 """Samples from webdataset shards to token ids and image patches. Imports nothing else of ours."""
 
 from data.digits.shards import prepare_digits
-from data.index.build import build_index
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import Index, Processors, SkippedSample, check_lengths, check_rows
-from data.index.store import load_index, load_or_build_index, save_index
+from data.index.store import build_index, load_or_build_index
 from data.media.image_files import image_size, open_image
 from data.media.images import ImageProcessor
 from data.media.processor import Media, Part, PartPlan
@@ -41,10 +40,8 @@ __all__ = [
     "check_rows",
     "image_size",
     "item_text_problem",
-    "load_index",
     "load_or_build_index",
     "mrope_position_ids",
     "open_image",
     "prepare_digits",
-    "save_index",
 ]

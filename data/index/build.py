@@ -1,25 +1,19 @@
-"""Builds the index of a set of shards: tokenizes every sample, reads every item's header."""
+"""Indexes shards: tokenizes every sample, reads every item's header."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from data.index.block_cache import BlockCache
-from data.index.samples import (
-    DTYPES,
-    Index,
-    Processors,
-    SkippedSample,
-    index_fingerprint,
-    listed,
-    make_index,
-)
-from data.index.shards import ShardFile, ShardStream, find_shards
+from data.index.samples import Processors, listed
+from data.index.shard_index import COLUMNS, write_shard_index
+from data.index.shards import Shard, ShardFile, ShardStream
 from data.index.tar_shards import Member, MemberFile, RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
@@ -28,89 +22,153 @@ from data.text.messages import Mention, MessagesError, PlaceholderError, Unknown
 Progress = Callable[[int, int], None]
 
 _PROGRESS_EVERY = 256  # samples
+_NAMED = 10  # samples of a kind of problem that are kept by name
 
 
-def build_index(
-    pattern: str,
+@dataclass(frozen=True)
+class IndexTask:
+    """A shard to index, the file to write, and the fingerprint of the settings."""
+
+    shard: Shard
+    file: Path
+    settings: str
+
+
+@dataclass
+class Problems:
+    """What kept shards from being indexed: how many there are of each kind, and the first ones."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    lines: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, line: str) -> None:
+        """One more."""
+        self.merge(Problems({kind: 1}, {kind: [line]}))
+
+    def merge(self, other: Problems) -> None:
+        """Those of other shards."""
+        for kind, count in other.counts.items():
+            self.counts[kind] = self.counts.get(kind, 0) + count
+            self.lines[kind] = (self.lines.get(kind, []) + other.lines[kind])[:_NAMED]
+
+    def text(self, chat: ChatTokenizer, processors: Processors) -> str:
+        """What to tell the user; empty if there are none."""
+        media = sorted(processors)
+        suffixes = ", ".join(_suffixes(processors)) or "none"
+        tokens = ", ".join(sorted(_tokens(chat))) or "none"
+        remedies = {
+            "unknown": (
+                "samples have items of a media that no encoder takes (shard: key: media)",
+                f"the encoders take {', '.join(media) or 'none'}; give one of them this media, or "
+                "correct or leave out these samples",
+            ),
+            "mismatched": (
+                "samples have more or fewer placeholders than items (shard: key: placeholders / "
+                "items)",
+                f'need one content part such as {{"type": "{(media or ["..."])[0]}"}} per item, or '
+                'one with "frames": 8 for 8 items, and files named <key>.0.<suffix>, '
+                f"<key>.1.<suffix>, ... in order of mention (suffixes: {suffixes}); the cause may "
+                f"also be a text that contains the token itself ({tokens}); correct these samples "
+                "or leave them out of the shards",
+            ),
+        }
+        found = [
+            f"{self.counts[kind]} {what}:\n  {listed(self.lines[kind], self.counts[kind])}\n{fix}"
+            for kind, (what, fix) in remedies.items()
+            if kind in self.counts
+        ]
+        if "shard" in self.counts:
+            found.append(listed(self.lines["shard"], self.counts["shard"]))
+        return "\n".join(found)
+
+
+def build_here(
+    tasks: Sequence[IndexTask],
     chat: ChatTokenizer,
     processors: Processors,
     progress: Progress | None = None,
-    cache: BlockCache | None = None,
-) -> Index:
-    """Scan all shards that `pattern` names: tokenize every sample, read every item's header.
+) -> None:
+    """Index shards, one after the other; `progress(done, total)` counts their bytes.
+
+    Raises ValueError when a shard is damaged or has samples that would be misread (see Problems);
+    the other shards are indexed all the same.
+    """
+    problems, done, total = Problems(), 0, sum(task.shard.size for task in tasks)
+    for task in tasks:
+
+        def show(position: int, before: int = done) -> None:
+            if progress is not None:
+                progress(before + position, total)
+
+        problems.merge(index_shard(task, chat, processors, show))
+        done += task.shard.size
+        show(task.shard.size)
+    if text := problems.text(chat, processors):
+        raise ValueError(text)
+
+
+def index_shard(
+    task: IndexTask,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Callable[[int], None] = lambda position: None,
+) -> Problems:
+    """Tokenize every sample of a shard, read every item's header, and write its index file.
 
     A sample with malformed JSON or messages, no answer, missing items or unreadable headers is left
-    out and listed in `skipped`. processors: of the same media as the placeholders of `chat`.
-    progress(done, total) counts bytes of shards. cache: of `ShardFile`.
+    out, with its reason. processors: of the same media as the placeholders of `chat`.
+    progress(position) now and then: bytes of the shard that are done.
 
-    Raises ValueError when no shard matches, a shard is damaged, the template cannot be used, or any
-    sample has an item of an unknown media or more or fewer placeholders than items (all of them are
-    counted, 10 are named).
+    Returns its problems; with any, no file is written. Raises OSError when that cannot be.
     """
     media = sorted(processors)
     assert media == sorted(chat.placeholders), "every media has a placeholder and a processor"
-    shards = find_shards(pattern)
-    suffixes = sorted({suffix for one in processors.values() for suffix in one.suffixes})
-    fingerprint = index_fingerprint(pattern, shards, chat, processors)
-    total_bytes = sum(shard.size for shard in shards)
-    keys: list[str] = []
-    item_counts: list[int] = []
-    columns: dict[str, list[float]] = {name: [] for name in DTYPES}
-    skipped: list[SkippedSample] = []
-    mismatched: list[str] = []
-    unknown: list[str] = []
-    bytes_before = 0
-    for number, shard in enumerate(shards):
-        path = shard.path
-        file = ShardFile(shard, cache).stream()
-        for count, raw in enumerate(scan_shard(shard, suffixes, cache)):
+    path, problems = task.shard.path, Problems()
+    columns = {
+        name: array("d" if name == "item_fps" else "q")
+        for name, of in COLUMNS.items()
+        if of != "bytes"
+    }
+    keys, skipped = bytearray(), list[tuple[str, str]]()
+    try:
+        file = ShardFile(task.shard).stream()
+        for count, raw in enumerate(scan_shard(task.shard, _suffixes(processors))):
+            if count % _PROGRESS_EVERY == 0 and raw.json is not None:
+                progress(raw.json.offset)
             try:
                 read = _read_sample(raw, file, chat, processors, media)
             except PlaceholderError as error:
-                mismatched.append(f"{path}: {error.key}: {error.placeholders} / {error.items}")
+                line = f"{path}: {error.key}: {error.placeholders} / {error.items}"
+                problems.add("mismatched", line)
                 continue
             except UnknownMediaError as error:
-                unknown.append(f"{path}: {error.key}: {error.media}")
+                problems.add("unknown", f"{path}: {error.key}: {error.media}")
                 continue
             except _Unusable as error:
-                skipped.append(SkippedSample(path, raw.key, str(error)))
+                skipped.append((raw.key, str(error)))
                 continue
-            keys.append(raw.key)
-            item_counts.append(len(read.items))
-            _append(columns, {"shard": number, **read.sample})
-            first_file = len(columns["file_offset"])
-            for item in read.items:
-                _append(columns, item | {"item_file": first_file + item["item_file"]})
-            for file_of_sample in read.files:
-                _append(columns, file_of_sample)
-            if progress is not None and count % _PROGRESS_EVERY == 0:
-                progress(bytes_before + read.sample["json_offset"], total_bytes)
-        bytes_before += shard.size
-        if progress is not None:
-            progress(bytes_before, total_bytes)
-    problems = []
-    if unknown:
-        problems.append(
-            f"{len(unknown)} samples have items of a media that no encoder takes (shard: key: "
-            f"media):\n  {listed(unknown)}\nthe encoders take {', '.join(media) or 'none'}; give "
-            "one of them this media, or correct or leave out these samples"
-        )
-    if mismatched:
-        problems.append(
-            f"{len(mismatched)} samples have more or fewer placeholders than items (shard: key: "
-            f"placeholders / items):\n  {listed(mismatched)}\n"
-            f'need one content part such as {{"type": "{(media or ["..."])[0]}"}} per item, or one '
-            'with "frames": 8 for 8 items, and files named <key>.0.<suffix>, <key>.1.<suffix>, ... '
-            f"in order of mention (suffixes: {', '.join(suffixes) or 'none'}); the cause may also "
-            f"be a text that contains the token itself ("
-            f"{', '.join(sorted(_tokens(chat))) or 'none'}); correct these samples or leave them "
-            "out of the shards"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
-    return make_index(
-        [shard.path for shard in shards], media, keys, item_counts, columns, skipped, fingerprint
-    )
+            keys += raw.key.encode()
+            first_item, first_file = len(columns["item_rows"]), len(columns["file_size"])
+            place = {"item_start": first_item, "key_end": len(keys)}
+            _append(columns, [place | read.sample])
+            items = [one | {"item_file": first_file + one["item_file"]} for one in read.items]
+            _append(columns, items)
+            _append(columns, read.files)
+    except (ValueError, OSError) as error:
+        problems.add("shard", str(error))
+    if not problems.counts:
+        arrays = {
+            name: np.array(values, np.float64 if name == "item_fps" else np.int64)
+            for name, values in columns.items()
+        }
+        arrays["keys"] = np.frombuffer(bytes(keys), np.uint8)
+        write_shard_index(task.file, task.settings, task.shard, arrays, skipped)
+    return problems
+
+
+def _suffixes(processors: Processors) -> list[str]:
+    """Of the names of items."""
+    return sorted({suffix for one in processors.values() for suffix in one.suffixes})
 
 
 def _tokens(chat: ChatTokenizer) -> set[str]:
@@ -247,6 +305,7 @@ def count_loss_tokens(sample: EncodedSample) -> int:
     return int(np.count_nonzero(sample.loss_mask))
 
 
-def _append(columns: dict[str, list[float]], values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        columns[name].append(value)
+def _append(columns: Mapping[str, array[Any]], rows: Iterable[Mapping[str, float]]) -> None:
+    for row in rows:
+        for name, value in row.items():
+            columns[name].append(value)

@@ -58,9 +58,8 @@ class SampleReader:
         Raises UnreadableSample.
         """
         index = self.index
-        data = self._read(
-            sample, None, int(index.json_offset[sample]), int(index.json_size[sample])
-        )
+        offset, size = index.column("json_offset", sample), index.column("json_size", sample)
+        data = self._read(sample, None, int(offset), int(size))
         try:
             return parse_messages(data)
         except ValueError as error:
@@ -74,11 +73,13 @@ class SampleReader:
         index = self.index
         own = index.items_of_sample(sample)
         items = slice(own.start, own.stop)
-        messages, key = self.messages(sample), str(index.keys[sample])
+        messages, key = self.messages(sample), index.key(sample)
         parts = index.parts_of_sample(sample)
         texts = [self._plan(item).text for item in parts]
         try:
-            encoded = self.chat.encode(messages, index.item_rows[items].tolist(), key, texts)
+            encoded = self.chat.encode(
+                messages, index.column("item_rows", items).tolist(), key, texts
+            )
             media = [one.media for one in self.chat.mentions(messages, key)]
         except ValueError as error:
             raise self._unreadable(sample, None, str(error)) from error
@@ -89,10 +90,10 @@ class SampleReader:
             media,
         )
         expected = (
-            int(index.token_length[sample]),
-            int(index.loss_tokens[sample]),
-            index.item_placeholder[items].tolist(),
-            [index.media[index.item_media[item]] for item in parts],
+            int(index.column("token_length", sample)),
+            int(index.column("loss_tokens", sample)),
+            index.column("item_placeholder", items).tolist(),
+            [index.media_of(item) for item in parts],
         )
         if got != expected:
             raise self._unreadable(
@@ -106,12 +107,13 @@ class SampleReader:
 
     def media(self, item: int) -> Media[Any]:
         """The media of an item."""
-        return self.processors[self.index.media[self.index.item_media[item]]]
+        return self.processors[self.index.media_of(item)]
 
     def file_bytes(self, file: int, sample: int) -> bytes:
         """A file of a sample, not decoded. Raises UnreadableSample."""
         index = self.index
-        return self._read(sample, file, int(index.file_offset[file]), int(index.file_size[file]))
+        offset, size = index.column("file_offset", file), index.column("file_size", file)
+        return self._read(sample, file, int(offset), int(size))
 
     def decoded(self, item: int, file: int) -> Any:
         """A file of the part that an item belongs to, as its media decodes it.
@@ -137,7 +139,7 @@ class SampleReader:
     def patches(self, item: int) -> np.ndarray:
         """float32 (P, C): the patches of an item, see `Media.item_patches`. Raises as `decoded`."""
         part, media = self.index.part(item), self.media(item)
-        number, files = int(self.index.item_number[item]), self.index.files_of_part(item)
+        number, files = int(self.index.column("item_number", item)), self.index.files_of_part(item)
         own = [self.decoded(item, files[file]) for file in media.item_files(part, number)]
         try:
             return media.item_patches(own, part, number)
@@ -163,7 +165,7 @@ class SampleReader:
             self._open_shards.clear()
 
     def _plan(self, item: int) -> PartPlan:
-        part, media = self.index.part(item), self.index.media[self.index.item_media[item]]
+        part, media = self.index.part(item), self.index.media_of(item)
         plan = self._plans.get((media, part))
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
@@ -173,7 +175,7 @@ class SampleReader:
 
     def _read(self, sample: int, file: int | None, offset: int, size: int) -> bytes:
         try:
-            data = self._shard(int(self.index.shard[sample])).read(offset, size)
+            data = self._shard(int(self.index.column("shard", sample))).read(offset, size)
         except OSError as error:
             raise self._unreadable(sample, file, f"the shard cannot be read: {error}") from error
         if len(data) != size:
@@ -186,7 +188,7 @@ class SampleReader:
         with self._lock:
             shard = self._open_shards.get(number)
             if shard is None:
-                shard = self._open_shards[number] = ShardFile(self.index.states[number], self.cache)
+                shard = self._open_shards[number] = ShardFile(self.index.state(number), self.cache)
             self._open_shards.move_to_end(number)
             while len(self._open_shards) > _MAX_OPEN_SHARDS:
                 self._open_shards.popitem(last=False)
@@ -197,6 +199,6 @@ class SampleReader:
         index = self.index
         # It may be no worse than the others: of a shard that was written meanwhile, all are wrong.
         with suppress(OSError):
-            self._shard(int(index.shard[sample])).check()
+            self._shard(int(index.column("shard", sample))).check()
         item = None if file is None else file - index.files_of_sample(sample).start
         return UnreadableSample(index.shard_of(sample), index.key(sample), item, reason)

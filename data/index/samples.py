@@ -1,32 +1,40 @@
-"""The global index of a set of shards: everything the batches are planned from, without decoding.
+"""The index of a source: everything the batches are planned from, without decoding.
 
-Built once per set of shards (build.py; store.py keeps it beside them).
+A shard has a file of columns (shard_index.py), a source one small catalog of these files
+(catalog.py; store.py keeps both beside the shards). `Index` is the view of a source: it numbers the
+samples, items and files of all shards through, and maps a shard's file when it is first asked for.
+So the ranks of a machine share one copy, and none of them reads more than it plans.
 
 A content part takes files and becomes items: see processor.py. The index knows both.
 
-Letters: `n` samples, `m` items of all samples, in order of mention; the
-items of sample i are item_start[i] .. item_start[i + 1] - 1. `f` files of all samples, in order.
+Letters: `n` samples, `m` items, in order of mention, and `f` files of all shards; `S` shards.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+import json
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.index.shards import Shard, describe_shard, pattern_root
+from data.index.catalog import Catalog
+from data.index.columns import STEPS, DamagedFileError, map_file, stored
+from data.index.shard_index import COLUMNS, NAMES
+from data.index.shards import Shard
 from data.media.processor import Media, Part
 from data.text.chat import ChatTokenizer
 
 Processors = Mapping[str, Media[Any]]  # by name
 
-INDEX_VERSION = 5  # raise it whenever the arrays, their meaning or what is left out change
+INDEX_VERSION = 6  # raise it whenever the columns, their meaning or what is left out change
 _SHOWN = 10  # bad samples named in one message
+_MAX_MAPPED = 2**14  # files at a time: Linux allows a process about four times as many mappings
 
 
 @dataclass(frozen=True)
@@ -38,78 +46,167 @@ class SkippedSample:
     reason: str
 
 
-@dataclass(frozen=True)
 class Index:
-    """All samples of a set of shards; see the header of this file."""
+    """All samples of a source. Safe to use from several threads; pickled by the catalog's path.
 
-    shards: tuple[str, ...]  # paths
-    media: tuple[str, ...]  # names, sorted
-    keys: np.ndarray  # (n,) str
-    shard: np.ndarray  # (n,) int32, into shards
-    json_offset: np.ndarray  # (n,) int64, byte in the shard
-    json_size: np.ndarray  # (n,) int64, bytes
-    token_length: np.ndarray  # (n,) int32, items expanded
-    loss_tokens: np.ndarray  # (n,) int32
-    item_start: np.ndarray  # (n + 1,) int64, into the item arrays
-    item_media: np.ndarray  # (m,) int32, into media
-    item_number: np.ndarray  # (m,) int32, among the items of its part
-    item_file: np.ndarray  # (m,) int64, first file of its part
-    item_frames: np.ndarray  # (m,) int32, files of its part
-    item_fps: np.ndarray  # (m,) float64, frames per second
-    item_size_0: np.ndarray  # (m,) int64, of each file of its part: the first number of its Size
-    item_size_1: np.ndarray  # (m,) int64, the second
-    item_rows: np.ndarray  # (m,) int32, placeholder tokens
-    item_placeholder: np.ndarray  # (m,) int32, first placeholder inside its sample's tokens
-    item_cost: np.ndarray  # (m,) int64, see PartPlan.cost
-    file_offset: np.ndarray  # (f,) int64, byte in the shard
-    file_size: np.ndarray  # (f,) int64, bytes
-    skipped: tuple[SkippedSample, ...]
-    fingerprint: str
+    shards: paths. media: names, sorted. num_items, num_files: of all samples together.
+    most_tokens, most_rows: of any sample. num_skipped: samples that cannot be used.
+    """
+
+    def __init__(self, catalog: Catalog, keep: object = None) -> None:
+        """keep: what has to live as long as the index, such as a temporary folder."""
+        self.catalog, self._keep = catalog, keep
+        self.shards, self.media = catalog.shards, catalog.media
+        self._entries = entries = catalog.entries
+        self._specs = entries["columns"]  # (S, C)
+        self._starts = {of: _starts(entries[of]) for of in ("samples", "items", "files")}
+        self.num_items = int(self._starts["items"][-1])
+        self.num_files = int(self._starts["files"][-1])
+        self.num_skipped = int(entries["skipped"].sum())
+        self.most_tokens = int(entries["most_tokens"].max(initial=0))
+        self.most_rows = int(entries["most_rows"].max(initial=0))
+        self._mapped: dict[int, np.ndarray] = {}
+        self._checked = np.zeros(self._specs.shape, bool)
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return int(self._starts["samples"][-1])
 
-    def column(self, name: str, numbers: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """The entries of a column for these samples, items or files, whichever it is of."""
-        return getattr(self, name)[numbers]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_index, (self.catalog.path, self.catalog.root, self.catalog.identity)
+
+    # -------------------------------------------------------------------- many at once
+
+    def column(self, name: str, numbers: np.ndarray | slice | int = slice(None)) -> np.ndarray:
+        """The entries of a column for these samples, items or files, whichever it is of.
+
+        numbers: any shape, which the answer has, too. int64, or float64 for `item_fps`. See
+        `shard_index.COLUMNS`; besides, `shard` is (n,) the shard of a sample, and `item_start`
+        has an entry more than samples. Raises IndexError, DamagedFileError.
+        """
+        of = "samples" if name == "shard" else COLUMNS[name]
+        starts = self._starts[of]
+        total = int(starts[-1]) + (name == "item_start")
+        if isinstance(numbers, slice):
+            numbers = np.arange(*numbers.indices(total))
+        numbers = np.asarray(numbers, np.int64)
+        asked = numbers.reshape(-1)
+        if len(asked) and not 0 <= int(asked.min()) <= int(asked.max()) < total:
+            raise IndexError(f"{name} has {total} entries; asked for {asked.min()}..{asked.max()}")
+        found = np.empty(len(asked), np.float64 if name == "item_fps" else np.int64)
+        inside = asked < starts[-1]  # all but the end of item_start
+        found[~inside] = self.num_items
+        asked = asked[inside]
+        shard = np.searchsorted(starts, asked, side="right") - 1
+        if name == "shard":
+            found[inside] = shard
+        else:
+            found[inside] = self._gather(NAMES.index(name), shard, asked - starts[shard])
+        if name in ("item_start", "item_file"):  # numbers of what a shard has itself
+            before = self._starts["items" if name == "item_start" else "files"]
+            found[inside] += before[shard]
+        return found.reshape(numbers.shape)
+
+    def _gather(self, column: int, shard: np.ndarray, local: np.ndarray) -> np.ndarray:
+        """A column's entries at places in shards; shard, local: (k,)."""
+        specs = self._specs[:, column]
+        found = specs["first"][shard] + specs["step"][shard] * local
+        if np.all(specs["dtype"] == STEPS):
+            return found
+        order = np.argsort(shard, kind="stable")
+        cuts = np.flatnonzero(np.diff(shard[order])) + 1
+        for own in np.split(order, cuts) if len(order) else ():
+            one = int(shard[own[0]])
+            if specs["dtype"][one] != STEPS:
+                found[own] = self._stored(one, column)[local[own]]
+        return found
+
+    def _stored(self, shard: int, column: int) -> np.ndarray:
+        """A column of a shard as its file has it; its checksum is compared at first."""
+        data = self._mapped.get(shard)
+        if data is None:
+            data = self._map(shard)
+        spec = self._specs[shard, column]
+        values = stored(data, spec)
+        if not self._checked[shard, column]:
+            if zlib.crc32(values) != spec["crc"]:
+                raise DamagedFileError(
+                    self.catalog.file(shard), f"the checksum of {NAMES[column]} differs"
+                )
+            self._checked[shard, column] = True
+        return values
+
+    def _map(self, shard: int) -> np.ndarray:
+        path, entry = self.catalog.file(shard), self._entries[shard]
+        try:
+            data = map_file(path)
+        except OSError as error:
+            raise DamagedFileError(path, str(error)) from error
+        head = data[: entry["head_size"]]
+        if len(data) != entry["file_size"] or zlib.crc32(head) != entry["head_crc"]:
+            raise DamagedFileError(path, "it was replaced while it was in use")
+        with self._lock:
+            while len(self._mapped) >= _MAX_MAPPED:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[shard] = data
+        return data
+
+    # ------------------------------------------------------------------------ single ones
+
+    def _one(self, name: str, number: int) -> int:
+        return int(self.column(name, number))
 
     def key(self, sample: int) -> str:
         """The name of a sample, unique in its shard."""
-        return str(self.keys[sample])
+        shard = self._one("shard", sample)
+        local = sample - int(self._starts["samples"][shard])
+        start = self._one("key_end", sample - 1) if local else 0
+        text = self._stored(shard, NAMES.index("keys"))[start : self._one("key_end", sample)]
+        return text.tobytes().decode()
 
     def shard_of(self, sample: int) -> str:
         """The path of a sample's shard."""
-        return self.shards[int(self.shard[sample])]
+        return self.shards[self._one("shard", sample)]
 
-    @cached_property
-    def states(self) -> tuple[Shard, ...]:
-        """What the shards have to be. Raises OSError."""
-        return tuple(map(describe_shard, self.shards))
+    def state(self, shard: int) -> Shard:
+        """A shard as it was indexed."""
+        catalog = self.catalog
+        return Shard(self.shards[shard], catalog.sizes[shard], catalog.versions[shard])
 
-    @property
-    def num_items(self) -> int:
-        """Items of all samples together."""
-        return len(self.item_media)
+    def media_of(self, item: int) -> str:
+        """The name of an item's media."""
+        return self.media[self._one("item_media", item)]
 
     def sample_of_item(self, item: int) -> int:
         """The sample that an item belongs to."""
-        return int(np.searchsorted(self.item_start, item, side="right")) - 1
+        shard = int(np.searchsorted(self._starts["items"], item, side="right")) - 1
+        column, last = NAMES.index("item_start"), len(self.samples_of_shard(shard)) - 1
+        local = item - int(self._starts["items"][shard])
+        spec = self._specs[shard, column]
+        if spec["dtype"] != STEPS:
+            starts = self._stored(shard, column)
+            found = int(np.searchsorted(starts, starts.dtype.type(local), side="right")) - 1
+        else:  # no step: all items are the last sample's
+            found = min(int(local // spec["step"]), last) if spec["step"] else last
+        return self.samples_of_shard(shard).start + found
 
     def part(self, item: int) -> Part:
         """The content part that an item belongs to."""
         return Part(
-            size=(int(self.item_size_0[item]), int(self.item_size_1[item])),
-            frames=int(self.item_frames[item]),
-            fps=float(self.item_fps[item]),
+            size=(self._one("item_size_0", item), self._one("item_size_1", item)),
+            frames=self._one("item_frames", item),
+            fps=float(self.column("item_fps", item)),
         )
 
     def items_of_sample(self, sample: int) -> range:
         """Its items, in order."""
-        return range(int(self.item_start[sample]), int(self.item_start[sample + 1]))
+        return range(self._one("item_start", sample), self._one("item_start", sample + 1))
 
     def parts_of_sample(self, sample: int) -> list[int]:
         """The first item of each of its content parts, in order."""
-        return [item for item in self.items_of_sample(sample) if self.item_number[item] == 0]
+        items = self.items_of_sample(sample)
+        numbers = self.column("item_number", slice(items.start, items.stop))
+        return [items.start + int(first) for first in np.flatnonzero(numbers == 0)]
 
     def files_of_sample(self, sample: int) -> range:
         """Its files, in order."""
@@ -120,70 +217,65 @@ class Index:
 
     def files_of_part(self, item: int) -> range:
         """The files of the part that an item belongs to."""
-        first = int(self.item_file[item])
-        return range(first, first + int(self.item_frames[item]))
+        first = self._one("item_file", item)
+        return range(first, first + self._one("item_frames", item))
+
+    # ------------------------------------------------------------------------- by shard
+
+    def samples_of_shard(self, shard: int) -> range:
+        """Its samples, in order."""
+        return range(*self._starts["samples"][shard : shard + 2].tolist())
+
+    def skipped_samples(self) -> Iterator[SkippedSample]:
+        """The samples that cannot be used, shard by shard."""
+        for shard in np.flatnonzero(self._entries["skipped"]).tolist():
+            text = self._stored(shard, NAMES.index("skipped")).tobytes()
+            for key, reason in json.loads(text):
+                yield SkippedSample(self.shards[shard], key, reason)
+
+    @property
+    def skipped(self) -> tuple[SkippedSample, ...]:
+        """All samples that cannot be used."""
+        return tuple(self.skipped_samples())
+
+    def above(self, what: str, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples with more ``what`` ("tokens", "rows") than ``limit``, and how many each has.
+
+        Reads only the shards that have such.
+        """
+        samples, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for shard in np.flatnonzero(self._entries[f"most_{what}"] > limit).tolist():
+            own = self.samples_of_shard(shard)
+            if what == "tokens":
+                size = self.column("token_length", slice(own.start, own.stop))
+            else:
+                start = self.column("item_start", np.arange(own.start, own.stop + 1))
+                rows = self.column("item_rows", slice(int(start[0]), int(start[-1])))
+                size = np.diff(np.concatenate(([0], np.cumsum(rows)))[start - start[0]])
+            over = np.flatnonzero(size > limit)
+            samples.append(own.start + over)
+            sizes.append(size[over])
+        return np.concatenate(samples), np.concatenate(sizes)
 
 
-# dtypes of the arrays, for building and for loading: one entry per array field of Index.
-SAMPLE_DTYPES = {
-    "shard": np.int32,
-    "json_offset": np.int64,
-    "json_size": np.int64,
-    "token_length": np.int32,
-    "loss_tokens": np.int32,
-}
-ITEM_DTYPES = {
-    "item_media": np.int32,
-    "item_number": np.int32,
-    "item_file": np.int64,
-    "item_frames": np.int32,
-    "item_fps": np.float64,
-    "item_size_0": np.int64,
-    "item_size_1": np.int64,
-    "item_rows": np.int32,
-    "item_placeholder": np.int32,
-    "item_cost": np.int64,
-}
-FILE_DTYPES = {"file_offset": np.int64, "file_size": np.int64}
-DTYPES = SAMPLE_DTYPES | ITEM_DTYPES | FILE_DTYPES
+def open_index(path: Path, root: str, identity: str) -> Index:
+    """The index of a catalog that another process has opened.
 
-
-def make_index(
-    shards: Sequence[str],
-    media: Sequence[str],
-    keys: Sequence[str],
-    item_counts: Sequence[int] | np.ndarray,
-    columns: dict[str, list[float]] | dict[str, np.ndarray],
-    skipped: Sequence[SkippedSample],
-    fingerprint: str,
-) -> Index:
-    """An Index from columns of any type of number; item_counts (n,) are the items per sample."""
-    item_start = np.zeros(len(keys) + 1, dtype=np.int64)
-    np.cumsum(np.asarray(item_counts, dtype=np.int64), out=item_start[1:])
-    arrays = {name: np.asarray(columns[name], dtype=dtype) for name, dtype in DTYPES.items()}
-    return Index(
-        shards=tuple(shards),
-        media=tuple(media),
-        keys=np.array(keys, dtype=str),
-        item_start=item_start,
-        skipped=tuple(skipped),
-        fingerprint=fingerprint,
-        **arrays,
-    )
-
-
-def index_fingerprint(
-    pattern: str, shards: Sequence[Shard], chat: ChatTokenizer, processors: Processors
-) -> str:
-    """Hex digest of all that an index depends on: tokenizer, template, processors, shards.
-
-    Shards count by name and size, not by path, so that a data folder can be moved.
+    Raises DamagedFileError if it is another one by now.
     """
-    root = pattern_root(pattern)
-    files = [(os.path.relpath(shard.path, root), shard.size) for shard in shards]
+    return Index(Catalog.read(path, root, identity))
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """int64 (S + 1,): how many there are before each shard, and all together."""
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+
+
+def settings_fingerprint(chat: ChatTokenizer, processors: Processors) -> str:
+    """Hex digest of all that an index depends on besides its shards."""
     by_media = sorted((media, one.fingerprint()) for media, one in processors.items())
-    parts = (INDEX_VERSION, chat.fingerprint(), by_media, files)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    parts = (INDEX_VERSION, chat.fingerprint(), by_media)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def check_lengths(index: Index, sequence_length: int) -> None:
@@ -191,40 +283,34 @@ def check_lengths(index: Index, sequence_length: int) -> None:
 
     They are never truncated: a cut item has fewer placeholders than rows.
     """
-    too_long = np.flatnonzero(index.token_length > sequence_length)
-    if len(too_long):
-        named = _named(index, too_long, index.token_length, "tokens")
+    if index.most_tokens > sequence_length:
+        too_long, tokens = index.above("tokens", sequence_length)
         raise ValueError(
             f"{len(too_long)} of {len(index)} samples are longer than sequence_length "
-            f"{sequence_length}; the longest has {index.token_length.max()} tokens:\n  "
-            f"{listed(named, len(too_long))}\nraise data.sequence_length, let an encoder's "
-            "items have fewer rows, or leave them out of the shards (samples are never truncated)"
+            f"{sequence_length}; the longest has {index.most_tokens} tokens:\n  "
+            f"{_named(index, too_long, tokens, 'tokens')}\nraise data.sequence_length, let an "
+            "encoder's items have fewer rows, or leave them out of the shards (samples are never "
+            "truncated)"
         )
 
 
 def check_rows(index: Index, rows_per_microbatch: int | None) -> None:
     """Raise ValueError when samples have more rows than a microbatch may have (None: any)."""
-    if rows_per_microbatch is None:
-        return
-    before = np.concatenate(([0], np.cumsum(index.item_rows, dtype=np.int64)))
-    rows = np.diff(before[index.item_start])
-    too_many = np.flatnonzero(rows > rows_per_microbatch)
-    if len(too_many):
-        named = _named(index, too_many, rows, "rows")
+    if rows_per_microbatch is not None and index.most_rows > rows_per_microbatch:
+        too_many, rows = index.above("rows", rows_per_microbatch)
         raise ValueError(
             f"{len(too_many)} of {len(index)} samples have more rows than rows_per_microbatch "
-            f"{rows_per_microbatch}; the most are {rows.max()}:\n  "
-            f"{listed(named, len(too_many))}\nraise data.rows_per_microbatch, let an encoder's "
-            "items have fewer rows, or leave them out of the shards"
+            f"{rows_per_microbatch}; the most are {index.most_rows}:\n  "
+            f"{_named(index, too_many, rows, 'rows')}\nraise data.rows_per_microbatch, let an "
+            "encoder's items have fewer rows, or leave them out of the shards"
         )
 
 
-def _named(index: Index, samples: np.ndarray, size: np.ndarray, what: str) -> list[str]:
-    """A line for each of the first of these samples. size: of every sample, in ``what``."""
-    return [
-        f"{index.shards[index.shard[i]]}: {index.keys[i]}: {size[i]} {what}"
-        for i in samples[:_SHOWN]
-    ]
+def _named(index: Index, samples: np.ndarray, sizes: np.ndarray, what: str) -> str:
+    """A line for each of the first of these samples. sizes: of each, in ``what``."""
+    shown = zip(samples[:_SHOWN].tolist(), sizes[:_SHOWN].tolist(), strict=True)
+    lines = [f"{index.shard_of(i)}: {index.key(i)}: {size} {what}" for i, size in shown]
+    return listed(lines, len(samples))
 
 
 def listed(lines: list[str], total: int | None = None) -> str:
@@ -234,8 +320,3 @@ def listed(lines: list[str], total: int | None = None) -> str:
     return "\n  ".join(shown) + (
         f"\n  ... and {total - len(shown)} more" if total > len(shown) else ""
     )
-
-
-_OTHER_FIELDS = {"shards", "media", "skipped", "fingerprint"}
-_ARRAY_FIELDS = {field.name for field in fields(Index)} - _OTHER_FIELDS
-assert {"keys", "item_start", *DTYPES} == _ARRAY_FIELDS

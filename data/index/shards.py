@@ -49,7 +49,7 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
     Raises ValueError when there are none, any that braces name is missing, or a URL cannot be used.
     """
     remote.check_url(pattern)
-    named = [pattern] if os.path.isfile(pattern) else _without_braces(pattern)
+    named = [pattern] if os.path.isfile(pattern) else sorted({*_without_braces(pattern)})
     try:
         listed = remote.find(named) if remote.is_remote(pattern) else _find_local(named)
     except OSError as error:
@@ -104,9 +104,7 @@ def _without_braces(pattern: str) -> list[str]:
 
 def describe_shard(path: str) -> Shard:
     """A shard as it is now. Raises OSError."""
-    return Shard(
-        path, *(remote.describe(path) if remote.is_remote(path) else _state(os.stat(path)))
-    )
+    return ShardFile(path).shard
 
 
 def _state(status: os.stat_result) -> remote.State:
@@ -118,6 +116,8 @@ def pattern_root(pattern: str) -> str:
     folder = pattern
     while folder == pattern or glob.has_magic(folder) or "{" in folder:
         folder = folder.rpartition("/")[0]
+    if remote.is_remote(pattern) and not remote.is_remote(folder):
+        return pattern[: pattern.index("://") + 3]
     return folder or ("/" if pattern.startswith("/") else ".")
 
 

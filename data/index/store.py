@@ -1,114 +1,123 @@
-"""Keeping an index on disk, beside the shards it describes, and rebuilding it when it is stale.
+"""Where indexes are on disk, which of them are current, and opening them.
 
-A folder holds three parquet files and meta.json. meta.json names the others and is replaced last,
-in one step, so a reader sees the old index or the new one, never half of one.
+    <folder of the pattern>/.index/<fingerprint of the settings>/<shard>.index
+    <folder of the pattern>/.index/<fingerprint of the settings>/<pattern>.catalog
+
+So other settings have files of their own, and patterns share those of a shard. Where that folder
+cannot be written, a folder of the cache takes its place. Every file is replaced in one step.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import uuid
+import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from data.index.block_cache import BlockCache, default_cache_directory
-from data.index.build import Progress, build_index
-from data.index.remote import is_remote
-from data.index.samples import (
-    FILE_DTYPES,
-    INDEX_VERSION,
-    ITEM_DTYPES,
-    SAMPLE_DTYPES,
-    Index,
-    Processors,
-    SkippedSample,
-    index_fingerprint,
-    make_index,
-)
-from data.index.shards import find_shards, pattern_root
+from data.index.build import IndexTask, Progress, build_here
+from data.index.catalog import SUFFIX, Catalog, index_file
+from data.index.columns import DamagedFileError
+from data.index.samples import Index, Processors, settings_fingerprint
+from data.index.shard_index import ENTRY, read_entry
+from data.index.shards import Shard, find_shards, pattern_root
 from data.text.chat import ChatTokenizer
 
-_META = "meta.json"
+Build = Callable[[Sequence[IndexTask], Progress | None], None]
+"""Indexes shards. Raises ValueError when some cannot be, after the others."""
 
 
-def save_index(index: Index, directory: str | Path) -> None:
-    """Write an index into a folder, which is created; an index already there is replaced at once.
+@dataclass(frozen=True)
+class Survey:
+    """What is there of a source's index. tasks: the shards that are not indexed yet.
 
-    Shard paths are kept relative to the folder, so both can be moved together.
+    catalog: of all shards; of these, entries are undefined. is_written: whether it is on disk.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    directory = Path(directory).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
-    samples = {name: getattr(index, name) for name in SAMPLE_DTYPES}
-    samples |= {"item_count": np.diff(index.item_start), "key": index.keys.tolist()}
-    tables = {
-        "samples": pa.table(samples, schema=_sample_schema(pa)),
-        "items": pa.table({name: getattr(index, name) for name in ITEM_DTYPES}),
-        "files": pa.table({name: getattr(index, name) for name in FILE_DTYPES}),
-    }
-    files: dict[str, str] = {}
-    for name, table in tables.items():
-        files[name] = f"{name}-{index.fingerprint}.parquet"
-        with _replacing(directory / files[name]) as temporary:
-            pq.write_table(table, str(temporary))
-    meta = {
-        "version": INDEX_VERSION,
-        "fingerprint": index.fingerprint,
-        "files": files,
-        "media": index.media,
-        "shards": [_unresolved(directory, shard) for shard in index.shards],
-        "skipped": [[_unresolved(directory, s.shard), s.key, s.reason] for s in index.skipped],
-    }
-    with _replacing(directory / _META) as temporary:
-        temporary.write_text(json.dumps(meta, indent=1), encoding="utf-8")
-    for stale in directory.glob("*.parquet"):
-        if stale.name not in files.values():
-            stale.unlink(missing_ok=True)
+    catalog: Catalog
+    tasks: tuple[IndexTask, ...]
+    is_written: bool
+
+    def open(self, keep: object = None) -> Index:
+        """The index; its catalog is written if it is not yet. Raises ValueError, OSError."""
+        if self.tasks:
+            named = ", ".join(task.shard.path for task in self.tasks[:3])
+            raise ValueError(
+                f"{len(self.tasks)} shards have changed while they were indexed: {named}; wait "
+                "until they are written, and start again"
+            )
+        if not self.is_written:
+            self.catalog.write()
+        return Index(self.catalog, keep)
 
 
-def load_index(directory: str | Path) -> Index:
-    """Read an index that `save_index` wrote.
+def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Survey:
+    """Compare the shards of a pattern with what a folder knows of them.
 
-    Raises ValueError when the folder has none, or it is damaged or of another version.
+    settings: fingerprint. media: names, sorted. Warns of files that need to be built again.
+    Raises ValueError when no shard matches, or one of the catalog's is missing.
     """
-    import pyarrow.parquet as pq
-
-    directory = Path(directory).absolute()
-    meta = _read_meta(directory)
-    try:
-        columns: dict[str, np.ndarray] = {}
-        tables = {
-            name: pq.read_table(str(directory / meta["files"][name]))
-            for name in ("samples", "items", "files")
-        }
-        dtypes = {"samples": SAMPLE_DTYPES, "items": ITEM_DTYPES, "files": FILE_DTYPES}
-        for name, table in tables.items():
-            columns |= {column: table[column].to_numpy() for column in dtypes[name]}
-        samples = tables["samples"]
-        return make_index(
-            shards=[_resolve(directory, shard) for shard in meta["shards"]],
-            media=meta["media"],
-            keys=samples["key"].to_pylist(),
-            item_counts=samples["item_count"].to_numpy(),
-            columns=columns,
-            skipped=[
-                SkippedSample(_resolve(directory, shard), key, reason)
-                for shard, key, reason in meta["skipped"]
-            ],
-            fingerprint=meta["fingerprint"],
+    root, shards = _absolute_root(pattern), find_shards(pattern)
+    names = tuple(_inside(root, shard.path) for shard in shards)
+    path = home / f"{_slug(pattern)}{SUFFIX}"
+    old = _read_catalog(path, root, settings)
+    if old is not None and (missing := sorted(set(old.names) - set(names))):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        paths = ", ".join(os.path.join(root, name) for name in missing[:3])
+        raise ValueError(
+            f"shards of the index {path} are missing: {paths}{more}; put them back, or delete that "
+            "file to go on with the shards that are left"
         )
-    except (OSError, KeyError, TypeError, ValueError) as error:  # pyarrow's errors are among these
-        raise _unreadable(directory, error) from error
+    times = np.array([_size_and_time(index_file(home, name)) for name in names], np.int64)
+    if old is not None and old.is_of(names, shards) and old.has_files(times):
+        return Survey(old, (), is_written=True)
+    known = {} if old is None else {name: number for number, name in enumerate(old.names)}
+    entries, tasks = np.zeros(len(shards), ENTRY), []
+    for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
+        file, at = index_file(home, name), known.get(name)
+        if old is not None and at is not None and old.has_shard(at, shard, times[number]):
+            entries[number] = old.entries[at]
+        elif (entry := _read_entry(file, settings, shard, len(media))) is not None:
+            entries[number] = entry
+        else:
+            tasks.append(IndexTask(shard, file, settings))
+    sizes, versions = zip(*((shard.size, shard.version) for shard in shards), strict=True)
+    catalog = Catalog(path, root, settings, tuple(media), names, sizes, versions, entries)
+    return Survey(catalog, tuple(tasks), is_written=False)
+
+
+def _read_catalog(path: Path, root: str, settings: str) -> Catalog | None:
+    try:
+        catalog = Catalog.read(path, root)
+    except FileNotFoundError:
+        return None
+    except (OSError, DamagedFileError) as error:
+        warnings.warn(f"made again: {error}", stacklevel=4)
+        return None
+    return catalog if catalog.settings == settings else None
+
+
+def _read_entry(file: Path, settings: str, shard: Shard, num_media: int) -> np.void | None:
+    try:
+        return read_entry(file, settings, shard, num_media)
+    except FileNotFoundError:
+        return None
+    except (OSError, DamagedFileError) as error:
+        warnings.warn(f"built again: {error}", stacklevel=4)
+        return None
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    try:
+        status = os.stat(file)
+    except OSError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
 
 
 def load_or_build_index(
@@ -116,114 +125,135 @@ def load_or_build_index(
     chat: ChatTokenizer,
     processors: Processors,
     progress: Progress | None = None,
-    cache_directory: Path | None = None,
-    cache: BlockCache | None = None,
+    cache: Path | None = None,
+    build: Build | None = None,
 ) -> Index:
-    """The index of the shards that `pattern` names: loaded if it is current, else built and stored.
+    """The index of the shards that `pattern` names; what is missing of it is built and stored.
 
-    It lives in `index_directory(pattern)`. Where that cannot be written, it is built in memory each
-    time, with a warning.
+    cache: a folder for the indexes of sources whose own folder cannot be written. Where that
+    cannot be either, the index is built each time, with a warning. build: how; else here, one
+    shard after another.
 
-    Raises ValueError as `build_index` does, and when a shard of the stored index is missing.
+    Raises ValueError as `survey` and `build_here` do.
     """
-    directory = index_directory(pattern, cache_directory)
-    try:
-        meta = _read_meta(directory)
-    except ValueError:
-        meta = None  # none yet, or unreadable: build
-    if meta is not None:
-        paths = [_resolve(directory, shard) for shard in meta["shards"]]
-        root = pattern_root(pattern)
-        root = root if is_remote(root) else os.path.abspath(root)
-        if not all(Path(path).is_relative_to(root) for path in paths):
-            paths, meta = [], None  # not an index of this pattern, whoever wrote it: build
-        missing = [path for path in paths if not is_remote(path) and not os.path.isfile(path)]
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ValueError(
-                f"shards of the index {directory} are missing: {', '.join(missing[:3])}{more}; put "
-                "them back, or delete that folder to go on with the shards that are left"
-            )
-        expected = index_fingerprint(pattern, find_shards(pattern), chat, processors)
-        if meta is not None and meta["fingerprint"] == expected:
-            try:
-                return load_index(directory)
-            except ValueError:
-                pass  # a damaged file: build again
-    index = build_index(pattern, chat, processors, progress, cache)
-    try:
-        save_index(index, directory)
-    except OSError as error:
+    settings, media = settings_fingerprint(chat, processors), sorted(processors)
+    found = find_survey(pattern, settings, media, cache)
+    if found is None:
         warnings.warn(
-            f"the index of {pattern!r} cannot be stored in {directory} ({error}); it is built "
+            f"the index of {pattern!r} can be stored neither in "
+            f"{' nor in '.join(map(str, index_homes(pattern, settings, cache)))}; it is built "
             "again every time",
             stacklevel=2,
         )
-    return index
+        return build_index(pattern, chat, processors, progress, build)
+    _remove_former_version(pattern)
+    if found.tasks:
+        _build(found, chat, processors, progress, build)
+        found = survey(pattern, settings, media, found.catalog.path.parent)
+    return found.open()
 
 
-def index_directory(pattern: str, cache_directory: Path | None = None) -> Path:
-    """Where the index of a pattern lives: `<folder>/.index/<pattern as a file name>`.
+def build_index(
+    pattern: str,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+    build: Build | None = None,
+) -> Index:
+    """The index of the shards that `pattern` names, built anew in a temporary folder.
 
-    That of a URL is in the cache folder (None: the user's).
+    The folder goes with the index. Raises ValueError as `load_or_build_index`.
     """
-    root = pattern_root(pattern)
-    rest = os.path.relpath(pattern, root)
-    # "*" and "?" get letters of their own, so that patterns that differ do so after the rest is
-    # cleaned.
-    slug = rest.replace("*", "_all").replace("?", "_any")
-    home = Path(root) / ".index"
-    if is_remote(root):
+    folder = tempfile.TemporaryDirectory(prefix="mimo-index-")
+    settings, media = settings_fingerprint(chat, processors), sorted(processors)
+    _build(survey(pattern, settings, media, Path(folder.name)), chat, processors, progress, build)
+    return survey(pattern, settings, media, Path(folder.name)).open(keep=folder)
+
+
+def _build(
+    found: Survey,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None,
+    build: Build | None,
+) -> None:
+    if build is None:
+        build_here(found.tasks, chat, processors, progress)
+    else:
+        build(found.tasks, progress)
+
+
+def find_survey(
+    pattern: str, settings: str, media: Sequence[str], cache: Path | None
+) -> Survey | None:
+    """The first folder's survey that is complete, else that of the first that can be written.
+
+    None if there is no such folder. Raises as `survey`.
+    """
+    homes = index_homes(pattern, settings, cache)
+    found = {home: survey(pattern, settings, media, home) for home in homes if home.is_dir()}
+    complete = [one for one in found.values() if one.is_written]
+    if complete:
+        return complete[0]
+    for home in filter(_can_write, homes):
+        return found.get(home) or survey(pattern, settings, media, home)
+    find_shards(pattern)  # to say that there are none, before anything else
+    return None
+
+
+def index_homes(pattern: str, settings: str, cache: Path | None) -> list[Path]:
+    """The folders where the index of a pattern may be, by preference."""
+    root = _absolute_root(pattern)
+    homes = [] if _is_remote(root) else [Path(root) / ".index" / settings]
+    if cache is not None:
         digest = hashlib.sha256(root.encode()).hexdigest()[:16]
-        home = (cache_directory or default_cache_directory()) / "index" / digest
-    return (home / re.sub(r"[^A-Za-z0-9._-]", "_", slug)).absolute()
+        homes.append(Path(cache).absolute() / "index" / digest / settings)
+    return homes
 
 
-def _read_meta(directory: Path) -> dict[str, Any]:
+def _can_write(home: Path) -> bool:
     try:
-        meta = json.loads((directory / _META).read_text(encoding="utf-8"))
-        if meta["version"] != INDEX_VERSION:
-            raise ValueError(
-                f"it has version {meta['version']}, this program writes {INDEX_VERSION}"
-            )
-        if not isinstance(meta["fingerprint"], str) or not all(
-            isinstance(s, str) for s in meta["shards"]
-        ):
-            raise ValueError("fingerprint or shards are malformed")
-        if not all(re.fullmatch(r"\w+-\w+\.parquet", name) for name in meta["files"].values()):
-            raise ValueError("it names files of other folders")
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _unreadable(directory, error) from error
-    return meta
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            return True
+    except OSError:
+        return False
 
 
-def _unreadable(directory: Path, error: Exception) -> ValueError:
-    return ValueError(
-        f"no usable index in {directory} ({error}): delete the folder and build it again"
-    )
+def _is_remote(path: str) -> bool:
+    return "://" in path
 
 
-def _resolve(directory: Path, shard: str) -> str:
-    return shard if is_remote(shard) else os.path.normpath(directory / shard)
+def _absolute_root(pattern: str) -> str:
+    root = str(pattern_root(pattern))
+    return root if _is_remote(pattern) else os.path.abspath(root)
 
 
-def _unresolved(directory: Path, shard: str) -> str:
-    return shard if is_remote(shard) else os.path.relpath(shard, directory)
+def _inside(root: str, path: str) -> str:
+    """A shard's path inside the root."""
+    if _is_remote(root):
+        return path.removeprefix(root).lstrip("/")
+    return os.path.relpath(path, root)
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write instead of `path`, which it becomes at the end; removed on failure."""
-    # Ranks on other machines may share the disk, so a process id would not be unique.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+def _slug(pattern: str) -> str:
+    """A pattern as the name of a file, another one for every pattern of a folder."""
+    rest = _inside(_absolute_root(pattern), pattern)
+    digest = hashlib.sha256(rest.encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', rest)[:100]}-{digest}"
+
+
+def _remove_former_version(pattern: str) -> None:
+    """Delete the index of this pattern as versions up to 5 kept it, and say so."""
+    root = _absolute_root(pattern)
+    slug = _inside(root, pattern).replace("*", "_all").replace("?", "_any")
+    folder = Path(root) / ".index" / re.sub(r"[^A-Za-z0-9._-]", "_", slug)
+    if _is_remote(root) or not (folder / "meta.json").is_file():
+        return
+    warnings.warn(f"{folder} is of a former version; the index is built again", stacklevel=3)
     try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sample_schema(pa: Any) -> Any:
-    # Named types: an empty list of keys would otherwise become a column of nulls.
-    numbers = [(name, pa.from_numpy_dtype(dtype)) for name, dtype in SAMPLE_DTYPES.items()]
-    return pa.schema([*numbers, ("item_count", pa.int64()), ("key", pa.string())])
+        for file in (folder / "meta.json", *folder.glob("*.parquet")):
+            file.unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError:
+        return  # it is in nobody's way

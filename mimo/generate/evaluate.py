@@ -114,7 +114,7 @@ def answer_split(
     longest = recipe.data.sequence_length
     skipped = _Skipped()
     for index in dataset.indexes:
-        for one in index.skipped:
+        for one in index.skipped_samples():
             skipped.add(f"sample {one.key!r} of {one.shard}: {one.reason}")
     with changed_shards_named():
         for batch in _batches(_questions(dataset, skipped), limit, longest):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -153,24 +154,25 @@ def open_dataset(
     sources: Sequence[Source] = getattr(recipe.data, split)
     if not sources:
         return None
-    indexes, problems, cache = [], [], block_cache(recipe)
+    indexes, problems = [], []
     for number, source in enumerate(sources):
         try:
             index = load_or_build_index(
-                source.path, chat, processors, progress, cache_folder(recipe), cache
+                source.path, chat, processors, progress, cache_folder(recipe)
             )
             check_lengths(index, recipe.data.sequence_length)
             check_rows(index, recipe.data.rows_per_microbatch)
             if len(index) == 0:
                 raise ValueError(
-                    f"{source.path}: none of {len(index.skipped)} samples is usable; the first: "
-                    + "; ".join(f"{s.key}: {s.reason}" for s in index.skipped[:3])
+                    f"{source.path}: none of {index.num_skipped} samples is usable; the first: "
+                    + "; ".join(f"{s.key}: {s.reason}" for s in islice(index.skipped_samples(), 3))
                 )
             indexes.append(index)
         except ValueError as error:
             problems.append(recipe.problem(("data", split, number, "path"), str(error)))
     if problems:
         raise RecipeError(*problems)
+    cache = block_cache(recipe)
     return Dataset(
         indexes=tuple(indexes),
         readers=tuple(SampleReader(index, chat, processors, cache) for index in indexes),

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
 from pathlib import Path
 
 import torch.distributed as dist
@@ -135,10 +136,11 @@ def _train(
 
 
 def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
-    skipped = [sample for index in dataset.indexes for sample in index.skipped]
-    if skipped:
-        writer.say(f"{len(skipped)} samples of the index are unusable and left out:")
-        for sample in skipped[:10]:
+    count = sum(index.num_skipped for index in dataset.indexes)
+    if count:
+        writer.say(f"{count} samples of the index are unusable and left out:")
+        skipped = chain.from_iterable(index.skipped_samples() for index in dataset.indexes)
+        for sample in islice(skipped, 10):
             writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")
 
 

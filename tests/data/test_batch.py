@@ -26,7 +26,7 @@ def index(digits: Path, chat: ChatTokenizer, processors: Processors) -> Index:
 
 
 def plan(index: Index, lanes: int, per_lane: int, padding: Padding) -> GlobalMicrobatch:
-    order = SampleOrder([len(index.keys)], [1.0], 0, 1)
+    order = SampleOrder([len(index)], [1.0], 0, 1)
     packs = packs_of_samples(Used(), lanes, per_lane)
     return plan_microbatch([index], order, packs, padding)
 

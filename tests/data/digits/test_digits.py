@@ -98,8 +98,8 @@ def test_rows_per_image_average_about_two(digits: Path, chat: ChatTokenizer):
     index = build_index(
         str(digits / "train-*.tar"), chat, {"image": ImageProcessor(min_pixels=28 * 28)}
     )
-    assert set(index.item_rows.tolist()) == {1, 2, 4}
-    assert 1.5 < index.item_rows.mean() < 2.3
+    assert set(index.column("item_rows").tolist()) == {1, 2, 4}
+    assert 1.5 < index.column("item_rows").mean() < 2.3
 
 
 def test_the_tokenizer_knows_every_word_of_the_data(digits: Path, chat: ChatTokenizer):

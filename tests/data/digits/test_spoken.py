@@ -44,9 +44,11 @@ def test_the_index_takes_every_sample_and_rows_follow_the_length(folder: Path) -
     chat = ChatTokenizer(folder / "tokenizer", texts)
     index = build_index(str(folder / "train-*.tar"), chat, {"audio": CLIPS})
     assert (len(index), index.skipped) == (64, ())
-    assert set(index.item_size_1.tolist()) == {8_000}
-    assert len(set(index.item_rows.tolist())) > 5
-    np.testing.assert_array_equal(index.item_rows, -(-2 * index.item_size_0 // 1280))
+    assert set(index.column("item_size_1").tolist()) == {8_000}
+    assert len(set(index.column("item_rows").tolist())) > 5
+    np.testing.assert_array_equal(
+        index.column("item_rows"), -(-2 * index.column("item_size_0") // 1280)
+    )
 
 
 def test_equal_arguments_give_equal_files_and_another_seed_others(

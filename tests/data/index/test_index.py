@@ -16,6 +16,7 @@ from data import (
     check_rows,
 )
 from data.digits.shards import CANVASES
+from data.index.shard_index import COLUMNS
 
 
 def test_offsets_point_at_the_members_of_the_tar(
@@ -26,12 +27,12 @@ def test_offsets_point_at_the_members_of_the_tar(
     assert index.skipped == ()
     with tarfile.open(index.shards[0]) as tar:
         members = {m.name: (m.offset_data, m.size) for m in tar}
-    for i, key in enumerate(index.keys):
-        assert members[f"{key}.json"] == (index.json_offset[i], index.json_size[i])
-        items = range(index.item_start[i], index.item_start[i + 1])
-        for number, item in enumerate(items):
-            file = index.item_file[item]
-            place = (index.file_offset[file], index.file_size[file])
+    for i, key in enumerate(map(index.key, range(len(index)))):
+        place = (index.column("json_offset", i), index.column("json_size", i))
+        assert members[f"{key}.json"] == place
+        for number, item in enumerate(index.items_of_sample(i)):
+            file = index.column("item_file", item)
+            place = (index.column("file_offset", file), index.column("file_size", file))
             assert members[f"{key}.{number}.png"] == place
             assert index.sample_of_item(item) == i
 
@@ -40,21 +41,23 @@ def test_dtypes_and_lengths_are_as_documented(
     digits: Path, chat: ChatTokenizer, processors: Processors
 ):
     index = build_index(str(digits / "test-*.tar"), chat, processors)
-    for name in ("shard", "token_length", "loss_tokens"):
-        assert getattr(index, name).dtype == np.int32
-        assert len(getattr(index, name)) == len(index)
-    for name in ("item_rows", "item_placeholder"):
-        assert getattr(index, name).dtype == np.int32
-        assert len(getattr(index, name)) == index.num_items
-    sizes = ("item_size_0", "item_size_1")
-    for name in ("json_offset", "json_size", "item_start", "item_file", "item_cost", *sizes):
-        assert getattr(index, name).dtype == np.int64
+    lengths = {"samples": len(index), "items": index.num_items, "files": index.num_files}
+    for name, of in COLUMNS.items():
+        if of != "bytes":
+            column = index.column(name)
+            assert column.dtype == (np.float64 if name == "item_fps" else np.int64)
+            assert len(column) == lengths[of] + (name == "item_start")
+    assert index.column("shard").tolist() == [0] * len(index)
+    with pytest.raises(IndexError, match="token_length has 12 entries"):
+        index.column("token_length", np.array([3, 12]))
+    with pytest.raises(IndexError, match="item_start has 13 entries"):
+        index.column("item_start", -1)
     parts = [index.part(item) for item in range(index.num_items)]
     rows = [processors["image"].plan(part).num_rows for part in parts]
     assert {part.size for part in parts} <= set(CANVASES)
-    assert index.item_rows.tolist() == rows
-    assert (index.item_media.dtype, index.media) == (np.int32, ("image",))
-    assert index.item_media.tolist() == [0] * index.num_items
+    assert index.column("item_rows").tolist() == rows
+    assert index.media == ("image",)
+    assert index.column("item_media").tolist() == [0] * index.num_items
 
 
 def test_unusable_samples_are_left_out_and_listed_with_their_reason(
@@ -86,9 +89,10 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
         },
     )
     index = build_index(str(shard), chat, processors)
-    assert index.keys.tolist() == ["dir.v2/good", "last"]
-    assert index.item_start.tolist() == [0, 2, 2]
-    assert (index.item_size_0.tolist(), index.item_rows.tolist()) == ([28, 56], [2, 4])
+    assert [*map(index.key, range(len(index)))] == ["dir.v2/good", "last"]
+    assert index.column("item_start").tolist() == [0, 2, 2]
+    assert index.column("item_size_0").tolist() == [28, 56]
+    assert index.column("item_rows").tolist() == [2, 4]
     reasons = {skipped.key: skipped.reason for skipped in index.skipped}
     assert {skipped.shard for skipped in index.skipped} == {str(shard)}
     for key, reason in {
@@ -134,7 +138,7 @@ def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
     }
     shard = write_shard(tmp_path / "a.tar", members)
     index = build_index(str(shard), ChatTokenizer(tmp_path / "joining"), processors)
-    assert index.keys.tolist() == ["good", "last"]
+    assert [*map(index.key, range(len(index)))] == ["good", "last"]
     reasons = {skipped.key: skipped.reason for skipped in index.skipped}
     assert sorted(reasons) == ["half", "parts", "rewritten"]
     assert "no lone surrogate" in reasons["half"]
@@ -186,15 +190,15 @@ def test_items_of_several_media_are_numbered_in_order_of_mention(
     }
     shard = write_shard(tmp_path / "a.tar", members)
     index = build_index(str(shard), two_media_chat, two_media_processors)
-    assert [index.media[number] for number in index.item_media] == [
+    assert [index.media[number] for number in index.column("item_media")] == [
         "video",
         "image",
         "video",
         "image",
     ]
-    assert index.item_start.tolist() == [0, 3, 3, 4]
+    assert index.column("item_start").tolist() == [0, 3, 3, 4]
     # A video has patches of half the size, so four rows to each 28 x 28 pixels.
-    assert index.item_rows.tolist() == [4, 2, 8, 4]
+    assert index.column("item_rows").tolist() == [4, 2, 8, 4]
 
 
 def test_items_of_a_media_without_an_encoder_are_listed_with_the_known_media(
@@ -262,11 +266,11 @@ def test_samples_that_are_too_long_are_listed(
     digits: Path, chat: ChatTokenizer, processors: Processors
 ):
     index = build_index(str(digits / "train-*.tar"), chat, processors)
-    longest = int(index.token_length.max())
+    longest = int(index.column("token_length").max())
     check_lengths(index, longest)
     with pytest.raises(ValueError, match=f"longer than sequence_length {longest - 1}") as e:
         check_lengths(index, longest - 1)
-    assert str(index.keys[index.token_length.argmax()]) in str(e.value)
+    assert index.key(int(index.column("token_length").argmax())) in str(e.value)
     with pytest.raises(ValueError, match="and 86 more"):
         check_lengths(index, 1)
 
@@ -276,7 +280,7 @@ def test_samples_with_too_many_rows_for_a_microbatch_are_listed(
 ):
     index = build_index(str(digits / "train-*.tar"), chat, processors)
     rows = [
-        int(sum(index.item_rows[item] for item in index.items_of_sample(sample)))
+        int(index.column("item_rows", np.array(index.items_of_sample(sample))).sum())
         for sample in range(len(index))
     ]
     most = max(rows)
@@ -285,5 +289,5 @@ def test_samples_with_too_many_rows_for_a_microbatch_are_listed(
     expected = rf"{rows.count(most)} of 96 samples have more rows than .* {most - 1}"
     with pytest.raises(ValueError, match=expected) as e:
         check_rows(index, most - 1)
-    key = index.keys[rows.index(most)]
+    key = index.key(rows.index(most))
     assert f"{key}: {most} rows" in str(e.value)

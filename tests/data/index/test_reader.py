@@ -41,16 +41,18 @@ def test_samples_and_patches_agree_with_the_index(reader: SampleReader):
     index = reader.index
     for i in range(len(index)):
         sample = reader.sample(i)
-        assert len(sample.input_ids) == index.token_length[i]
-        assert sample.loss_mask.sum() == index.loss_tokens[i]
-        items = range(index.item_start[i], index.item_start[i + 1])
-        assert sample.item_offsets.tolist() == index.item_placeholder[list(items)].tolist()
+        assert len(sample.input_ids) == index.column("token_length", i)
+        assert sample.loss_mask.sum() == index.column("loss_tokens", i)
+        items = index.items_of_sample(i)
+        placeholders = index.column("item_placeholder", np.array(items))
+        assert sample.item_offsets.tolist() == placeholders.tolist()
         for item in items:
             patches = reader.patches(item)
             assert patches.dtype == np.float32
             assert patches.shape == (np.prod(reader.grid(item)), reader.media(item).patch_dim)
-            assert len(patches) == index.item_rows[item] * 2**2  # the processors merge 2 x 2
-            assert np.prod(reader.row_grid(item)) == index.item_rows[item]
+            rows = index.column("item_rows", item)
+            assert len(patches) == rows * 2**2  # the processors merge 2 x 2
+            assert np.prod(reader.row_grid(item)) == rows
 
 
 def test_messages_and_item_bytes_are_those_of_the_shard(reader: SampleReader):
@@ -110,7 +112,7 @@ def test_a_sample_that_differs_from_the_index_is_reported(
     index = build_index(str(shard), chat, processors)
     reader = SampleReader(index, chat, processors)
     document = json.loads(ask(1, "1 2"))
-    same_size = json.dumps(document).encode().ljust(int(index.json_size[0]))
+    same_size = json.dumps(document).encode().ljust(int(index.column("json_size", 0)))
     with unnoticed(shard):
         write_shard(shard, {"a.json": same_size, "a.0.bmp": make_image(56, 28, "BMP")})
     reader.close()

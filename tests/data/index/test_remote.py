@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fsspec.config import conf
 
-from data import ChatTokenizer, Processors, SampleReader, build_index
+from data import ChatTokenizer, Processors, SampleReader, build_index, load_or_build_index
 from data.index import remote
 from data.index.block_cache import BlockCache
 from data.index.shards import ShardChangedError, ShardFile, find_shards
@@ -171,20 +171,29 @@ def test_an_index_and_its_samples_are_equal_wherever_the_shards_are(
     local = build_index(str(digits / "validation-*.tar"), chat, processors)
     data = {Path(path).name: Path(path).read_bytes() for path in local.shards}
     server.files = {f"v/{name}": content for name, content in data.items()}
-    cache = BlockCache(tmp_path, 2**30)
     # Every now and then, a request fails.
     server.faults += [fault for one in ("500", "cut", "shifted") for fault in ("", "", one)]
     pattern = f"{server.url}/v/{{{','.join([*data, next(iter(data))])}}}"
-    index = build_index(pattern, chat, processors, cache=cache)
+    index = load_or_build_index(pattern, chat, processors, cache=tmp_path)
     for name in ("json_offset", "token_length", "item_rows", "file_size"):
         np.testing.assert_array_equal(index.column(name), local.column(name))
     # A tar header is no request of its own.
     assert len(server.requests) < 20 < len(index)
     here = SampleReader(local, chat, processors)
-    there = SampleReader(index, chat, processors, cache)
+    there = SampleReader(index, chat, processors, BlockCache(tmp_path, 2**30))
     for sample in range(0, len(index), 7):
         np.testing.assert_array_equal(here.sample(sample).input_ids, there.sample(sample).input_ids)
     np.testing.assert_array_equal(here.patches(3), there.patches(3))
+    # What is indexed, and kept, is not asked for again.
+    server.requests.clear()
+    again = load_or_build_index(pattern, chat, processors, cache=tmp_path)
+    assert [asked for _, asked in server.requests] == ["bytes=0-0"] * len(data)
+    reader = SampleReader(again, chat, processors, BlockCache(tmp_path, 2**30))
+    assert reader.messages(0) == here.messages(0)
+    assert {asked for _, asked in server.requests} == {"bytes=0-0"}
+    server.files = {name: content + bytes(512) for name, content in server.files.items()}
+    with pytest.raises(ShardChangedError):
+        SampleReader(index, chat, processors).messages(0)
 
 
 def test_large_members_are_passed_over_when_headers_are_read(

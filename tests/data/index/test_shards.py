@@ -115,6 +115,7 @@ def test_a_protocol_without_its_package_is_said_with_the_command():
         ("d/{a,b}/*.tar", "d"),
         ("d/[ab]/a.tar", "d"),
         ("s3://bucket/d/a-{0..3}.tar", "s3://bucket/d"),
+        ("memory://a-*.tar", "memory://"),
         ("http://host/d/e/a.tar", "http://host/d/e"),
     ],
 )

@@ -159,4 +159,4 @@ def test_images_with_crops_go_through_index_and_reader(tmp_path: Path, write_sha
     for item, patches in enumerate(expected):
         np.testing.assert_array_equal(reader.patches(item), patches)
     sample = reader.sample(0)
-    np.testing.assert_array_equal(sample.item_offsets, index.item_placeholder)
+    np.testing.assert_array_equal(sample.item_offsets, index.column("item_placeholder"))

@@ -24,9 +24,7 @@ from data import (
     TimedVideoProcessor,
     VideoProcessor,
     build_index,
-    load_index,
     mrope_position_ids,
-    save_index,
 )
 from tests.data.checkpoint_files import hf_processor, write_folder
 from tests.data.conftest import Ask, MakeImage, WriteShard
@@ -309,10 +307,8 @@ def test_videos_and_images_go_through_index_store_and_reader(
         write_folder(name, tmp_path / "tokenizer"),
         {"image": "<|image_pad|>", "video": family.video_text},
     )
-    built = build_index(str(tmp_path / "a.tar"), chat, processors)
-    assert built.skipped == ()
-    save_index(built, tmp_path / "index")
-    index = load_index(tmp_path / "index")
+    index = build_index(str(tmp_path / "a.tar"), chat, processors)
+    assert index.skipped == ()
     assert [len(index.files_of_sample(sample)) for sample in (0, 1)] == [1, len(files)]
 
     reader = SampleReader(index, chat, processors)
@@ -326,8 +322,8 @@ def test_videos_and_images_go_through_index_store_and_reader(
             assert reader.grid(item) == plan.grid
             assert reader.row_grid(item) == plan.row_grid
             assert reader.time_step(item) == plan.time_step
-            start = int(index.item_placeholder[item])
-            assert start == sample.item_offsets[item - index.item_start[1]]
+            start = int(index.column("item_placeholder", item))
+            assert start == sample.item_offsets[item - index.column("item_start", 1)]
             media = "video" if clip.is_video else "image"
             rows = sample.input_ids[start : start + plan.num_rows]
             assert set(rows.tolist()) == {chat.placeholder_ids[media]}

@@ -101,9 +101,9 @@ def given_to_transformers(
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}
     seconds = []
     for item in items:
-        media = index.media[index.item_media[item]]
+        media = index.media_of(item)
         values[media].append(patches[item])
-        if index.item_number[item] > 0:
+        if index.column("item_number", item) > 0:
             grids[media][-1][0] += 1
             continue
         grids[media].append(list(reader.grid(item)))

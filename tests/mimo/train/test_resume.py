@@ -193,7 +193,7 @@ def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses
     run(run_ranks, recipe, *changed, "name=part", resume_from=checkpoint)
     done = read_progress(runs / "part" / "checkpoints" / "step_3")
     assert done == replace(before, step=3, samples=before.samples + 8, passed_over=())
-    lengths = load_index_of(recipe).token_length
+    lengths = load_index_of(recipe).column("token_length")
     used = [*before.passed_over, *range(end, end + 8 - len(before.passed_over))]
     assert metrics(recipe, "part")[-1]["tokens"] == sum(lengths[n % 12] for n in used)
 
