@@ -157,7 +157,7 @@ def index_shard(
     except (ValueError, OSError) as error:
         problems.add("shard", str(error))
     if not problems.counts:
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             name: np.array(values, np.float64 if name == "item_fps" else np.int64)
             for name, values in columns.items()
         }

@@ -121,6 +121,9 @@ class Data(Section):
     packing_window: bounds.PackingWindow = 512
     """With `tokens_per_microbatch`: how many samples, in their order, the next sequence is put
     together from."""
+    build_index: Literal["ranks", "refuse"] = "ranks"
+    """In a job of torchrun or srun, who indexes shards that are not indexed yet: `ranks`, each its
+    share, before training; or nobody, as `refuse` ends the job with the command that does it."""
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
     cache_directory: bounds.PathText | None = None

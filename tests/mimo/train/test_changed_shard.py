@@ -21,7 +21,7 @@ from tests.mimo import tiny
 def _train_and_change(rank: int, recipe: Recipe, layout: Layout, run_dir: Path) -> tuple[str, int]:
     import mimo.train.rank
 
-    opened = mimo.train.rank.open_dataset
+    opened = mimo.train.rank.dataset_of
     shard = Path(recipe.data.sources[0].path.replace("*", "00000"))
 
     def open_and_change(*given: Any) -> Any:
@@ -30,7 +30,7 @@ def _train_and_change(rank: int, recipe: Recipe, layout: Layout, run_dir: Path) 
         return dataset
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mimo.train.rank, "open_dataset", open_and_change)
+        patch.setattr(mimo.train.rank, "dataset_of", open_and_change)
         with pytest.raises(InputError) as error:
             mimo.train.rank.train_in_world(recipe, layout, run_dir, FromScratch())
     return str(error.value), error.value.exit_code
