@@ -8,7 +8,7 @@ import typer
 from mimo.commands.bench import bench_bridge, bench_train
 from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf
-from mimo.commands.data import data_doctor
+from mimo.commands.data import data_doctor, index
 from mimo.commands.evaluate import evaluate
 from mimo.commands.generate import generate
 from mimo.commands.parity import parity
@@ -29,7 +29,8 @@ app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (check, prepare, train, verify, generate, evaluate, parity, tiny, quickstart):
     app.command()(command)
 
-data = typer.Typer(no_args_is_help=True, help="The data of a recipe.")
+data = typer.Typer(no_args_is_help=True, help="The samples of a recipe.")
+data.command("index")(index)
 data.command("doctor")(data_doctor)
 app.add_typer(data, name="data")
 

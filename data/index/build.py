@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from data.index.samples import Processors, listed
 from data.index.shard_index import COLUMNS, write_shard_index
-from data.index.shards import Shard
+from data.index.shards import Shard, ShardFile, ShardStream
 from data.index.tar_shards import Member, MemberFile, RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
@@ -132,33 +132,33 @@ def index_shard(
     }
     keys, skipped = bytearray(), list[tuple[str, str]]()
     try:
-        with open(path, "rb") as file:
-            for count, raw in enumerate(scan_shard(path, _suffixes(processors))):
-                if count % _PROGRESS_EVERY == 0 and raw.json is not None:
-                    progress(raw.json.offset)
-                try:
-                    read = _read_sample(raw, file, chat, processors, media)
-                except PlaceholderError as error:
-                    line = f"{path}: {error.key}: {error.placeholders} / {error.items}"
-                    problems.add("mismatched", line)
-                    continue
-                except UnknownMediaError as error:
-                    problems.add("unknown", f"{path}: {error.key}: {_short(error.media)}")
-                    continue
-                except _Unusable as error:
-                    skipped.append((raw.key, _short(str(error))))
-                    continue
-                keys += raw.key.encode()
-                first_item, first_file = len(columns["item_rows"]), len(columns["file_size"])
-                place = {"item_start": first_item, "key_end": len(keys)}
-                _append(columns, [place | read.sample])
-                items = [one | {"item_file": first_file + one["item_file"]} for one in read.items]
-                _append(columns, items)
-                _append(columns, read.files)
+        file = ShardFile(task.shard).stream()
+        for count, raw in enumerate(scan_shard(task.shard, _suffixes(processors))):
+            if count % _PROGRESS_EVERY == 0 and raw.json is not None:
+                progress(raw.json.offset)
+            try:
+                read = _read_sample(raw, file, chat, processors, media)
+            except PlaceholderError as error:
+                line = f"{path}: {error.key}: {error.placeholders} / {error.items}"
+                problems.add("mismatched", line)
+                continue
+            except UnknownMediaError as error:
+                problems.add("unknown", f"{path}: {error.key}: {_short(error.media)}")
+                continue
+            except _Unusable as error:
+                skipped.append((raw.key, _short(str(error))))
+                continue
+            keys += raw.key.encode()
+            first_item, first_file = len(columns["item_rows"]), len(columns["file_size"])
+            place = {"item_start": first_item, "key_end": len(keys)}
+            _append(columns, [place | read.sample])
+            items = [one | {"item_file": first_file + one["item_file"]} for one in read.items]
+            _append(columns, items)
+            _append(columns, read.files)
     except (ValueError, OSError) as error:
         problems.add("shard", str(error))
     if not problems.counts:
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             name: np.array(values, np.float64 if name == "item_fps" else np.int64)
             for name, values in columns.items()
         }
@@ -193,7 +193,7 @@ class _ReadSample:
 
 def _read_sample(
     raw: RawSample,
-    file: IO[bytes],
+    file: ShardStream,
     chat: ChatTokenizer,
     processors: Processors,
     media: Sequence[str],
@@ -254,7 +254,7 @@ def _read_part(
     mention: Mention,
     files: range,
     members: Mapping[int, Member],
-    file: IO[bytes],
+    file: ShardStream,
     media: Media[Any],
 ) -> Part:
     """The sizes of a part's files, which all need to be the same."""

@@ -28,6 +28,7 @@ import numpy as np
 from data.index.catalog import Catalog
 from data.index.columns import STEPS, DamagedFileError, map_file, stored
 from data.index.shard_index import COLUMNS, NAMES
+from data.index.shards import Shard
 from data.media.processor import Media, Part
 from data.text.chat import ChatTokenizer
 
@@ -177,6 +178,11 @@ class Index:
     def shard_of(self, sample: int) -> str:
         """The path of a sample's shard."""
         return self.shards[self._one("shard", sample)]
+
+    def state(self, shard: int) -> Shard:
+        """A shard as it was indexed."""
+        catalog = self.catalog
+        return Shard(self.shards[shard], catalog.sizes[shard], catalog.versions[shard])
 
     def media_of(self, item: int) -> str:
         """The name of an item's media."""

@@ -28,8 +28,8 @@ from data.index.shard_index import ENTRY, read_entry
 from data.index.shards import Shard, find_shards, pattern_root
 from data.text.chat import ChatTokenizer
 
-Build = Callable[[Sequence[IndexTask], Progress | None], None]
-"""Indexes shards. Raises ValueError when some cannot be, after the others."""
+Build = Callable[[Sequence[IndexTask], ChatTokenizer, Processors, Progress | None], None]
+"""Indexes shards as `build_here` does."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,12 @@ def load_or_build_index(
     processors: Processors,
     progress: Progress | None = None,
     cache: Path | None = None,
-    build: Build | None = None,
+    build: Build = build_here,
 ) -> Index:
     """The index of the shards that `pattern` names; what is missing of it is built and stored.
 
     cache: a folder for the indexes of sources whose own folder cannot be written. Where that
-    cannot be either, the index is built each time, with a warning. build: how; else here, one
-    shard after another.
+    cannot be either, the index is built each time, with a warning. build: how.
 
     Raises ValueError as `survey` and `build_here` do.
     """
@@ -148,7 +147,7 @@ def load_or_build_index(
         return build_index(pattern, chat, processors, progress, build)
     _remove_former_version(pattern)
     if found.tasks:
-        _build(found, chat, processors, progress, build)
+        build(found.tasks, chat, processors, progress)
         found = survey(pattern, settings, media, found.catalog.path.parent)
     return found.open()
 
@@ -158,7 +157,7 @@ def build_index(
     chat: ChatTokenizer,
     processors: Processors,
     progress: Progress | None = None,
-    build: Build | None = None,
+    build: Build = build_here,
 ) -> Index:
     """The index of the shards that `pattern` names, built anew in a temporary folder.
 
@@ -166,21 +165,9 @@ def build_index(
     """
     folder = tempfile.TemporaryDirectory(prefix="mimo-index-")
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
-    _build(survey(pattern, settings, media, Path(folder.name)), chat, processors, progress, build)
+    tasks = survey(pattern, settings, media, Path(folder.name)).tasks
+    build(tasks, chat, processors, progress)
     return survey(pattern, settings, media, Path(folder.name)).open(keep=folder)
-
-
-def _build(
-    found: Survey,
-    chat: ChatTokenizer,
-    processors: Processors,
-    progress: Progress | None,
-    build: Build | None,
-) -> None:
-    if build is None:
-        build_here(found.tasks, chat, processors, progress)
-    else:
-        build(found.tasks, progress)
 
 
 def find_survey(

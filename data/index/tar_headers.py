@@ -11,9 +11,16 @@ from dataclasses import dataclass
 
 _BLOCK = 512
 _MAX_EXTENSION = 2**20  # bytes of a long name, or of a PAX header
-_LINKS = {b"1": "a hard link", b"2": "a symbolic link"}
+_NO_FILES = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a device",
+    b"4": "a device",
+    b"5": "a folder",
+    b"6": "a pipe",
+    b"S": "a sparse file",
+}
 _REGULAR = (b"0", b"\0", b"7")
-_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _GLOBAL = b"g"
 
 
@@ -23,7 +30,7 @@ class TarError(ValueError):
 
 @dataclass(frozen=True)
 class TarMember:
-    """A member that is no folder. problem: why it is no file that can be read, or empty."""
+    """A member. problem: why it is no file that can be read, or empty."""
 
     name: str
     offset: int
@@ -32,7 +39,7 @@ class TarMember:
 
 
 def tar_members(read: Callable[[int, int], bytes], num_bytes: int) -> Iterator[TarMember]:
-    """The members of a tar file of this size, except folders, in order.
+    """The members of a tar file of this size, in order.
 
     read(offset, size): the bytes there, fewer at the end. Memory is bounded, and time by the number
     of headers. Raises TarError, also when there is no end mark.
@@ -54,8 +61,6 @@ def tar_members(read: Callable[[int, int], bytes], num_bytes: int) -> Iterator[T
             elif kind in b"xX":
                 extended |= _pax_records(read(offset, size), position)
         else:
-            if kind == b"S" or any(key.startswith(b"GNU.sparse.") for key in extended):
-                problem = "is sparse"
             more = kind == b"S" and block[482] != 0  # further blocks that list the file's parts
             while more:
                 part = read(offset, _BLOCK)
@@ -63,15 +68,20 @@ def tar_members(read: Callable[[int, int], bytes], num_bytes: int) -> Iterator[T
             if b"size" in extended:
                 size = _number(extended[b"size"], position, base=10)
             name = extended.get(b"GNU.sparse.name") or extended.get(b"path") or _name(block)
-            if kind not in _REGULAR and not problem:
-                problem = f"is {_LINKS.get(kind, 'no file')}"
-            size = 0 if kind in _WITHOUT_DATA else size
-            if kind != b"5" and not name.endswith(b"/"):
-                yield TarMember(name.decode("utf-8", "surrogateescape"), offset, size, problem)
+            is_sparse = any(key.startswith(b"GNU.sparse.") for key in extended)
+            stands_for = b"S" if is_sparse else b"5" if name.endswith(b"/") else kind
+            if stands_for not in _REGULAR and not problem:
+                what = _NO_FILES.get(stands_for, "of an unknown kind")
+                problem = f"is {what}: need the file itself"
+            size = 0 if kind in b"123456" else size
+            path = name.rstrip(b"/").decode("utf-8", "surrogateescape")
+            yield TarMember(path, offset, size, problem)
             extended, problem = {}, ""
         position = offset + -(-size // _BLOCK) * _BLOCK
         if position > num_bytes:
             raise TarError(f"the member at byte {offset} ends after the file, with {size} bytes")
+    if extended or problem:
+        raise TarError(f"a long name or PAX header of no member before byte {position}")
 
 
 def _number(field: bytes, position: int, base: int = 8) -> int:

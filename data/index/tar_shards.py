@@ -12,9 +12,9 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import IO
 
-from data.index.shards import ShardFile
+from data.index.block_cache import BlockCache
+from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream, sought
 from data.index.tar_headers import TarError, TarMember, tar_members
 
 # What is read of one sample at a time: a hostile shard must not fill the memory.
@@ -34,7 +34,7 @@ class Member:
 class MemberFile:
     """One member as a file of its own, so that no more is read of it than its header."""
 
-    def __init__(self, file: IO[bytes], member: Member) -> None:
+    def __init__(self, file: ShardStream, member: Member) -> None:
         self._file, self._member, self._position = file, member, 0
         self._reads_left = _MAX_READS
 
@@ -54,8 +54,7 @@ class MemberFile:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move inside the member, as in any file."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._member.size}[whence]
-        self._position = max(base + offset, 0)
+        self._position = sought(offset, whence, self._position, self._member.size)
         return self._position
 
     def tell(self) -> int:
@@ -73,20 +72,33 @@ class RawSample:
     problem: str = ""
 
 
-def scan_shard(path: str, suffixes: Collection[str]) -> Iterator[RawSample]:
+def scan_shard(
+    shard: Shard | str, suffixes: Collection[str], cache: BlockCache | None = None
+) -> Iterator[RawSample]:
     """The samples of a shard in the order of their first members; only headers are read.
 
-    suffixes: of items' names, in lower case and without a dot; other members are no items.
-    Raises ValueError when the file is compressed, damaged or truncated.
+    suffixes: of items' names, in lower case and without a dot; other members are no items. cache:
+    of `ShardFile`.
+    Raises ValueError when the file is compressed, damaged or truncated, changes or cannot be read.
     """
+    path = shard if isinstance(shard, str) else shard.path
     samples: dict[str, RawSample] = {}
     item_name = re.compile(
         rf"([0-9]{{1,9}})\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE
     )
-    file = ShardFile(path)
     try:
-        for member in tar_members(file.read, os.path.getsize(path)):
+        stream = ShardFile(shard, cache).stream()
+
+        def read(offset: int, size: int) -> bytes:
+            stream.seek(offset)
+            return stream.read(size)
+
+        for member in tar_members(read, stream.size):
             _add_member(samples, member, item_name)
+    except ShardChangedError:
+        raise
+    except OSError as error:
+        raise ValueError(f"shard {path} cannot be read: {error}") from error
     except TarError as error:
         raise _damaged(path, str(error)) from error
     yield from samples.values()
@@ -99,6 +111,9 @@ def _add_member(
     stem, dot, suffix = name.partition(".")
     if not dot or not stem:  # not a sample's member: a README, or a hidden file of some archiver
         return
+    item = item_name.fullmatch(suffix)
+    if member.problem and not item and suffix != "json":
+        return
     key = folder + slash + stem
     # What cannot be printed must not reach a terminal or a log in any message either.
     shown = key if key.isprintable() else ascii(key)[1:-1]
@@ -106,13 +121,12 @@ def _add_member(
     if key.startswith("/") or ".." in folder.split("/") or not key.isprintable():
         sample.problem = "the name leaves the folder of the shard, or has control characters"
     place = Member(member.offset, member.size)
-    item = item_name.fullmatch(suffix)
     most = MAX_JSON_BYTES if suffix == "json" else MAX_ITEM_BYTES
     problem = member.problem or (
         f"has {member.size} bytes, at most {most} are allowed" if member.size > most else ""
     )
     if problem and (item or suffix == "json"):
-        sample.problem = f"its member .{suffix} {problem}"
+        sample.problem = f"{name} {problem}"
     if suffix == "json":
         if sample.json is not None:
             sample.problem = "two .json members: keys need to be unique inside a shard"

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,6 +29,7 @@ from mimo.launch.ranks import RankEnv
 _NUM_DOORS = 8  # ports to try, starting with the requested one
 _ANSWER_SECONDS = 2.0  # within which a door must answer; other programs may never answer
 _POLL_SECONDS = 0.2
+_PROGRESS_SECONDS = 5.0  # between two words of progress
 _LEAVE_SECONDS = 3.0  # how long rank 0, which hosts the store, waits for the others
 
 
@@ -55,23 +56,42 @@ class Meeting:
         self.store: Store = _open_store(environment, address, self._timeout)
         self._words = PrefixStore("mimo", self.store)
         self._rounds = 0
+        self._next_word = 0.0  # of progress, on the monotonic clock
 
     def agree(self, problem: str) -> None:
         """Collect every rank's ``problem``; each rank calls it, with an empty one if it has none.
 
         Rank 0 prints each different problem once. Raises Refused on all ranks if there is any.
         """
-        self._words.set(f"problem {self._rank}", problem)
-        self.from_rank_0(self._check_problems)
+        name = f"problem {self._rounds}"
+        self._words.set(f"{name} {self._rank}", problem)
+        self.from_rank_0(lambda: self._check_problems(name))
 
-    def _check_problems(self) -> None:
+    def get_on(self) -> None:
+        """Say that this rank gets on with its work, so that the others wait for it."""
+        if time.monotonic() >= self._next_word:
+            self._words.add("progress", 1)
+            self._next_word = time.monotonic() + _PROGRESS_SECONDS
+
+    def deal[T](self, do: Callable[[], Sequence[T]]) -> T:
+        """This rank's of what ``do`` returns on rank 0: one for each rank. As `from_rank_0`."""
+        name = f"share {self._rounds}"
+
+        def shares() -> None:
+            for rank, share in enumerate(do()):
+                self._words.set(f"{name} {rank}", pickle.dumps(share).hex())
+
+        self.from_rank_0(shares)
+        return pickle.loads(bytes.fromhex(self._words.get(f"{name} {self._rank}").decode()))
+
+    def _check_problems(self, name: str) -> None:
         """Raise InputError with the problems of all ranks, and the ranks that did not join."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        patience = _Patience(self._words, self._timeout.total_seconds())
         ranks_of: dict[str, list[int]] = {}
         for rank in range(self._size):
-            key, left = f"problem {rank}", max(0.01, deadline - time.monotonic())
+            key = f"{name} {rank}"
             try:
-                self._words.wait([key], datetime.timedelta(seconds=left))
+                patience.wait(key)
                 text = self._words.get(key).decode()
             except RuntimeError:
                 text = f"did not join within {self._timeout.total_seconds():g} s"
@@ -94,7 +114,8 @@ class Meeting:
         if self._rank == 0:
             self._words.set(key, pickle.dumps(self._outcome(do)).hex())
         else:
-            self._words.wait([key], 2 * self._timeout)  # rank 0 may wait for others
+            # Rank 0 may wait for others.
+            _Patience(self._words, 2 * self._timeout.total_seconds()).wait(key)
         value, exit_code = pickle.loads(bytes.fromhex(self._words.get(key).decode()))
         if exit_code:
             self._leave()
@@ -142,6 +163,28 @@ class Meeting:
                 here = self._words.add("left", 0)
         except RuntimeError:
             return
+
+
+class _Patience:
+    """Waits for words, all of them together for so long after the last progress of any rank."""
+
+    def __init__(self, words: Store, seconds: float) -> None:
+        self._words, self._seconds, self._progress = words, seconds, 0
+        self._deadline = time.monotonic() + seconds
+
+    def wait(self, key: str) -> None:
+        """Raises RuntimeError when the time is over."""
+        while True:
+            left = min(max(0.01, self._deadline - time.monotonic()), _PROGRESS_SECONDS)
+            try:
+                self._words.wait([key], datetime.timedelta(seconds=left))
+                return
+            except RuntimeError:
+                progress = self._words.add("progress", 0)
+                if progress != self._progress:
+                    self._progress, self._deadline = progress, time.monotonic() + self._seconds
+                elif time.monotonic() >= self._deadline:
+                    raise
 
 
 def _names(ranks: list[int]) -> str:

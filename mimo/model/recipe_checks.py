@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from data.index.store import Build
 from mimo.device import has_gpu, machine_memory
 from mimo.engines.megatron.acceleration import fp8_multiple, fp8_problem, this_machine
 from mimo.errors import RecipeError
@@ -21,7 +22,14 @@ from mimo.model.memory import check_memory
 from mimo.model.roles import CUT_BY_COLUMNS
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import check_media, item_processors, open_dataset, open_tokenizer
+from mimo.step.dataset import (
+    SPLITS,
+    check_media,
+    item_processors,
+    open_dataset,
+    open_tokenizer,
+)
+from mimo.step.indexing import build_in_processes
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
@@ -110,13 +118,13 @@ def check_fp8_here(recipe: Recipe) -> None:
         raise RecipeError(recipe.problem(("train", "fp8"), problem))
 
 
-def check_data(recipe: Recipe) -> None:
-    """Open all splits, building indexes where there are none. Raises RecipeError."""
+def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
+    """Open all splits. build: how shards are indexed that are not yet. Raises RecipeError."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     problems: list[str] = []
-    for split in ("sources", "validation", "test"):
+    for split in SPLITS:
         try:
-            dataset = open_dataset(recipe, split, chat, processors)
+            dataset = open_dataset(recipe, split, chat, processors, build=build)
             if split == "sources" and dataset is not None:
                 problems += _too_few_samples(recipe, sum(map(len, dataset.indexes)))
         except RecipeError as error:

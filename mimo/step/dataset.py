@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from data.batch import GlobalMicrobatch
+from data.index.block_cache import BlockCache, default_cache_directory
+from data.index.build import Progress, build_here
 from data.index.reader import SampleReader
 from data.index.samples import Index, Processors, check_lengths, check_rows, check_skipped
-from data.index.store import load_or_build_index
+from data.index.shards import ShardChangedError
+from data.index.store import Build, load_or_build_index
 from data.media.processor import Media
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
-from mimo.errors import RecipeError
+from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.recipe.schema import MediaTokens, Recipe, Source
 from mimo.recipe.source import Location, dotted
+
+SPLITS = ("sources", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -113,27 +120,65 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
         raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
 
 
+def cache_folder(recipe: Recipe) -> Path:
+    """Where this machine keeps what it has of shards at URLs."""
+    given = recipe.data.cache_directory
+    return default_cache_directory() if given is None else Path(given)
+
+
+def block_cache(recipe: Recipe) -> BlockCache:
+    """The cache of shards at URLs."""
+    return BlockCache(cache_folder(recipe), round((recipe.data.cache_gib or 0) * 2**30))
+
+
+@contextmanager
+def changed_shards_named() -> Iterator[None]:
+    """Inside, a shard that changes ends the run as any bad input does."""
+    try:
+        yield
+    except ShardChangedError as error:
+        raise InputError(str(error)) from error
+
+
 def open_dataset(
     recipe: Recipe,
     split: str,
     chat: ChatTokenizer,
     processors: Processors,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    build: Build = build_here,
 ) -> Dataset | None:
     """A split ("sources", "validation" or "test"); None when the recipe names no shards for it.
 
-    Builds an index where there is none that fits.
+    build: how shards are indexed that are not yet.
     Raises RecipeError for missing shards, samples that are too long or have too many rows for a
     microbatch, more unusable samples than `data.max_skipped_fraction`, and samples whose
     placeholders do not match their items or that have items which no encoder takes.
     """
-    sources: Sequence[Source] = getattr(recipe.data, split)
-    if not sources:
-        return None
+    indexes = open_indexes(recipe, split, chat, processors, progress, build)
+    return dataset_of(recipe, split, indexes, chat, processors) if indexes else None
+
+
+def sources_of(recipe: Recipe, split: str) -> Sequence[Source]:
+    """The sources of a split, which may have none."""
+    return getattr(recipe.data, split)
+
+
+def open_indexes(
+    recipe: Recipe,
+    split: str,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+    build: Build = build_here,
+) -> tuple[Index, ...]:
+    """The index of every source of a split; see `open_dataset`."""
     indexes, problems = [], []
-    for number, source in enumerate(sources):
+    for number, source in enumerate(sources_of(recipe, split)):
         try:
-            index = load_or_build_index(source.path, chat, processors, progress)
+            index = load_or_build_index(
+                source.path, chat, processors, progress, cache_folder(recipe), build
+            )
             check_skipped(index, recipe.data.max_skipped_fraction)
             check_lengths(index, recipe.data.sequence_length)
             check_rows(index, recipe.data.rows_per_microbatch)
@@ -147,12 +192,24 @@ def open_dataset(
             problems.append(recipe.problem(("data", split, number, "path"), str(error)))
     if problems:
         raise RecipeError(*problems)
+    return tuple(indexes)
+
+
+def dataset_of(
+    recipe: Recipe,
+    split: str,
+    indexes: Sequence[Index],
+    chat: ChatTokenizer,
+    processors: Processors,
+) -> Dataset:
+    """A split whose indexes are open."""
+    cache = block_cache(recipe)
     return Dataset(
         indexes=tuple(indexes),
-        readers=tuple(SampleReader(index, chat, processors) for index in indexes),
+        readers=tuple(SampleReader(index, chat, processors, cache) for index in indexes),
         order=SampleOrder(
             [len(index) for index in indexes],
-            [source.weight for source in sources],
+            [source.weight for source in sources_of(recipe, split)],
             seed=recipe.train.seed,
             block=recipe.data.shuffle_block,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,15 @@ from mimo.families.registry import check_settings
 from mimo.hf.recipes import load_phases
 from mimo.progress import progress_of
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.step.dataset import (
+    SPLITS,
+    item_processors,
+    open_dataset,
+    open_indexes,
+    open_tokenizer,
+    sources_of,
+)
+from mimo.step.indexing import build_in_processes
 
 
 class DigitsSettings(BaseModel):
@@ -47,9 +56,9 @@ def prepare(recipe: Recipe) -> None:
     if recipe.data.prepare is not None:
         _generate(recipe, recipe.data.prepare)
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
-    for split in ("sources", "validation", "test"):
+    for split in SPLITS:
         with progress_of(f"indexing {split}") as progress:
-            open_dataset(recipe, split, chat, processors, progress)
+            open_dataset(recipe, split, chat, processors, progress, build_in_processes)
 
 
 def _generate(recipe: Recipe, name: str) -> None:
@@ -79,3 +88,29 @@ def main(path: Path, overrides: Sequence[str]) -> int:
     sources = [source.path for phase in phased.phases for source in phase.recipe.data.sources]
     print(f"data is ready: {', '.join(dict.fromkeys(sources))}")
     return 0
+
+
+def index_main(path: Path, overrides: Sequence[str], workers: int | None) -> int:
+    """`mimo data index RECIPE`."""
+    load_phases(path, overrides).each(lambda recipe: _index(recipe, workers))
+    return 0
+
+
+def _index(recipe: Recipe, workers: int | None) -> None:
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    build = functools.partial(build_in_processes, workers=workers)
+    problems: list[str] = []
+    for split in SPLITS:
+        try:
+            with progress_of(f"indexing {split}") as progress:
+                indexes = open_indexes(recipe, split, chat, processors, progress, build)
+        except RecipeError as error:
+            problems += error.problems
+            continue
+        for source, index in zip(sources_of(recipe, split), indexes, strict=True):
+            print(
+                f"{split} {source.path}: {len(index.shards)} shards, {len(index)} samples, "
+                f"{index.num_items} items, {index.num_skipped} unusable samples left out"
+            )
+    if problems:
+        raise RecipeError(*problems)

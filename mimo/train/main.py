@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from data.index.build import IndexTask, build_here
 from mimo.checkpoint.runs import Run, runs_to_do
 from mimo.checkpoint.start import FromScratch
 from mimo.checkpoint.tensors import read_index
@@ -16,11 +18,13 @@ from mimo.device import choose_before_fork
 from mimo.errors import InputError
 from mimo.hf.initial import initial_weights
 from mimo.hf.recipes import load_phases
-from mimo.launch.processes import end_with_failed_thread, exit_code_of
+from mimo.launch.processes import end_with_failed_thread, exit_code_of, warm_up
 from mimo.launch.ranks import RankEnv, launch, rank_environment
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.recipe.phases import PhasedRecipe
+from mimo.step.dataset import item_processors, open_tokenizer
+from mimo.step.indexing import build_nothing, shares, tasks_of
 from mimo.train.run_folder import check_run_dir, make_run_dirs
 from mimo.train.run_lock import run_lock
 
@@ -64,7 +68,8 @@ class Request:
     def check(self, environment: RankEnv | None) -> Job:
         """Check everything that needs no ranks. Raises RecipeError with all problems.
 
-        environment: that of this rank if torchrun or srun started it.
+        environment: that of this rank if torchrun or srun started it. Then the data is checked when
+        the ranks have met, so that only one of them looks at the shards.
         """
         ranks = environment.world_size if environment else self.num_ranks
         phased = load_phases(self.path, self.overrides)
@@ -75,7 +80,9 @@ class Request:
         check_room(phased, layouts, environment)
         if environment is None or environment.rank == 0:
             check_run_dir(phased)
-        phased.each(check_data)
+        if environment is None:
+            warm_up(PRELOAD)  # ranks and indexing processes need the same
+            phased.each(check_data)
         return Job(phased, layouts, self.resume, self.resume_from)
 
 
@@ -141,11 +148,48 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
 
         try:
             meeting.agree(problem)
+            assert job is not None, "all ranks end where one has a problem"
+            _index_together(job, meeting, environment.world_size)
             runs = meeting.from_rank_0(begin)
         except Refused as refused:
             return refused.exit_code
         _train_in_place(runs, meeting)
     return 0
+
+
+def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
+    """Index what is not indexed yet, each rank its share; then check the data.
+
+    Raises Refused on all ranks if that cannot be done, or the data does not fit the recipe.
+    """
+    recipes = [phase.recipe for phase in job.phased.phases]
+
+    def deal() -> list[list[tuple[int, list[IndexTask]]]]:
+        files = dict[Path, int]()  # phases may have shards in common
+        tasks = [
+            [task for task in own if files.setdefault(task.file, number) == number]
+            for number, own in enumerate(job.phased.each(tasks_of))
+        ]
+        dealt = [shares(own, num_ranks) for own in tasks]
+        num = sum(map(len, tasks))
+        if num:
+            print(f"{num} shards are not indexed yet; the ranks do it, each its share", flush=True)
+        return [[*enumerate(own[rank] for own in dealt)] for rank in range(num_ranks)]
+
+    problems = []
+    for number, tasks in meeting.deal(deal):
+        if not tasks:
+            continue
+        try:
+            recipe = recipes[number]
+            chat, processors = open_tokenizer(recipe), item_processors(recipe)
+            build_here(tasks, chat, processors, lambda *_: meeting.get_on())
+        except ValueError as error:
+            problems.append(str(error))
+        except Exception:  # unexpected, but the others must not wait in vain
+            problems.append(traceback.format_exc())
+    meeting.agree("\n".join(problems))
+    meeting.from_rank_0(lambda: job.phased.each(lambda recipe: check_data(recipe, build_nothing)))
 
 
 def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:

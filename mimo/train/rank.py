@@ -16,6 +16,7 @@ from mimo.checkpoint.contents import begin, provided_names
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
     barrier,
+    from_rank_0,
     gpu_memory,
     initialize_distributed,
     local_device,
@@ -30,7 +31,7 @@ from mimo.layout.grids import Layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset, open_dataset
+from mimo.step.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.train.bad_samples import BAD_SAMPLES, BadSamples
 from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
@@ -113,12 +114,12 @@ def _train(
     # If the weights come from one of our checkpoints, the initial ones need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
     trainer = Trainer(recipe, topology, run_dir, initial, provided_names(start))
-    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
-    validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
+    dataset = _open_together(recipe, "sources", trainer)
+    validation = _open_together(recipe, "validation", trainer)
     assert dataset is not None, "the recipe schema asks for at least one source"
     trainer.progress = begin(trainer.model.modules, start)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
-    with ExitStack() as stack:
+    with changed_shards_named(), ExitStack() as stack:
         writer = bad_samples = None
         if topology.reports:
             train = recipe.train
@@ -136,6 +137,13 @@ def _train(
                 writer.validation(metrics["step"], metrics["validation_loss"])
             else:
                 writer.step(metrics)
+
+
+def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
+    """A split. Rank 0 looks at the shards; the others open the catalogs that it has found."""
+    text_and_media = trainer.chat, trainer.processors
+    indexes = from_rank_0(lambda: open_indexes(recipe, split, *text_and_media))
+    return dataset_of(recipe, split, indexes, *text_and_media) if indexes else None
 
 
 def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:

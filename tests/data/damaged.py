@@ -240,19 +240,20 @@ BAD: dict[str, Bad] = {
         lambda: (
             member("bad.json", about("image")) + member("bad.0.png", b"", b"2", link=b"/etc/passwd")
         ),
-        ".0.png is a symbolic link",
+        "bad.0.png is a symbolic link",
     ),
     "a hard link as text": Bad(
-        lambda: member("bad.json", b"", b"1", link=b"good0.json"), ".json is a hard link"
+        lambda: member("bad.json", b"", b"1", link=b"good0.json"), "bad.json is a hard link"
     ),
-    "a device as text": Bad(lambda: member("bad.json", b"", b"3"), ".json is no file"),
-    "a sparse text": Bad(lambda: member("bad.json", chat(), b"S"), ".json is sparse"),
+    "a device as text": Bad(lambda: member("bad.json", b"", b"3"), "bad.json is a device"),
+    "a folder as text": Bad(lambda: member("bad.json/", b"", b"5"), "bad.json is a folder"),
+    "a sparse text": Bad(lambda: member("bad.json", chat(), b"S"), "bad.json is a sparse file"),
     "a sparse text of PAX": Bad(
         lambda: (
             pax(**{"GNU.sparse.major": "1", "GNU.sparse.name": "bad.json"})
             + member("GNUSparseFile.0/x", b"1\n0\n")
         ),
-        ".json is sparse",
+        "bad.json is a sparse file",
     ),
     "a header of 2 MiB": Bad(
         lambda: pax(comment="x" * 2**21) + member("bad.json", chat()), "has a header of 2097"
@@ -294,9 +295,6 @@ ODD: dict[str, Callable[[], bytes]] = {
     "an image with a colour profile of noise": lambda: (
         member("odd.json", about("image"))
         + member("odd.0.jpg", saved("JPEG", icc_profile=b"\xff\0" * 50_000))
-    ),
-    "a folder that is called like a text": lambda: (
-        member("folder.json/", b"", b"5") + member("odd.json", chat())
     ),
     "a global header of 2 MiB": lambda: (
         member("pax", bytes(2**21), b"g") + member("odd.json", chat())

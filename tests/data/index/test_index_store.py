@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from data import (
     build_index,
     load_or_build_index,
 )
-from data.index.build import IndexTask, Progress, build_here
+from data.index.build import IndexTask, build_here
 from data.index.columns import ColumnFile, DamagedFileError, write_columns
 from data.index.samples import settings_fingerprint
 from data.index.shard_index import COLUMNS, read_entry
@@ -48,9 +49,9 @@ class Opener:
         chat, processors = chat or self.chat, processors or self.processors
         self.indexed.clear()
 
-        def build(tasks: Sequence[IndexTask], progress: Progress | None) -> None:
+        def build(tasks: Sequence[IndexTask], *rest: Any) -> None:
             self.indexed += [Path(task.shard.path).name for task in tasks]
-            build_here(tasks, chat, processors, progress)
+            build_here(tasks, *rest)
 
         return load_or_build_index(self.pattern, chat, processors, build=build)
 
@@ -298,7 +299,7 @@ def test_where_the_shards_folder_cannot_be_written_the_cache_has_the_index(
     assert stored.catalog.path.is_relative_to(cache)
     assert_equal(stored, index)
 
-    def build(tasks: Sequence[IndexTask], progress: Progress | None) -> None:
+    def build(*_: object) -> None:
         raise AssertionError("it is there")
 
     load_or_build_index(open_index.pattern, chat, processors, cache=cache, build=build)

@@ -1,0 +1,146 @@
+"""Who builds what is missing of the indexes: processes of this machine, the ranks, or nobody."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.index.build import IndexTask, Problems, Progress, build_here, index_shard
+from data.index.samples import Processors, settings_fingerprint
+from data.index.store import find_survey
+from data.text.chat import ChatTokenizer
+from mimo.errors import RecipeError
+from mimo.launch.processes import RankProcesses, warm_up
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import SPLITS, cache_folder, item_processors, open_tokenizer, sources_of
+
+_SMALL = 32 * 2**20  # bytes that one process indexes before others have started
+_LOOK_SECONDS = 0.2
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shares(tasks: Sequence[IndexTask], num: int) -> list[list[IndexTask]]:
+    """The same tasks dealt out: the largest shards first, every ``num``-th to the same."""
+    by_size = sorted(tasks, key=lambda task: -task.shard.size)
+    return [by_size[number::num] for number in range(num)]
+
+
+def build_in_processes(
+    tasks: Sequence[IndexTask],
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> None:
+    """Index shards in ``workers`` processes (None: as many as cores), each its share.
+
+    They end with this one; what they have finished stays. Raises as `build_here`.
+    """
+    total = sum(task.shard.size for task in tasks)
+    num = min(num_cores() if workers is None else workers, len(tasks))
+    if num < 2 or (workers is None and total < _SMALL):
+        build_here(tasks, chat, processors, progress)
+        return
+    warm_up(["transformers"])
+    with tempfile.TemporaryDirectory(prefix="mimo-index-") as folder:
+        done = np.memmap(Path(folder) / "done", np.int64, "w+", shape=(num,))
+        args = (shares(tasks, num), chat, processors, done.filename)
+        ended = threading.Event()
+
+        def show() -> None:
+            while progress is not None and not ended.wait(_LOOK_SECONDS):
+                progress(int(done.sum()), total)
+
+        watcher = threading.Thread(target=show, daemon=True)
+        watcher.start()
+        problems = Problems()
+        try:
+            with RankProcesses(_index_share, args, num, dict(os.environ)) as processes:
+                for found in processes.results():
+                    problems.merge(found)
+        finally:
+            ended.set()
+            watcher.join()
+    if progress is not None:
+        progress(total, total)
+    if text := problems.text(chat, processors):
+        raise ValueError(text)
+
+
+def _index_share(
+    dealt: Sequence[Sequence[IndexTask]],
+    chat: ChatTokenizer,
+    processors: Processors,
+    counts: str,
+) -> Problems:
+    """Index the share of this process. counts: a file with the bytes that each one has done."""
+    own = int(os.environ["RANK"])
+    done, problems, before = np.memmap(counts, np.int64, "r+"), Problems(), 0
+    for task in dealt[own]:
+
+        def show(position: int, before: int = before) -> None:
+            done[own] = before + position
+
+        problems.merge(index_shard(task, chat, processors, show))
+        before += task.shard.size
+        done[own] = before
+    return problems
+
+
+def build_nothing(
+    tasks: Sequence[IndexTask],
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+) -> None:
+    """For processes that all others would imitate. Raises ValueError."""
+    raise ValueError(
+        f"{len(tasks)} shards are not indexed, the first is {tasks[0].shard.path}: "
+        "`mimo data index` with this recipe does it. If other ranks have just indexed them, their "
+        f"machines do not share {tasks[0].file.parent}: run that command on each machine"
+    )
+
+
+def tasks_of(recipe: Recipe) -> list[IndexTask]:
+    """The shards of all splits that are not indexed yet.
+
+    Raises RecipeError for missing shards, and when their index is refused or has no place.
+    """
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    settings, media = settings_fingerprint(chat, processors), sorted(processors)
+    tasks: dict[Path, IndexTask] = {}
+    problems: list[str] = []
+    for split in SPLITS:
+        for number, source in enumerate(sources_of(recipe, split)):
+            place = ("data", split, number, "path")
+            try:
+                found = find_survey(source.path, settings, media, cache_folder(recipe))
+            except ValueError as error:
+                problems.append(recipe.problem(place, str(error)))
+                continue
+            if found is None:
+                message = (
+                    f"got {source.path}, whose index can be stored neither beside its shards nor "
+                    "in data.cache_directory; give a folder there"
+                )
+                problems.append(recipe.problem(place, message))
+                continue
+            if found.tasks and recipe.data.build_index == "refuse":
+                message = (
+                    f"got refuse, and {len(found.tasks)} of {len(found.catalog.names)} shards of "
+                    f"{source.path} are not indexed; run `mimo data index` with this recipe first"
+                )
+                problems.append(recipe.problem(("data", "build_index"), message))
+            tasks |= {task.file: task for task in found.tasks}
+    if problems:
+        raise RecipeError(*problems)
+    return list(tasks.values())
