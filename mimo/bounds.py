@@ -57,6 +57,8 @@ PackingWindow = Annotated[int, Field(ge=1, le=2**16)]
 PrefetchSteps = Annotated[int, Field(ge=0, le=2**10)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 SkippedSamples = Annotated[int, Field(ge=0, le=10**12)]
+CacheGib = Annotated[float, Field(ge=0, le=2**20)]
+"""Of a disk; 0 for none."""
 Checkpoints = Annotated[int, Field(ge=1, le=10**6)]
 Threads = Annotated[int, Field(ge=1, le=2**12)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

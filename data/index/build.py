@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from data.index.samples import Processors, listed
 from data.index.shard_index import COLUMNS, write_shard_index
-from data.index.shards import Shard
+from data.index.shards import Shard, ShardFile, ShardStream
 from data.index.tar_shards import Member, MemberFile, RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
@@ -21,6 +21,7 @@ from data.text.messages import Mention, MessagesError, PlaceholderError, Unknown
 
 Progress = Callable[[int, int], None]
 
+MAX_MESSAGES = 2048
 _PROGRESS_EVERY = 256  # samples
 _NAMED = 10  # samples of a kind of problem that are kept by name
 
@@ -131,29 +132,29 @@ def index_shard(
     }
     keys, skipped = bytearray(), list[tuple[str, str]]()
     try:
-        with open(path, "rb") as file:
-            for count, raw in enumerate(scan_shard(path, _suffixes(processors))):
-                if count % _PROGRESS_EVERY == 0 and raw.json is not None:
-                    progress(raw.json.offset)
-                try:
-                    read = _read_sample(raw, file, chat, processors, media)
-                except PlaceholderError as error:
-                    line = f"{path}: {error.key}: {error.placeholders} / {error.items}"
-                    problems.add("mismatched", line)
-                    continue
-                except UnknownMediaError as error:
-                    problems.add("unknown", f"{path}: {error.key}: {error.media}")
-                    continue
-                except _Unusable as error:
-                    skipped.append((raw.key, str(error)))
-                    continue
-                keys += raw.key.encode()
-                first_item, first_file = len(columns["item_rows"]), len(columns["file_size"])
-                place = {"item_start": first_item, "key_end": len(keys)}
-                _append(columns, [place | read.sample])
-                items = [one | {"item_file": first_file + one["item_file"]} for one in read.items]
-                _append(columns, items)
-                _append(columns, read.files)
+        file = ShardFile(task.shard).stream()
+        for count, raw in enumerate(scan_shard(task.shard, _suffixes(processors))):
+            if count % _PROGRESS_EVERY == 0 and raw.json is not None:
+                progress(raw.json.offset)
+            try:
+                read = _read_sample(raw, file, chat, processors, media)
+            except PlaceholderError as error:
+                line = f"{path}: {error.key}: {error.placeholders} / {error.items}"
+                problems.add("mismatched", line)
+                continue
+            except UnknownMediaError as error:
+                problems.add("unknown", f"{path}: {error.key}: {_short(error.media)}")
+                continue
+            except _Unusable as error:
+                skipped.append((raw.key, _short(str(error))))
+                continue
+            keys += raw.key.encode()
+            first_item, first_file = len(columns["item_rows"]), len(columns["file_size"])
+            place = {"item_start": first_item, "key_end": len(keys)}
+            _append(columns, [place | read.sample])
+            items = [one | {"item_file": first_file + one["item_file"]} for one in read.items]
+            _append(columns, items)
+            _append(columns, read.files)
     except (ValueError, OSError) as error:
         problems.add("shard", str(error))
     if not problems.counts:
@@ -192,7 +193,7 @@ class _ReadSample:
 
 def _read_sample(
     raw: RawSample,
-    file: IO[bytes],
+    file: ShardStream,
     chat: ChatTokenizer,
     processors: Processors,
     media: Sequence[str],
@@ -229,7 +230,7 @@ def _read_sample(
             first += one.frames
         rows = [int(item["item_rows"]) for item in items]
         encoded = chat.encode(messages, rows, raw.key, texts)
-    except MessagesError as error:
+    except (MessagesError, RecursionError) as error:
         raise _Unusable(str(error)) from error
     loss_tokens = count_loss_tokens(encoded)
     if loss_tokens == 0:
@@ -253,7 +254,7 @@ def _read_part(
     mention: Mention,
     files: range,
     members: Mapping[int, Member],
-    file: IO[bytes],
+    file: ShardStream,
     media: Media[Any],
 ) -> Part:
     """The sizes of a part's files, which all need to be the same."""
@@ -289,15 +290,34 @@ def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) 
 def parse_messages(data: bytes) -> list[dict[str, Any]]:
     """The messages of a sample's JSON member; their form is checked when they are encoded.
 
-    Raises ValueError when it is not a JSON object with `messages`.
+    Raises ValueError when it is not a JSON object with `messages`, has a key twice or very many
+    messages.
     """
     try:
-        document = json.loads(data)
+        document = json.loads(data, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
     if not isinstance(document, dict) or "messages" not in document:
         raise ValueError('the JSON member needs to be an object with "messages"')
-    return document["messages"]
+    messages = document["messages"]
+    # Each answer is cut out of what is rendered before it, so the work grows with their square.
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise ValueError(f"{len(messages)} messages, at most {MAX_MESSAGES} are allowed")
+    return messages
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.80} is there twice")
+        found[key] = value
+    return found
+
+
+def _short(text: str) -> str:
+    """A text that may be a sample's own in a message: printable, and not pages of it."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:1000])
 
 
 def count_loss_tokens(sample: EncodedSample) -> int:

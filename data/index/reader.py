@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from data.index.block_cache import BlockCache
 from data.index.build import count_loss_tokens, parse_messages
-from data.index.samples import Index, Processors
+from data.index.samples import Index, Processors, SkippedSample
 from data.index.shards import ShardFile
 from data.media.processor import Grid, Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
@@ -25,19 +27,27 @@ class UnreadableSample(Exception):
     """
 
     def __init__(self, shard: str, key: str, item: int | None, reason: str) -> None:
-        where = "" if item is None else f", item {item}"
-        super().__init__(f"sample {key!r} of {shard}{where}: {reason}")
+        self.sample = SkippedSample(shard, key, reason, item)
+        super().__init__(str(self.sample))
         self.shard, self.key, self.item, self.reason = shard, key, item, reason
 
 
 class SampleReader:
     """Samples and items of an index. Safe to use from several threads at once.
 
-    Keeps the files of up to 256 shards open.
+    Keeps the files of up to 256 shards open. All that reads a shard also raises ShardChangedError.
+
+    cache: of `ShardFile`.
     """
 
-    def __init__(self, index: Index, chat: ChatTokenizer, processors: Processors) -> None:
-        self.index, self.chat, self.processors = index, chat, processors
+    def __init__(
+        self,
+        index: Index,
+        chat: ChatTokenizer,
+        processors: Processors,
+        cache: BlockCache | None = None,
+    ) -> None:
+        self.index, self.chat, self.processors, self.cache = index, chat, processors, cache
         self._lock = threading.Lock()
         self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
         self._plans: dict[tuple[str, Part], PartPlan] = {}  # one for all items of a long video
@@ -71,7 +81,7 @@ class SampleReader:
                 messages, index.column("item_rows", items).tolist(), key, texts
             )
             media = [one.media for one in self.chat.mentions(messages, key)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._unreadable(sample, None, str(error)) from error
         got = (
             len(encoded.input_ids),
@@ -178,13 +188,17 @@ class SampleReader:
         with self._lock:
             shard = self._open_shards.get(number)
             if shard is None:
-                shard = self._open_shards[number] = ShardFile(self.index.shards[number])
+                shard = self._open_shards[number] = ShardFile(self.index.state(number), self.cache)
             self._open_shards.move_to_end(number)
             while len(self._open_shards) > _MAX_OPEN_SHARDS:
                 self._open_shards.popitem(last=False)
             return shard
 
     def _unreadable(self, sample: int, file: int | None, reason: str) -> UnreadableSample:
+        """The error to raise. Raises ShardChangedError instead if that is the cause."""
         index = self.index
+        # It may be no worse than the others: of a shard that was written meanwhile, all are wrong.
+        with suppress(OSError):
+            self._shard(int(index.column("shard", sample))).check()
         item = None if file is None else file - index.files_of_sample(sample).start
         return UnreadableSample(index.shard_of(sample), index.key(sample), item, reason)

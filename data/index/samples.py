@@ -16,8 +16,10 @@ import hashlib
 import json
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +28,33 @@ import numpy as np
 from data.index.catalog import Catalog
 from data.index.columns import STEPS, DamagedFileError, map_file, stored
 from data.index.shard_index import COLUMNS, NAMES
+from data.index.shards import Shard
 from data.media.processor import Media, Part
 from data.text.chat import ChatTokenizer
 
 Processors = Mapping[str, Media[Any]]  # by name
 
 INDEX_VERSION = 6  # raise it whenever the columns, their meaning or what is left out change
+ENOUGH = 200  # samples, before a share of them says something
 _SHOWN = 10  # bad samples named in one message
 _MAX_MAPPED = 2**14  # files at a time: Linux allows a process about four times as many mappings
 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that cannot be used, and why."""
+    """A sample that cannot be used, and why.
+
+    item: the number in the name of the file at fault, if it was found when reading it.
+    """
 
     shard: str
     key: str
     reason: str
+    item: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.item is None else f", item {self.item}"
+        return f"sample {self.key!r} of {self.shard}{where}: {self.reason}"
 
 
 class Index:
@@ -166,6 +178,11 @@ class Index:
     def shard_of(self, sample: int) -> str:
         """The path of a sample's shard."""
         return self.shards[self._one("shard", sample)]
+
+    def state(self, shard: int) -> Shard:
+        """A shard as it was indexed."""
+        catalog = self.catalog
+        return Shard(self.shards[shard], catalog.sizes[shard], catalog.versions[shard])
 
     def media_of(self, item: int) -> str:
         """The name of an item's media."""
@@ -298,6 +315,26 @@ def check_rows(index: Index, rows_per_microbatch: int | None) -> None:
             f"{_named(index, too_many, rows, 'rows')}\nraise data.rows_per_microbatch, let an "
             "encoder's items have fewer rows, or leave them out of the shards"
         )
+
+
+def check_skipped(index: Index, max_fraction: float) -> None:
+    """Raise ValueError when too large a share of the samples is unusable, of `ENOUGH` or more."""
+    bad = index.num_skipped
+    total = bad + len(index)
+    if total >= ENOUGH and bad > max_fraction * total:
+        by_shard = Counter(sample.shard for sample in index.skipped_samples())
+        raise ValueError(
+            f"{bad} of {total} samples are unusable, {bad / total:.2%}, above max_skipped_fraction "
+            f"{max_fraction:g}; {worst_shards(by_shard)}; among them:\n  "
+            f"{listed([*map(str, islice(index.skipped_samples(), _SHOWN))], bad)}\n"
+            "mend these shards or leave them out, or raise data.max_skipped_fraction"
+        )
+
+
+def worst_shards(by_shard: Counter[str]) -> str:
+    """The three shards with the most unusable samples, in words."""
+    worst = [f"{shard} ({count})" for shard, count in by_shard.most_common(3)]
+    return f"the worst shards: {', '.join(worst)}"
 
 
 def _named(index: Index, samples: np.ndarray, sizes: np.ndarray, what: str) -> str:

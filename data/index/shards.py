@@ -1,14 +1,30 @@
 """Shards: which files a pattern names, what tells one version of a file from another, reading them.
 
-Nothing else of ours opens a shard.
+Nothing else of ours opens a shard. It is a file of this machine, or has a URL (remote.py); what is
+read of the latter may be kept on a local disk (block_cache.py).
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
+
+from data.index import remote
+from data.index.block_cache import BlockCache
+
+_MAX_SHARDS = 2**20  # of one pattern
+_BRACES = re.compile(r"\{(?:(-?\d{1,12})\.\.(-?\d{1,12})(?:\.\.(\d{1,12}))?|([^{}]*,[^{}]*))\}")
+# From one look at whether an open shard has changed to the next, of a file and of a URL.
+_CHECK_FILE_SECONDS, _CHECK_URL_SECONDS = 10.0, 120.0
+# Read at a time by a stream: a request takes as long as some 100 KB to 1 MB.
+_FILE_PART, _URL_PART = 2**15, 2**20
+_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -20,51 +36,165 @@ class Shard:
     version: str
 
 
-def find_shards(pattern: str) -> tuple[Shard, ...]:
-    """The shards that a glob pattern names, sorted by path.
+class ShardChangedError(ValueError):
+    """A shard is no longer what its index describes, so none of its samples can be trusted."""
 
-    Raises ValueError when there are none.
+
+def find_shards(pattern: str) -> tuple[Shard, ...]:
+    """The shards that a pattern names, sorted by path.
+
+    pattern: a path or a URL, with wildcards (`*`, `?`, `[...]`, `**`) and braces (`{000..123}`,
+    `{a,b}`) or without. A path that exists is taken as it is.
+
+    Raises ValueError when there are none, any that braces name is missing, or a URL cannot be used.
     """
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-    if not paths:
-        hint = " Braces are not understood: use * or ?." if "{" in pattern else ""
-        raise ValueError(
-            f"no shard matches {pattern!r}: prepare the data first, or correct the path in the "
-            f"recipe.{hint}"
+    remote.check_url(pattern)
+    named = [pattern] if os.path.isfile(pattern) else sorted({*_without_braces(pattern)})
+    try:
+        listed = remote.find(named) if remote.is_remote(pattern) else _find_local(named)
+    except OSError as error:
+        raise ValueError(f"shards of {pattern!r} cannot be looked up: {error}") from error
+    found = {path: Shard(path, *state) for path, state in listed if state is not None}
+    missing = sorted(path for path, state in listed if state is None)
+    if not found or missing:
+        what = f"{len(missing)} shards of {pattern!r} are missing: {', '.join(missing[:3])}" + (
+            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         )
-    return tuple(describe_shard(path) for path in paths)
+        hint = " A web server lists no files: use a brace range such as {000..123}."
+        raise ValueError(
+            f"{what if found else f'no shard matches {pattern!r}'}: prepare the data first, or "
+            f"correct the path in the recipe."
+            f"{hint if pattern.startswith('http') and glob.has_magic(pattern) else ''}"
+        )
+    return tuple(found[path] for path in sorted(found))
+
+
+def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]]:
+    found: list[tuple[str, remote.State | None]] = []
+    for pattern in patterns:
+        paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+        shards = [(path, _state(os.stat(path))) for path in paths if os.path.isfile(path)]
+        found += shards or [(pattern, None)]
+    return found
+
+
+def _without_braces(pattern: str) -> list[str]:
+    """All texts that a pattern with ranges and lists in braces stands for."""
+    done: list[str] = []
+    waiting = [pattern]
+    while waiting:
+        one = waiting.pop()
+        braces = _BRACES.search(one)
+        if braces is None:
+            done.append(one)
+            continue
+        first, last, step, words = braces.groups()
+        options: Iterable[str] = () if words is None else words.split(",")
+        if words is None:
+            low, high = sorted((int(first), int(last)))
+            numbers = range(low, high + 1, int(step or 1) or 1)
+            padded = any(re.match(r"-?0\d", end) for end in (first, last))
+            width = max(len(first), len(last)) if padded else 0
+            options = (f"{number:0{width}d}" for number in numbers[: _MAX_SHARDS + 1])
+        waiting += [one[: braces.start()] + option + one[braces.end() :] for option in options]
+        if len(done) + len(waiting) > _MAX_SHARDS:
+            raise ValueError(f"{pattern!r} stands for more than {_MAX_SHARDS} shards")
+    return done
 
 
 def describe_shard(path: str) -> Shard:
     """A shard as it is now. Raises OSError."""
-    status = os.stat(path)
-    return Shard(path, status.st_size, str(status.st_mtime_ns))
+    return ShardFile(path).shard
 
 
-def pattern_root(pattern: str) -> Path:
-    """The folder of a pattern: its longest leading part without a wildcard."""
-    parent = Path(pattern).parent
-    while glob.has_magic(str(parent)):
-        parent = parent.parent
-    return parent
+def _state(status: os.stat_result) -> remote.State:
+    return status.st_size, str(status.st_mtime_ns)
+
+
+def pattern_root(pattern: str) -> str:
+    """The folder of a pattern, or its URL: the longest first part without wildcards and braces."""
+    folder = pattern
+    while folder == pattern or glob.has_magic(folder) or "{" in folder:
+        folder = folder.rpartition("/")[0]
+    if remote.is_remote(pattern) and not remote.is_remote(folder):
+        return pattern[: pattern.index("://") + 3]
+    return folder or ("/" if pattern.startswith("/") else ".")
 
 
 class ShardFile:
-    """An open shard. Safe to use from several threads; closes itself once nobody uses it.
+    """An open shard. Safe to use from several threads, and in a forked process.
 
-    Another thread may still be reading from it when it is pushed out of a cache.
-    Raises OSError when it cannot be opened.
+    A file closes itself once nobody uses it: another thread may still be reading from it when it
+    is pushed out of a cache.
+
+    shard: what it has to be, or only its path. cache: where blocks of a remote shard are kept.
+    Raises OSError when it cannot be opened, ShardChangedError when it is something else.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, shard: Shard | str, cache: BlockCache | None = None) -> None:
         self._file = -1  # so that __del__ works when open() fails
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._cache = cache
+        self.path = shard if isinstance(shard, str) else shard.path
+        self._pause = _CHECK_URL_SECONDS
+        if not remote.is_remote(self.path):
+            self._pause = _CHECK_FILE_SECONDS
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self.shard = shard if isinstance(shard, Shard) else Shard(self.path, *self._state())
+        self._check_at = 0.0 if isinstance(shard, Shard) else time.monotonic() + self._pause
+        self._check_now_and_then()
 
     def read(self, offset: int, size: int) -> bytes:
         """Bytes [offset, offset + size), fewer at the end of the file; shares no file position.
 
-        Raises OSError.
+        Raises OSError, and ShardChangedError when the shard was written in the meantime.
         """
+        self._check_now_and_then()
+        size = max(min(size, self.shard.size - offset), 0)
+        if not size:
+            return b""
+        if self._file >= 0:
+            data = self._read_file(offset, size)
+        elif self._cache is not None and self.shard.version:
+            data = self._cache.read(
+                f"{self.path}\0{self.shard.version}", self.shard.size, offset, size, self._read_url
+            )
+        else:
+            data = self._read_url(offset, size)
+        if len(data) < size:
+            self.check()
+        return data
+
+    def check(self) -> None:
+        """Raise ShardChangedError unless the shard is still the same; OSError if nobody knows."""
+        self._compare(self._state())
+
+    def _check_now_and_then(self) -> None:
+        # Not for every sample: a look at a remote shard is a request.
+        if time.monotonic() < self._check_at:
+            return
+        self._check_at = time.monotonic() + self._pause
+        with suppress(OSError):  # of an outage, what has to be read will say so
+            self.check()
+
+    def _compare(self, now: remote.State) -> None:
+        if now != (self.shard.size, self.shard.version):
+            raise ShardChangedError(
+                f"the shard {self.path} has changed since it was indexed: it had "
+                f"{self.shard.size} bytes (version {self.shard.version or 'unknown'}) and has "
+                f"{now[0]} ({now[1] or 'unknown'}); run `mimo data index` on the recipe, then "
+                "start again, and leave shards alone while a run reads them"
+            )
+
+    def _state(self) -> remote.State:
+        return remote.describe(self.path) if self._file < 0 else _state(os.fstat(self._file))
+
+    def _read_url(self, offset: int, size: int) -> bytes:
+        data, now = remote.read(self.path, offset, size)
+        if now is not None:
+            self._compare(now)
+        return data
+
+    def _read_file(self, offset: int, size: int) -> bytes:
         parts: list[bytes] = []
         while size > 0:
             part = os.pread(self._file, size, offset)  # may return less than asked on network disks
@@ -74,6 +204,51 @@ class ShardFile:
             offset, size = offset + len(part), size - len(part)
         return b"".join(parts)
 
+    def stream(self) -> ShardStream:
+        """The shard as a file with a position."""
+        return ShardStream(self, _FILE_PART if self._file >= 0 else _URL_PART)
+
     def __del__(self) -> None:
         if self._file >= 0:
             os.close(self._file)
+
+
+class ShardStream:
+    """A shard as a file with a position, for reading many small things near each other.
+
+    It reads aligned parts of the shard and keeps the last few, so that neither every tar header nor
+    every step back is a request.
+    """
+
+    def __init__(self, shard: ShardFile, part_size: int) -> None:
+        self.size = shard.shard.size
+        self._shard, self._part_size, self._position = shard, part_size, 0
+        self._part = lru_cache(_PARTS)(lambda n: shard.read(n * part_size, part_size))
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes, all that are left if it is negative; none at the end."""
+        left = max(self.size - self._position, 0)
+        size = left if size < 0 else min(size, left)
+        if size > self._part_size:
+            data = self._shard.read(self._position, size)
+        else:
+            first, begin = divmod(self._position, self._part_size)
+            data = self._part(first)[begin : begin + size]
+            if len(data) < size:
+                data += self._part(first + 1)[: size - len(data)]
+        self._position += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move, as in any file."""
+        self._position = sought(offset, whence, self._position, self.size)
+        return self._position
+
+    def tell(self) -> int:
+        """The position in the shard."""
+        return self._position
+
+
+def sought(offset: int, whence: int, position: int, size: int) -> int:
+    """Where `seek` leads in a file of this size, from this position."""
+    return max({os.SEEK_SET: 0, os.SEEK_CUR: position, os.SEEK_END: size}[whence] + offset, 0)

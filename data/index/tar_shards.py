@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import os
 import re
-import tarfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import IO
 
-_TAR_BLOCK = 512
+from data.index.block_cache import BlockCache
+from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream, sought
+from data.index.tar_headers import TarError, TarMember, tar_members
+
+# What is read of one sample at a time: a hostile shard must not fill the memory.
+MAX_JSON_BYTES = 2**24
+MAX_ITEM_BYTES = 2**29
+_MAX_READS = 100_000  # of a header; files of a few bytes a chunk would take hours
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,18 @@ class Member:
 class MemberFile:
     """One member as a file of its own, so that no more is read of it than its header."""
 
-    def __init__(self, file: IO[bytes], member: Member) -> None:
+    def __init__(self, file: ShardStream, member: Member) -> None:
         self._file, self._member, self._position = file, member, 0
+        self._reads_left = _MAX_READS
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes, all that are left if it is negative; none at the end."""
+        """Up to `size` bytes, all that are left if it is negative; none at the end.
+
+        Raises ValueError once a hundred thousand reads have not been enough.
+        """
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise ValueError(f"its header takes more than {_MAX_READS} reads")
         left = max(self._member.size - self._position, 0)
         self._file.seek(self._member.offset + self._position)
         data = self._file.read(left if size < 0 else min(size, left))
@@ -42,8 +54,7 @@ class MemberFile:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move inside the member, as in any file."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._member.size}[whence]
-        self._position = max(base + offset, 0)
+        self._position = sought(offset, whence, self._position, self._member.size)
         return self._position
 
     def tell(self) -> int:
@@ -61,46 +72,61 @@ class RawSample:
     problem: str = ""
 
 
-def scan_shard(path: str, suffixes: Collection[str]) -> Iterator[RawSample]:
+def scan_shard(
+    shard: Shard | str, suffixes: Collection[str], cache: BlockCache | None = None
+) -> Iterator[RawSample]:
     """The samples of a shard in the order of their first members; only headers are read.
 
-    suffixes: of items' names, in lower case and without a dot; other members are no items.
-    Raises ValueError when the file is compressed, damaged or truncated.
+    suffixes: of items' names, in lower case and without a dot; other members are no items. cache:
+    of `ShardFile`.
+    Raises ValueError when the file is compressed, damaged or truncated, changes or cannot be read.
     """
+    path = shard if isinstance(shard, str) else shard.path
     samples: dict[str, RawSample] = {}
-    item_name = re.compile(rf"(\d+)\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE)
+    item_name = re.compile(
+        rf"([0-9]{{1,9}})\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE
+    )
     try:
-        # "r:" refuses compressed files, inside which a byte offset would mean nothing.
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                if member.isfile() and not member.issparse():
-                    _add_member(samples, member, item_name)
-                # tarfile keeps every header; a large shard would hold millions.
-                tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
-            end = tar.offset
-    except tarfile.ReadError as error:
+        stream = ShardFile(shard, cache).stream()
+
+        def read(offset: int, size: int) -> bytes:
+            stream.seek(offset)
+            return stream.read(size)
+
+        for member in tar_members(read, stream.size):
+            _add_member(samples, member, item_name)
+    except ShardChangedError:
+        raise
+    except OSError as error:
+        raise ValueError(f"shard {path} cannot be read: {error}") from error
+    except TarError as error:
         raise _damaged(path, str(error)) from error
-    # tarfile stops quietly at a damaged header; a whole file has a block of zeros there.
-    with open(path, "rb") as file:
-        file.seek(end)
-        if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
-            raise _damaged(path, f"no end mark at byte {end}")
     yield from samples.values()
 
 
 def _add_member(
-    samples: dict[str, RawSample], member: tarfile.TarInfo, item_name: re.Pattern[str]
+    samples: dict[str, RawSample], member: TarMember, item_name: re.Pattern[str]
 ) -> None:
     folder, slash, name = member.name.rpartition("/")
     stem, dot, suffix = name.partition(".")
     if not dot or not stem:  # not a sample's member: a README, or a hidden file of some archiver
         return
+    item = item_name.fullmatch(suffix)
+    if member.problem and not item and suffix != "json":
+        return
     key = folder + slash + stem
-    sample = samples.setdefault(key, RawSample(key))
+    # What cannot be printed must not reach a terminal or a log in any message either.
+    shown = key if key.isprintable() else ascii(key)[1:-1]
+    sample = samples.setdefault(key, RawSample(shown))
     if key.startswith("/") or ".." in folder.split("/") or not key.isprintable():
         sample.problem = "the name leaves the folder of the shard, or has control characters"
-    place = Member(member.offset_data, member.size)
-    item = item_name.fullmatch(suffix)
+    place = Member(member.offset, member.size)
+    most = MAX_JSON_BYTES if suffix == "json" else MAX_ITEM_BYTES
+    problem = member.problem or (
+        f"has {member.size} bytes, at most {most} are allowed" if member.size > most else ""
+    )
+    if problem and (item or suffix == "json"):
+        sample.problem = f"{name} {problem}"
     if suffix == "json":
         if sample.json is not None:
             sample.problem = "two .json members: keys need to be unique inside a shard"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from abc import ABC, abstractmethod
 from typing import BinaryIO
@@ -18,6 +19,7 @@ MAX_PIXELS_DECODED = 64 * 1024 * 1024
 
 _SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # columns and lines of rows, of a random file
 
+_JPEG_SCAN, _MAX_SCANS = b"\xff\xda", 500
 _PNG_SIGNATURE = 8  # bytes
 _PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
 _PNG_KEYWORD = 80  # bytes, including the zero at its end
@@ -58,6 +60,9 @@ def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Ima
     Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
     """
     image = _open_lazily(data, max_pixels_decoded)
+    # Each pass over a JPEG may take ten bytes and goes over all pixels; the mark is never data.
+    if image.format == "JPEG" and data.count(_JPEG_SCAN) > _MAX_SCANS:
+        raise ValueError(f"the JPEG has more than {_MAX_SCANS} scans; save it again")
     _load(image)
     method = _ORIENTATION_METHOD.get(_orientation(image))
     return image if method is None else image.transpose(method)
@@ -133,6 +138,14 @@ def to_rgb(image: Image.Image) -> Image.Image:
         background = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(background, image).convert("RGB")
     return image.convert("RGB")
+
+
+def thumbnail_url(picture: np.ndarray, side: int) -> str:
+    """A `data:` URL of a uint8 (height, width, 3) picture that is shrunk into a square."""
+    image, buffer = Image.fromarray(picture), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(buffer, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 class ImageFiles(ABC):

@@ -182,7 +182,12 @@ class ChatTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids, without special tokens and outer white space."""
-        return self._backend.decode([int(token) for token in ids], skip_special_tokens=True).strip()
+        return self.text(ids, special=False).strip()
+
+    def text(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> str:
+        """Text of token ids as it is; special: with the special tokens."""
+        tokens = [int(token) for token in ids]
+        return self._backend.decode(tokens, skip_special_tokens=not special)
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever token ids or the rendering may change."""
@@ -258,7 +263,9 @@ class ChatTokenizer:
             raise MessagesError(
                 f"sample {key!r}: the chat template refuses the messages: {error}"
             ) from error
-        except (TypeError, UnicodeError) as error:
+        except (PlaceholderError, MessagesError):
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # From a template that joins text with parts, or a tokenizer given half a character.
             raise MessagesError(
                 f"sample {key!r}: the messages cannot be rendered and tokenized "

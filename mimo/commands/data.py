@@ -1,10 +1,11 @@
 """`mimo data`: what can be done with a recipe's samples before a job."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mimo.commands._shared import OverridesArgument, RecipeArgument, readable_errors
+from mimo.commands._shared import NumRanksOption, OverridesArgument, RecipeArgument, readable_errors
 
 
 @readable_errors
@@ -23,3 +24,21 @@ def index(
     from mimo.step.prepare import index_main as run
 
     return run(recipe, overrides or [], workers)
+
+
+@readable_errors
+def data_doctor(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    num_ranks: NumRanksOption = None,
+    page: Annotated[Path, typer.Option("--page", help="Where the HTML page goes.")] = Path(
+        "runs/data_doctor.html"
+    ),
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure to this file.")
+    ] = None,
+) -> int | None:
+    """Look at the data before a job: one page of figures, bad samples and samples to look at."""
+    from mimo.step.doctor import main as run
+
+    return run(recipe, overrides or [], num_ranks, page, json)

@@ -17,7 +17,7 @@ from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import RecipeError
 from mimo.generate.answer import Generator, Request
-from mimo.step.dataset import Dataset, open_dataset
+from mimo.step.dataset import Dataset, changed_shards_named, open_dataset
 
 BATCH_TOKENS = 8192
 """Tokens of samples that are answered together, their answers included."""
@@ -109,16 +109,18 @@ def answer_split(
     generator = Generator(run)
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
-    limit = _answer_limit(dataset, max_new_tokens)
+    with changed_shards_named():
+        limit = _answer_limit(dataset, max_new_tokens)
     longest = recipe.data.sequence_length
     skipped = _Skipped()
     for index in dataset.indexes:
         for one in index.skipped_samples():
             skipped.add(f"sample {one.key!r} of {one.shard}: {one.reason}")
-    for batch in _batches(_questions(dataset, skipped), limit, longest):
-        given = generator.answer([one.request for one in batch], limit, longest)
-        for one, answer in zip(batch, given, strict=True):
-            yield Answered(one.pictures, one.text, answer, one.expected)
+    with changed_shards_named():
+        for batch in _batches(_questions(dataset, skipped), limit, longest):
+            given = generator.answer([one.request for one in batch], limit, longest)
+            for one, answer in zip(batch, given, strict=True):
+                yield Answered(one.pictures, one.text, answer, one.expected)
     if skipped.count:
         print(f"skipped_samples={skipped.count}", flush=True)
 

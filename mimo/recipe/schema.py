@@ -63,9 +63,17 @@ class Source(Section):
     """Shards of samples."""
 
     path: bounds.PathText
-    """A shard, or a glob of shards such as `data/train-*.tar`."""
+    """A shard, or many: `data/train-*.tar`, `data/train-{00000..00123}.tar`. A path or a URL that
+    fsspec understands, such as `s3://bucket/train-*.tar`."""
     weight: bounds.SourceWeight = 1.0
     """How often samples are drawn from this source, relative to the others."""
+
+    @model_validator(mode="after")
+    def _has_no_credentials(self) -> "Source":
+        from data.index.remote import check_url  # here: the package loads numpy
+
+        check_url(self.path)  # not a validator of the path, which a message would then show
+        return self
 
 
 # YAML has lists, a frozen model wants tuples: only the container is converted, not its entries.
@@ -121,6 +129,15 @@ class Data(Section):
     share, before training; or nobody, as `refuse` ends the job with the command that does it."""
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
+    max_skipped_fraction: bounds.Share = 0.05
+    """Share of the samples, once there are 200, that may be unusable in a source's index, and that
+    may be skipped of those read so far, before the run stops."""
+    cache_directory: bounds.PathText | None = None
+    """Folder for what is kept of shards at URLs: their indexes, and blocks of them. All processes
+    of a machine share it. Null for `$XDG_CACHE_HOME/mimo` or `~/.cache/mimo`."""
+    cache_gib: bounds.CacheGib | None = None
+    """Most GiB of blocks of shards at URLs that are kept on the local disk; those used least
+    recently go first. Null or 0 keeps none."""
     prefetch_steps: bounds.PrefetchSteps = 2
     """Steps that are read ahead of use; from 2 on, the next one is on the device ahead of use."""
 

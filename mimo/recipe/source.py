@@ -5,6 +5,7 @@ later (a wrong type, a grid that does not tile the world) can so point at the pl
 """
 
 import datetime
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ Location = tuple[str | int, ...]
 _MAX_BYTES = 2**18  # of a recipe
 _MAX_PARTS = 32  # of the key of an override
 _SHOWN = 200  # characters of an override in a message
+_SECRET = re.compile(r"://(?=[^/\s]*@|\S*\?)\S*")  # a URL that may hold credentials
 
 
 def dotted(location: Location) -> str:
@@ -63,7 +65,8 @@ class YamlSource:
 
     def override(self, text: str) -> None:
         """Apply `dotted.key=value`; the value is YAML. What cannot be applied becomes a problem."""
-        origin = f"override '{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}'"
+        safe = _SECRET.sub("://...", text)
+        origin = f"override '{safe if len(safe) <= _SHOWN else safe[:_SHOWN] + '...'}'"
         key, equals, value_text = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):

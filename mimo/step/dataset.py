@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from data.batch import GlobalMicrobatch
+from data.index.block_cache import BlockCache, default_cache_directory
 from data.index.build import Progress, build_here
 from data.index.reader import SampleReader
-from data.index.samples import Index, Processors, check_lengths, check_rows
+from data.index.samples import Index, Processors, check_lengths, check_rows, check_skipped
+from data.index.shards import ShardChangedError
 from data.index.store import Build, load_or_build_index
 from data.media.processor import Media
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
-from mimo.errors import RecipeError
+from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.recipe.schema import MediaTokens, Recipe, Source
 from mimo.recipe.source import Location, dotted
@@ -116,6 +120,26 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
         raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
 
 
+def cache_folder(recipe: Recipe) -> Path:
+    """Where this machine keeps what it has of shards at URLs."""
+    given = recipe.data.cache_directory
+    return default_cache_directory() if given is None else Path(given)
+
+
+def block_cache(recipe: Recipe) -> BlockCache:
+    """The cache of shards at URLs."""
+    return BlockCache(cache_folder(recipe), round((recipe.data.cache_gib or 0) * 2**30))
+
+
+@contextmanager
+def changed_shards_named() -> Iterator[None]:
+    """Inside, a shard that changes ends the run as any bad input does."""
+    try:
+        yield
+    except ShardChangedError as error:
+        raise InputError(str(error)) from error
+
+
 def open_dataset(
     recipe: Recipe,
     split: str,
@@ -128,8 +152,8 @@ def open_dataset(
 
     build: how shards are indexed that are not yet.
     Raises RecipeError for missing shards, samples that are too long or have too many rows for a
-    microbatch, and samples whose placeholders do not match their items or that have items which no
-    encoder takes.
+    microbatch, more unusable samples than `data.max_skipped_fraction`, and samples whose
+    placeholders do not match their items or that have items which no encoder takes.
     """
     indexes = open_indexes(recipe, split, chat, processors, progress, build)
     return dataset_of(recipe, split, indexes, chat, processors) if indexes else None
@@ -152,7 +176,10 @@ def open_indexes(
     indexes, problems = [], []
     for number, source in enumerate(sources_of(recipe, split)):
         try:
-            index = load_or_build_index(source.path, chat, processors, progress, build=build)
+            index = load_or_build_index(
+                source.path, chat, processors, progress, cache_folder(recipe), build
+            )
+            check_skipped(index, recipe.data.max_skipped_fraction)
             check_lengths(index, recipe.data.sequence_length)
             check_rows(index, recipe.data.rows_per_microbatch)
             if len(index) == 0:
@@ -176,9 +203,10 @@ def dataset_of(
     processors: Processors,
 ) -> Dataset:
     """A split whose indexes are open."""
+    cache = block_cache(recipe)
     return Dataset(
         indexes=tuple(indexes),
-        readers=tuple(SampleReader(index, chat, processors) for index in indexes),
+        readers=tuple(SampleReader(index, chat, processors, cache) for index in indexes),
         order=SampleOrder(
             [len(index) for index in indexes],
             [source.weight for source in sources_of(recipe, split)],

@@ -17,7 +17,7 @@ from data.text.chat import ChatTokenizer
 from mimo.errors import RecipeError
 from mimo.launch.processes import RankProcesses, warm_up
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import SPLITS, item_processors, open_tokenizer, sources_of
+from mimo.step.dataset import SPLITS, cache_folder, item_processors, open_tokenizer, sources_of
 
 _SMALL = 32 * 2**20  # bytes that one process indexes before others have started
 _LOOK_SECONDS = 0.2
@@ -123,12 +123,15 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
         for number, source in enumerate(sources_of(recipe, split)):
             place = ("data", split, number, "path")
             try:
-                found = find_survey(source.path, settings, media, None)
+                found = find_survey(source.path, settings, media, cache_folder(recipe))
             except ValueError as error:
                 problems.append(recipe.problem(place, str(error)))
                 continue
             if found is None:
-                message = f"got {source.path}, whose index cannot be stored beside its shards"
+                message = (
+                    f"got {source.path}, whose index can be stored neither beside its shards nor "
+                    "in data.cache_directory; give a folder there"
+                )
                 problems.append(recipe.problem(place, message))
                 continue
             if found.tasks and recipe.data.build_index == "refuse":

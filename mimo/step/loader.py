@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data.batch import PackedLane, pack_lane
 from data.index.reader import SampleReader, UnreadableSample
+from data.index.samples import SkippedSample
 from data.packing import Used
 from data.text.chat import EncodedSample
 from mimo.layout.grids import Coords, Layout
@@ -44,7 +45,7 @@ class LoadedStep:
     encoded: per microbatch, samples by their number in it.
     patches: per microbatch, items (P, C) by data source and number in its index, in the dtype in
         which they are computed on.
-    unusable: sample numbers in the step that this rank could not read, with the reason.
+    unusable: sample numbers in the step that this rank could not read, with what is wrong.
     """
 
     step: int
@@ -52,18 +53,18 @@ class LoadedStep:
     used: Used
     encoded: list[dict[int, EncodedSample]] = field(default_factory=list)
     patches: list[dict[tuple[int, int], Tensor]] = field(default_factory=list)
-    unusable: dict[int, str] = field(default_factory=dict)
+    unusable: dict[int, SkippedSample] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
         """Samples of the step, over all lanes."""
         return sum(m.samples.num_samples for m in self.microbatches)
 
-    def addresses(self, numbers: Collection[int]) -> set[tuple[int, int]]:
-        """(data source, sample) of samples, given by their numbers in the step."""
+    def addresses(self, numbers: Collection[int]) -> dict[tuple[int, int], int]:
+        """(data source, sample) of samples, given by their numbers in the step, with these."""
         source = np.concatenate([m.samples.source for m in self.microbatches])
         sample = np.concatenate([m.samples.sample for m in self.microbatches])
-        return {(int(source[number]), int(sample[number])) for number in numbers}
+        return {(int(source[number]), int(sample[number])): number for number in numbers}
 
 
 class StepLoader:
@@ -123,7 +124,7 @@ class StepLoader:
         return loaded
 
     def _encode_samples(
-        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, str]
+        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, SkippedSample]
     ) -> dict[int, EncodedSample]:
         if self.rank not in self.layout.language.ranks:
             return {}
@@ -133,12 +134,12 @@ class StepLoader:
             try:
                 encoded[i] = self.readers[int(samples.source[i])].sample(int(samples.sample[i]))
             except UnreadableSample as error:
-                unusable[first + i] = str(error)  # the error itself would keep its frames alive
+                unusable[first + i] = error.sample  # the error itself would keep its frames alive
                 encoded[i] = _stand_in(int(samples.length[i]))
         return encoded
 
     def _decode_items(
-        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, str]
+        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, SkippedSample]
     ) -> dict[tuple[int, int], Tensor]:
         decoded = {}
         for name, grid in self.layout.encoders.items():
@@ -152,7 +153,7 @@ class StepLoader:
                     patches = torch.from_numpy(self.readers[source].patches(item))
                     decoded[source, item] = patches.to(self.patch_dtype)
                 except UnreadableSample as error:
-                    unusable[first + owner] = str(error)
+                    unusable[first + owner] = error.sample
         return decoded
 
 

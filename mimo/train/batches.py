@@ -42,8 +42,11 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, linear_tokens, token_budget
 from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.step.plan import StepPlan, StepPlanner
+from mimo.train.bad_samples import leave_note
 
 logger = logging.getLogger(__name__)
+
+STEP = "step"  # what messages call a batch that is trained on
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,11 @@ class _Coming:
     """A batch that is prepared.
 
     used: the samples of the order up to its end. unusable: (data source, sample) of each that it
-    leaves out.
+    leaves out, with its number in the step.
     """
 
     used: Used
-    unusable: set[tuple[int, int]]
+    unusable: dict[tuple[int, int], int]
     batch: Future[tuple[RankBatch, Staging]]
 
 
@@ -159,9 +162,14 @@ class Batches:
     ) -> None:
         self._close()
 
-    def unusable_samples(self) -> set[tuple[int, int]]:
-        """(data source, sample) of each sample that the next batch leaves out."""
+    def unusable_samples(self) -> dict[tuple[int, int], int]:
+        """(data source, sample) of each that the next batch leaves out, and its number in it."""
         return self._coming[0].unusable
+
+    @property
+    def coming_used(self) -> Used:
+        """The samples of the order up to the next batch's end."""
+        return self._coming[0].used
 
     def next(self) -> RankBatch:
         """The next batch; waits for it if need be. Raises what its preparation raised."""
@@ -234,9 +242,11 @@ class Batches:
         flags: list[float] = []
         for loaded in self._read:
             own = [0.0] * loaded.num_samples
-            for sample, reason in loaded.unusable.items():
-                own[sample] = 1.0
-                logger.warning("skipped %s", reason)
+            for number, bad in loaded.unusable.items():
+                own[number] = 1.0
+                logger.warning("skipped %s", bad)
+                if self.name == STEP:
+                    leave_note(loaded.step, number, self._rank, bad)
             flags += own
         return flags
 

@@ -14,7 +14,8 @@ from mimo.model.build import build_model
 from mimo.model.flops import StepFlops
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, item_processors, open_tokenizer
-from mimo.train.batches import Batches
+from mimo.train.bad_samples import BadSamples, check_skipped
+from mimo.train.batches import STEP, Batches
 from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
 from mimo.train.step import run_modules, train_step
@@ -41,17 +42,28 @@ class Trainer:
         self.progress = Progress(step=0, samples=0)
 
     def train(
-        self, dataset: Dataset, validation: Dataset | None, observer: StepObserver
+        self,
+        dataset: Dataset,
+        validation: Dataset | None,
+        observer: StepObserver,
+        bad_samples: BadSamples | None = None,
     ) -> Generator[dict]:
-        """Train from ``self.progress`` to the last step, yielding each step's metrics."""
+        """Train from ``self.progress`` to the last step, yielding each step's metrics.
+
+        bad_samples: on the one rank that lists them.
+        """
         train, layout = self.recipe.train, self.topology.layout
         steps = range(self.progress.step, train.steps)
         flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
         ahead = self.recipe.data.prefetch_steps
-        with self._batches("step", dataset, steps, self.progress.used, ahead) as batches:
+        with self._batches(STEP, dataset, steps, self.progress.used, ahead) as batches:
             for step in steps:
-                progress = self.progress.with_skipped(batches.unusable_samples())
-                self._check_skipped(progress.skipped_samples)
+                unusable = batches.unusable_samples()
+                progress = self.progress.with_skipped(unusable.keys())
+                if bad_samples is not None:
+                    new = unusable.keys() - self.progress.skipped
+                    bad_samples.found(step, [unusable[one] for one in sorted(new)])
+                check_skipped(self.recipe.data, progress, batches.coming_used.samples, dataset)
                 result = train_step(step, self.recipe, self.model, batches, observer)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used)
@@ -100,11 +112,3 @@ class Trainer:
         self, name: str, dataset: Dataset, steps: range, used: Used, ahead: int
     ) -> Batches:
         return Batches(name, self.recipe, self.topology, dataset, steps, used, ahead, self.model)
-
-    def _check_skipped(self, skipped: int) -> None:
-        limit = self.recipe.data.max_skipped_samples
-        if skipped > limit:
-            raise RuntimeError(
-                f"{skipped} samples could not be read, more than data.max_skipped_samples "
-                f"{limit}; the log_rank_<r>.txt files name each by shard and key"
-            )

@@ -31,7 +31,8 @@ from mimo.layout.grids import Layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset, dataset_of, open_indexes
+from mimo.step.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
+from mimo.train.bad_samples import BAD_SAMPLES, BadSamples
 from mimo.train.continuation import continue_order
 from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
@@ -120,17 +121,19 @@ def _train(
     progress = begin(trainer.model.modules, start)
     dataset, trainer.progress, said = continue_order(dataset, progress)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
-    with ExitStack() as stack:
-        writer = None
+    with changed_shards_named(), ExitStack() as stack:
+        writer = bad_samples = None
         if topology.reports:
             train = recipe.train
             writer = stack.enter_context(
                 MetricsWriter(run_dir, train.steps, trainer.progress.step, train.log_every)
             )
+            bad_samples = BadSamples(run_dir, trainer.progress.step)
+            bad_samples.of_indexes({"sources": dataset, "validation": validation})
             _say_skipped(writer, dataset)
             for line in said:
                 writer.say(line)
-        steps = trainer.train(dataset, validation, presence)
+        steps = trainer.train(dataset, validation, presence, bad_samples)
         for metrics in collected_together(steps, recipe.train.collect_garbage_every):
             if writer is None:
                 continue
@@ -150,7 +153,9 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
 def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
     count = sum(index.num_skipped for index in dataset.indexes)
     if count:
-        writer.say(f"{count} samples of the index are unusable and left out:")
+        writer.say(
+            f"{count} samples of the index are unusable and left out (all are in {BAD_SAMPLES}):"
+        )
         skipped = chain.from_iterable(index.skipped_samples() for index in dataset.indexes)
         for sample in islice(skipped, 10):
             writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")

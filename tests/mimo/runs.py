@@ -15,6 +15,7 @@ from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
+from mimo.train.bad_samples import BAD_SAMPLES
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.ranks import MarkedJob
@@ -58,6 +59,11 @@ def _train(rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Star
 
 def metrics(recipe: Path, run: str = "tiny") -> list[dict]:
     path = recipe.parent / "runs" / run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def bad_samples(recipe: Path, run: str = "tiny") -> list[dict]:
+    path = recipe.parent / "runs" / run / BAD_SAMPLES
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,16 @@ from data import (
     build_index,
     open_image,
 )
+from data.index.shards import ShardChangedError
+
+
+@contextmanager
+def unnoticed(shard: Path) -> Iterator[None]:
+    """A shard that is written inside has the same size and time as before."""
+    before = shard.stat()
+    yield
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert shard.stat().st_size == before.st_size
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +113,8 @@ def test_a_sample_that_differs_from_the_index_is_reported(
     reader = SampleReader(index, chat, processors)
     document = json.loads(ask(1, "1 2"))
     same_size = json.dumps(document).encode().ljust(int(index.column("json_size", 0)))
-    write_shard(shard, {"a.json": same_size, "a.0.bmp": make_image(56, 28, "BMP")})
+    with unnoticed(shard):
+        write_shard(shard, {"a.json": same_size, "a.0.bmp": make_image(56, 28, "BMP")})
     reader.close()
     with pytest.raises(UnreadableSample, match=r"the index says .* delete the index folder"):
         reader.sample(0)
@@ -133,19 +147,26 @@ def test_items_are_cut_by_the_processor_of_their_media(
     for media, rows in {"video": 8, "image": 2}.items():
         assert (ids == two_media_chat.placeholder_ids[media]).sum() == rows
     # The same bytes, the other way round.
-    write_shard(shard, members | {"a.json": ask(["image", "video"])})
+    with unnoticed(shard):
+        write_shard(shard, members | {"a.json": ask(["image", "video"])})
     reader.close()
     with pytest.raises(UnreadableSample, match="the index says"):
         reader.sample(0)
 
 
-def test_a_shard_that_vanished_or_became_shorter_is_reported(
+def test_a_shard_that_is_written_under_the_run_ends_it_and_one_that_vanished_does_not(
     tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
 ):
     shard = write_shard(tmp_path / "a.tar", {"a.json": ask(0)})
     reader = SampleReader(build_index(str(shard), chat, processors), chat, processors)
-    shard.write_bytes(shard.read_bytes()[:600])
-    with pytest.raises(UnreadableSample, match="bytes too early"):
+    reader.sample(0)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:600])
+    with pytest.raises(ShardChangedError, match=r"a\.tar has changed .*`mimo data index`"):
+        reader.sample(0)
+    # As long as before: the text is not JSON any more, and that is not the sample's fault.
+    shard.write_bytes(whole.replace(b'{"', b'""'))
+    with pytest.raises(ShardChangedError, match="has changed"):
         reader.sample(0)
     reader.close()
     shard.unlink()

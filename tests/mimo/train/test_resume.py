@@ -25,7 +25,7 @@ from mimo.train.main import Request
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import ADAM, LAYOUT, command, corrupt, metrics, mimo, run
+from tests.mimo.runs import ADAM, LAYOUT, bad_samples, command, corrupt, metrics, mimo, run
 from tests.ranks import MarkedJob
 
 
@@ -164,6 +164,7 @@ def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
     run(run_ranks, recipe, *sixes, *other, resume_from=checkpoints / "step_4")
     assert [m["step"] for m in metrics(recipe)] == [0, 1, 2, 3, 4, 5]
     assert [m["skipped_samples"] for m in metrics(recipe)] == [1] * 6
+    assert [(bad["key"], bad["step"]) for bad in bad_samples(recipe)] == [("sample0000", 0)]
     done = read_progress(checkpoints / "step_6")
     expected = Progress(step=6, samples=28, skipped_samples=1, skipped=frozenset({(0, 0)}))
     assert replace(done, mixtures=()) == expected

@@ -21,7 +21,7 @@ from mimo.train.run_folder import make_run_dir
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import ADAM, LAYOUT, corrupt, metrics, mimo, run
+from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, mimo, run
 
 
 @pytest.fixture
@@ -38,6 +38,11 @@ def test_corrupt_image_is_skipped_counted_and_named(run_ranks: RunRanks, recipe:
     logs = "".join(p.read_text() for p in (recipe.parent / "runs" / "tiny").glob("log_rank_*.txt"))
     assert "sample0000" in logs
     assert "train-00000.tar" in logs
+    (bad,) = bad_samples(recipe)
+    expected = {"found": "reading", "step": 0, "rank": 0, "key": "sample0000", "item": 0}
+    assert expected.items() <= bad.items()
+    assert bad["shard"] == str(recipe.parent / "train-00000.tar")
+    assert "cannot be decoded" in bad["reason"]
 
 
 @pytest.mark.slow

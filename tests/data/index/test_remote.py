@@ -1,0 +1,242 @@
+"""Shards of a real web server, which may fail, be slow, cut its answers or send other bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fsspec.config import conf
+
+from data import ChatTokenizer, Processors, SampleReader, build_index, load_or_build_index
+from data.index import remote
+from data.index.block_cache import BlockCache
+from data.index.shards import ShardChangedError, ShardFile, find_shards
+from tests.data.file_server import FileServer, serving
+
+CONTENT = np.random.default_rng(0).bytes(300_000)
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[FileServer]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def server(one_server: FileServer, monkeypatch: pytest.MonkeyPatch) -> FileServer:
+    """A server with one file, asked without long pauses."""
+    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
+    one_server.__dict__.update(always="", token="", sends_etags=True)
+    one_server.files = {"d/a-0.tar": CONTENT}
+    one_server.faults.clear()
+    one_server.requests.clear()
+    return one_server
+
+
+def test_a_read_is_one_request_for_just_its_bytes(server: FileServer):
+    (shard,) = find_shards(f"{server.url}/d/a-0.tar")
+    assert shard.size == len(CONTENT)
+    file = ShardFile(shard)
+    server.requests.clear()
+    assert file.read(1000, 5000) == CONTENT[1000:6000]
+    assert server.requests == [("d/a-0.tar", "bytes=1000-5999")]
+    assert file.read(len(CONTENT) - 7, 100) == CONTENT[-7:]
+    assert file.read(len(CONTENT), 100) == b""
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "429", "cut", "short", "shifted", "slow"])
+def test_what_passes_is_tried_again(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    monkeypatch.setattr(remote, "_TIMEOUT_SECONDS", 0.3)
+    server.faults += [fault, fault]
+    file = ShardFile(f"{server.url}/d/a-0.tar")
+    server.faults += [fault, fault]
+    assert file.read(512, 100_000) == CONTENT[512:100_512]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("500", "the server answered 500"),
+        ("cut", "payload is not completed"),
+        ("shifted", r"answered 'bytes 512-10511/300000' to 'bytes=0-9999'"),
+        ("slow", "no answer in time"),
+    ],
+)
+def test_what_does_not_pass_is_tried_five_times_and_named_with_the_url(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str
+):
+    file = ShardFile(f"{server.url}/d/a-0.tar")
+    monkeypatch.setattr(remote, "_TIMEOUT_SECONDS", 0.1)
+    server.requests.clear()
+    server.always = fault
+    with pytest.raises(OSError, match=rf"http://.*/d/a-0\.tar: .*{reason}.*\(tried 5 times\)"):
+        file.read(0, 10_000)
+    assert len(server.requests) == 5
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("404", "no such file"),
+        ("403", "refuses access"),
+        ("whole", "has to support ranged reads"),
+        ("418", "the server answered 418 where 206 is needed"),
+    ],
+)
+def test_what_will_not_pass_is_asked_once(server: FileServer, fault: str, reason: str):
+    file = ShardFile(f"{server.url}/d/a-0.tar")
+    server.requests.clear()
+    server.always = fault
+    with pytest.raises(OSError, match=rf"http://.*/d/a-0\.tar: .*{reason}"):
+        file.read(0, 10_000)
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_cannot_be_reached_is_named(server: FileServer):
+    with pytest.raises(ValueError, match=r"cannot be looked up: http://127\.0\.0\.1:1/a\.tar: .*"):
+        find_shards("http://127.0.0.1:1/a.tar")
+
+
+def test_brace_ranges_and_the_pages_of_a_web_server_name_shards(server: FileServer):
+    server.files = {f"d/a-{number}.tar": b"x" * number for number in range(4)}
+    found = find_shards(f"{server.url}/d/a-{{0..3}}.tar")
+    assert [shard.size for shard in found] == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"2 shards of .* are missing: .*a-4\.tar, .*a-5\.tar:"):
+        find_shards(f"{server.url}/d/a-{{0..5}}.tar")
+    server.files = {"a.tar": b"1", "b.tar": b"22", "README": b""}
+    assert [shard.size for shard in find_shards(f"{server.url}/*.tar")] == [1, 2]
+    with pytest.raises(ValueError, match="use a brace range"):
+        find_shards(f"{server.url}/*.zip")
+
+
+def test_credentials_come_from_the_settings_of_fsspec(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch
+):
+    server.token = "Bearer secret"
+    with pytest.raises(ValueError, match=r"refuses access \(401\)"):
+        find_shards(f"{server.url}/d/a-0.tar")
+    monkeypatch.setitem(conf, "http", {"headers": {"Authorization": server.token}})
+    assert ShardFile(f"{server.url}/d/a-0.tar").read(0, 10) == CONTENT[:10]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_that_is_replaced_under_the_run_is_noticed_by_what_is_read(
+    server: FileServer, tmp_path: Path, cached: bool
+):
+    cache = BlockCache(tmp_path, 2**30) if cached else None
+    (shard,) = find_shards(f"{server.url}/d/a-0.tar")
+    file = ShardFile(shard, cache)
+    server.files["d/a-0.tar"] = bytes(len(CONTENT))
+    with pytest.raises(ShardChangedError, match=r"a-0\.tar has changed .*`mimo data index`"):
+        file.read(0, 100)
+    server.files["d/a-0.tar"] = CONTENT[:1000]
+    with pytest.raises(ShardChangedError, match="it had 300000 bytes .* and has 1000"):
+        file.read(2000, 100)
+    with pytest.raises(ShardChangedError):
+        ShardFile(shard, cache)
+
+
+def _read_after_fork(file: ShardFile, answers: multiprocessing.SimpleQueue[bytes]) -> None:
+    answers.put(file.read(100, 50))
+
+
+@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+def test_an_open_shard_can_be_read_in_a_forked_process(server: FileServer):
+    file = ShardFile(f"{server.url}/d/a-0.tar")
+    assert file.read(100, 50) == CONTENT[100:150]
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=_read_after_fork, args=(file, answers))
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    assert answers.get() == CONTENT[100:150]
+    assert file.read(100, 50) == CONTENT[100:150]
+
+
+def test_an_index_and_its_samples_are_equal_wherever_the_shards_are(
+    server: FileServer,
+    tmp_path: Path,
+    digits: Path,
+    chat: ChatTokenizer,
+    processors: Processors,
+):
+    local = build_index(str(digits / "validation-*.tar"), chat, processors)
+    data = {Path(path).name: Path(path).read_bytes() for path in local.shards}
+    server.files = {f"v/{name}": content for name, content in data.items()}
+    # Every now and then, a request fails.
+    server.faults += [fault for one in ("500", "cut", "shifted") for fault in ("", "", one)]
+    pattern = f"{server.url}/v/{{{','.join([*data, next(iter(data))])}}}"
+    index = load_or_build_index(pattern, chat, processors, cache=tmp_path)
+    for name in ("json_offset", "token_length", "item_rows", "file_size"):
+        np.testing.assert_array_equal(index.column(name), local.column(name))
+    # A tar header is no request of its own.
+    assert len(server.requests) < 20 < len(index)
+    here = SampleReader(local, chat, processors)
+    there = SampleReader(index, chat, processors, BlockCache(tmp_path, 2**30))
+    for sample in range(0, len(index), 7):
+        np.testing.assert_array_equal(here.sample(sample).input_ids, there.sample(sample).input_ids)
+    np.testing.assert_array_equal(here.patches(3), there.patches(3))
+    # What is indexed, and kept, is not asked for again.
+    server.requests.clear()
+    again = load_or_build_index(pattern, chat, processors, cache=tmp_path)
+    assert [asked for _, asked in server.requests] == ["bytes=0-0"] * len(data)
+    reader = SampleReader(again, chat, processors, BlockCache(tmp_path, 2**30))
+    assert reader.messages(0) == here.messages(0)
+    assert {asked for _, asked in server.requests} == {"bytes=0-0"}
+    server.files = {name: content + bytes(512) for name, content in server.files.items()}
+    with pytest.raises(ShardChangedError):
+        SampleReader(index, chat, processors).messages(0)
+
+
+def test_large_members_are_passed_over_when_headers_are_read(
+    server: FileServer,
+    tmp_path: Path,
+    chat: ChatTokenizer,
+    processors: Processors,
+    ask,
+    write_shard,
+):
+    members = {"a.json": ask(0), "a.bin": bytes(20 * 2**20), "b.json": ask(0)}
+    server.files = {"a.tar": write_shard(tmp_path / "a.tar", members).read_bytes()}
+    index = build_index(f"{server.url}/a.tar", chat, processors)
+    assert [index.key(0), index.key(1)] == ["a", "b"]
+    sizes = [
+        int(last) - int(first) + 1
+        for first, last in (asked.removeprefix("bytes=").split("-") for _, asked in server.requests)
+    ]
+    assert sum(sizes) < 8 * 2**20
+    assert len(sizes) < 12
+
+
+@pytest.mark.slow
+def test_a_compressed_or_damaged_shard_is_refused_at_a_url_too(
+    server: FileServer, tmp_path: Path, chat: ChatTokenizer, processors: Processors
+):
+    with tarfile.open(tmp_path / "a.tar", "w:gz") as tar:
+        tar.add(__file__, "a.json")
+    server.files = {"a.tar": (tmp_path / "a.tar").read_bytes(), "b.tar": CONTENT}
+    for name in ("a", "b"):
+        with pytest.raises(ValueError, match=rf"shard http://.*/{name}\.tar is not a whole uncomp"):
+            build_index(f"{server.url}/{name}.tar", chat, processors)
+
+
+@pytest.mark.slow
+def test_random_reads_under_random_faults_give_the_right_bytes(server: FileServer, tmp_path: Path):
+    draw = np.random.default_rng(int(os.environ.get("SEED", "1")))
+    faults = draw.choice(["", "500", "429", "cut", "short", "shifted"], 300)
+    faults[::4] = ""  # four in a row pass
+    server.faults += faults.tolist()
+    file = ShardFile(f"{server.url}/d/a-0.tar")
+    cached = ShardFile(file.shard, BlockCache(tmp_path, 10**9))
+    while server.faults:
+        offset, size = (int(one) for one in draw.integers(0, [300_000, 60_000]))
+        for one in (file, cached):
+            assert one.read(offset, size) == CONTENT[offset : offset + size]

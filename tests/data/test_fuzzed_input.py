@@ -1,0 +1,314 @@
+"""Random bytes, and valid files that are flipped, cut and spliced, raise only what is documented.
+
+Every reader of what a stranger wrote gets them: tar files, samples' JSON, image and sound headers.
+Memory is bounded: no read is larger than the file, and none is larger than documented.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from data import (
+    ChatTokenizer,
+    ImageProcessor,
+    Processors,
+    SampleReader,
+    UnreadableSample,
+    build_index,
+    image_size,
+    open_image,
+)
+from data.index.build import parse_messages
+from data.index.catalog import Catalog
+from data.index.columns import DamagedFileError
+from data.index.samples import Index
+from data.index.shard_index import NAMES, read_entry
+from data.index.shards import describe_shard
+from data.index.tar_headers import TarError, TarMember, tar_members
+from data.media.audio import AudioClips
+from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
+from tests.data import damaged
+
+QUICK = settings(
+    max_examples=150,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+LONG = settings(QUICK, max_examples=5000)
+LARGEST_READ = 2**20
+
+TARS = [
+    damaged.member("a.json", damaged.chat()) + damaged.END,
+    damaged.pax(path="é/" * 40 + "x.json") + damaged.member("x", damaged.chat()) + damaged.END,
+    *(make() + damaged.END for make in damaged.ODD.values() if len(make()) < 10_000),
+    damaged.sparse_header() + bytes(504) + b"\1" + bytes(1500) + damaged.END,
+]
+TEXTS = [
+    damaged.chat(),
+    damaged.about("image", "video"),
+    damaged.chat(question=b'[{"type": "image", "frames": 2, "fps": 1.5}]'),
+    damaged.chat().decode().encode("utf-16"),
+]
+IMAGES = [damaged.saved(kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP")] + [
+    damaged.many_scans(2),
+    damaged.webp_of(28, 28),
+    damaged.saved("JPEG", exif=damaged.HOSTILE_EXIF),
+    damaged.png(8, 8, damaged.chunk(b"zTXt", b"a\0\0x\x9c\3\0\0\0\0\1"), behind=b"\0\0\0\1eXIf?"),
+]
+SOUNDS = [damaged.wav(), damaged.wav(channels=2, rate=44_100)]
+
+
+@st.composite
+def mutated(draw: st.DrawFn, files: list[bytes]) -> bytes:
+    """Random bytes, or one of the files with bits flipped, numbers replaced, cut or spliced."""
+    data = bytearray(draw(st.one_of(st.sampled_from(files), st.binary(max_size=2000))))
+    places = st.integers(0, max(len(data) - 1, 0))
+    for _ in range(draw(st.integers(1, 8))):
+        here, there = draw(places), draw(places)
+        match draw(st.sampled_from(["flip", "number", "cut", "splice", "double"])):
+            case "flip":
+                data[here : here + 1] = bytes([draw(st.integers(0, 255))])
+            case "number":
+                extremes = [
+                    b"\0" * 4,
+                    b"\xff" * 4,
+                    b"\x80\0\0\0",
+                    b"\x7f\xff\xff\xff",
+                    b"7777",
+                    b"9",
+                ]
+                new = draw(st.sampled_from(extremes))
+                data[here : here + len(new)] = new
+            case "cut":
+                del data[min(here, there) : max(here, there)]
+            case "splice":
+                other = draw(st.sampled_from(files))
+                data[here:here] = other[there : there + 700]
+            case "double":
+                data[here:here] = data[min(here, there) : max(here, there)]
+    return bytes(data[: 2**16])
+
+
+def checksummed(data: bytes) -> bytes:
+    """The same with right checksums where a header may be: else nothing is read after a change."""
+    blocks = bytearray(data)
+    for start in range(0, len(blocks) - 511, 512):
+        if blocks[start + 257 : start + 262] == b"ustar":
+            blocks[start + 148 : start + 156] = b" " * 8
+            total = sum(blocks[start : start + 512])
+            blocks[start + 148 : start + 156] = b"%06o\0 " % total
+    return bytes(blocks)
+
+
+def members_of(data: bytes) -> list[TarMember]:
+    """The members of a tar file, none of which may lead out of it; reads are bounded."""
+
+    def read(offset: int, size: int) -> bytes:
+        assert 0 <= size <= LARGEST_READ
+        return data[offset : offset + size]
+
+    found = list(tar_members(read, len(data)))
+    for one in found:
+        assert 0 <= one.offset <= one.offset + one.size <= len(data)
+    return found
+
+
+def _tar(data: bytes) -> None:
+    for file in (data, checksummed(data)):
+        try:
+            members_of(file)
+        except TarError:
+            continue
+
+
+def _image(data: bytes) -> None:
+    try:
+        size = image_size(data)
+    except ValueError:
+        return
+    try:
+        assert open_image(data).size == size
+    except ValueError:
+        return
+
+
+def _sound(data: bytes) -> None:
+    clips = AudioClips()
+    try:
+        size = clips.probe(io.BytesIO(data))
+        assert clips.size_of(clips.decode(data)) == size
+        clips.num_rows(size)
+    except ValueError:
+        return
+
+
+FUZZED: dict[str, tuple[list[bytes], Callable[[bytes], None]]] = {
+    "tar": (TARS, _tar),
+    "image": (IMAGES, _image),
+    "sound": (SOUNDS, _sound),
+}
+
+
+def _run(kind: str, how: settings) -> None:
+    files, check = FUZZED[kind]
+
+    @seed(20)
+    @how
+    @given(data=mutated(files))
+    def examples(data: bytes) -> None:
+        check(data)
+
+    examples()
+
+
+@pytest.mark.parametrize("kind", FUZZED)
+def test_a_fuzzed_file_raises_only_what_is_documented(kind: str):
+    _run(kind, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FUZZED)
+def test_many_fuzzed_files_raise_only_what_is_documented(kind: str):
+    _run(kind, LONG)
+
+
+def test_a_whole_tar_file_has_the_members_that_python_finds():
+    for data in TARS:
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            files = [one for one in tar if one.isreg() and not one.issparse()]
+        expected = [(one.name, one.offset_data, one.size) for one in files]
+        found = [(m.name, m.offset, m.size) for m in members_of(data) if not m.problem]
+        assert found == expected
+    assert sum(len(members_of(data)) for data in TARS) >= len(TARS)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "frames", "fps", "tools"]), inner
+        )
+    ),
+    max_leaves=12,
+)
+
+
+def _encodes(chat: ChatTokenizer, messages: object) -> None:
+    try:
+        found = chat.mentions(messages, "k")  # pyright: ignore[reportArgumentType]
+        chat.encode(messages, [2] * len(found), "k")  # pyright: ignore[reportArgumentType]
+    except (MessagesError, PlaceholderError, UnknownMediaError):
+        return
+
+
+@seed(21)
+@QUICK
+@given(data=mutated(TEXTS), messages=st.lists(JSON, max_size=4) | JSON)
+def test_fuzzed_texts_and_messages_raise_only_what_is_documented(
+    two_media_chat: ChatTokenizer, data: bytes, messages: object
+):
+    _encodes(two_media_chat, messages)
+    try:
+        parsed = parse_messages(data)
+    except ValueError:
+        return
+    _encodes(two_media_chat, parsed)
+
+
+def numbered(data: bytes) -> bytes:
+    """A file of columns with the right checksum of its header, whatever that says now."""
+    size = min(int.from_bytes(data[12:16], "little"), 2**16)
+    crc = zlib.crc32(data[24 : 24 + size])
+    return data[:16] + crc.to_bytes(4, "little") + data[20:]
+
+
+def _open_damaged(path: Path, file: bytes, settings_of: str) -> None:
+    """Open a source of which this is the file at ``path``, and look at all that its index says."""
+    path.write_bytes(file)
+    shard = describe_shard(str(path.parents[1] / "a.tar"))
+    with suppress(DamagedFileError):
+        read_entry(path.parent / "a.tar.index", settings_of, shard, num_media=2)
+    with suppress(DamagedFileError):
+        index = Index(Catalog.read(path.parent / "one.catalog", str(path.parents[1])))
+        for name in (*NAMES[:-2], "shard"):
+            index.column(name)
+        for number in range(len(index)):
+            index.key(number)
+            for item in index.items_of_sample(number):
+                assert index.sample_of_item(item) == number
+        assert len(index.skipped) == index.num_skipped
+
+
+@pytest.mark.parametrize("name", ["one.catalog", "a.tar.index"])
+def test_a_fuzzed_index_is_refused_or_read(
+    two_media_chat: ChatTokenizer, processor: ImageProcessor, tmp_path: Path, name: str
+):
+    processors: Processors = {"image": processor, "video": processor}
+    members = [damaged.member(f"{n}.json", damaged.chat(question="1 " * n)) for n in range(4)]
+    picture = damaged.member("p.json", damaged.about("image", "video"))
+    picture += damaged.member("p.0.png", damaged.saved("PNG"))
+    picture += damaged.member("p.1.png", damaged.saved("PNG", 56))
+    bad = damaged.member("bad.json", b"{")
+    (tmp_path / "a.tar").write_bytes(b"".join(members) + picture + bad + damaged.END)
+    built = build_index(str(tmp_path / "a.tar"), two_media_chat, processors)
+    home = tmp_path / "home"
+    home.mkdir()
+    whole = {
+        "one.catalog": built.catalog.path.read_bytes(),
+        "a.tar.index": built.catalog.file(0).read_bytes(),
+    }
+
+    @seed(23)
+    @settings(QUICK, max_examples=300)
+    @given(data=mutated([whole[name]]), header=st.booleans())
+    def examples(data: bytes, header: bool) -> None:
+        for file, content in whole.items():
+            (home / file).write_bytes(content)
+        _open_damaged(home / name, numbered(data) if header else data, built.catalog.settings)
+
+    examples()
+    for file, content in whole.items():
+        _open_damaged(home / file, content, built.catalog.settings)
+    shard = describe_shard(str(tmp_path / "a.tar"))
+    entry = read_entry(home / "a.tar.index", built.catalog.settings, shard, num_media=2)
+    assert entry is not None  # else nothing was looked at
+    assert (entry["samples"], entry["skipped"]) == (5, 1)
+
+
+@seed(22)
+@settings(QUICK, max_examples=40)
+@given(data=mutated(TARS[:1]), file=mutated(IMAGES), text=mutated(TEXTS))
+def test_a_fuzzed_shard_is_indexed_and_read_or_refused(
+    two_media_chat: ChatTokenizer,
+    processor: ImageProcessor,
+    tmp_path: Path,
+    data: bytes,
+    file: bytes,
+    text: bytes,
+):
+    processors: Processors = {"image": processor, "video": processor}
+    path = tmp_path / "a.tar"
+    samples = damaged.member("f.json", text) + damaged.member("f.0.png", file)
+    path.write_bytes(samples + checksummed(data))
+    try:
+        index = build_index(str(path), two_media_chat, processors)
+    except ValueError:
+        return
+    reader = SampleReader(index, two_media_chat, processors)
+    for number in range(len(index)):
+        try:
+            reader.sample(number)
+            [reader.patches(item) for item in index.items_of_sample(number)]
+        except UnreadableSample:
+            continue
