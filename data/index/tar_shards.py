@@ -8,7 +8,6 @@ unpacked; even so, a name that leaves its folder (`../x.json`) makes a sample un
 
 from __future__ import annotations
 
-import os
 import re
 import tarfile
 from collections.abc import Collection, Iterator
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, cast
 
 from data.index.block_cache import BlockCache
-from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream, sought
+from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream
 
 _TAR_BLOCK = 512
 _MAX_HEADER = 2**20  # bytes that the headers of one member may take
@@ -36,30 +35,6 @@ class Member:
 
     offset: int
     size: int
-
-
-class MemberFile:
-    """One member as a file of its own, so that no more is read of it than its header."""
-
-    def __init__(self, file: ShardStream, member: Member) -> None:
-        self._file, self._member, self._position = file, member, 0
-
-    def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes, all that are left if it is negative; none at the end."""
-        left = max(self._member.size - self._position, 0)
-        self._file.seek(self._member.offset + self._position)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._position += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move inside the member, as in any file."""
-        self._position = sought(offset, whence, self._position, self._member.size)
-        return self._position
-
-    def tell(self) -> int:
-        """Position inside the member."""
-        return self._position
 
 
 @dataclass
