@@ -31,7 +31,6 @@ _BLOCK = 2**21  # bytes
 _PART = 2**16  # bytes of a block with a checksum of their own, so that small reads check little
 _LOCK_SECONDS = 60.0  # how long to wait for somebody who fetches or removes blocks
 _KEPT = 0.9  # of the limit, when it is passed
-_STALE_SECONDS = 3600.0  # after which a file that was never renamed belongs to nobody
 
 
 def default_cache_directory() -> Path:
@@ -153,12 +152,10 @@ class BlockCache:
         """Remove the least recently used blocks until `limit` bytes are left; how many are."""
         blocks = []
         for path in self.directory.glob("??/*"):
-            try:
-                status = path.stat()
-            except OSError:  # somebody's temporary file
-                continue
-            abandoned = path.name[0] == "." and status.st_mtime < time.time() - _STALE_SECONDS
-            blocks.append((0 if abandoned else status.st_atime_ns, status.st_size, path))
+            status = path.stat()
+            # Nobody else writes now, so what was not renamed is of a process that died.
+            last_use = 0 if path.name[0] == "." else status.st_atime_ns
+            blocks.append((last_use, status.st_size, path))
         left = sum(size for _, size, _ in blocks)
         for _, size, path in sorted(blocks):
             if left <= limit:

@@ -158,7 +158,6 @@ def test_what_a_crashed_process_left_is_removed_and_its_locks_are_free(tmp_path:
     Origin(cache).read("s0", 0, 10)
     left = blocks(tmp_path)[0].with_name(".left")
     left.write_bytes(bytes(BLOCK))
-    os.utime(left, (0, 0))
     (tmp_path / "blocks" / "used").write_text("rubbish")
 
     def crash() -> None:
