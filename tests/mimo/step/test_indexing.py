@@ -19,14 +19,18 @@ from mimo.hf.recipes import load_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.step.indexing import build_in_processes, shares, tasks_of
 from mimo.step.prepare import index_main
+from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import command
 from tests.ranks import MarkedJob
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """Of five shards, each of one sample more than the one before."""
+def recipe(tmp_path: Path, run_ranks: RunRanks) -> Path:
+    """Of five shards, each of one sample more than the one before.
+
+    The processes are forks of the server that `run_ranks` starts, so that all tests have the same.
+    """
     for number in range(5):
         tiny.write_samples(tmp_path, images_per_sample=[1] * (3 + number), name=f"train-{number}")
     return tiny.write_recipe(tmp_path)
