@@ -31,7 +31,6 @@ _BLOCK = 2**21  # bytes
 _PART = 2**16  # bytes of a block with a checksum of their own, so that small reads check little
 _LOCK_SECONDS = 60.0  # how long to wait for somebody who fetches or removes blocks
 _KEPT = 0.9  # of the limit, when it is passed
-_STALE_SECONDS = 3600.0  # after which a file that was never renamed belongs to nobody
 
 
 def default_cache_directory() -> Path:
@@ -43,12 +42,13 @@ def default_cache_directory() -> Path:
 class BlockCache:
     """Blocks in a folder, of `limit` bytes together; the least recently used go first.
 
-    Safe to use from many threads and processes at once. With a limit of 0, nothing is kept.
+    Safe to use from many threads and processes at once. With a limit of less than two blocks,
+    nothing is kept.
     """
 
     def __init__(self, directory: Path, limit: int) -> None:
         self.directory, self.limit = directory / "blocks", limit
-        self._writable = limit > 0
+        self._writable = limit >= 2 * _BLOCK
 
     def read(self, version: str, shard_size: int, offset: int, size: int, fetch: Fetch) -> bytes:
         """Bytes [offset, offset + size) of a shard; all of them lie inside of it.
@@ -56,8 +56,6 @@ class BlockCache:
         version: of the shard, and no other's. Raises what `fetch` raises; trouble with the folder
         only costs speed, and a warning.
         """
-        if not self.limit:
-            return fetch(offset, size)
         name = hashlib.sha256(f"{version}\0{shard_size}".encode()).hexdigest()[:32]
         parts: dict[int, bytes | None] = {}
         for block in range(offset // _BLOCK, (offset + size - 1) // _BLOCK + 1):
@@ -112,14 +110,12 @@ class BlockCache:
 
     def _store(self, name: str, block: int, data: bytes) -> None:
         data += _checksums(data)
-        if not self._writable or len(data) > self.limit * _KEPT:
-            return
         path = self._path(name, block)
         temporary = path.with_name(f".{uuid.uuid4().hex}")
         try:
             # The lock is kept until the block is there, so that nobody counts without it.
             with self._locked("used") as file:
-                if file is None:
+                if file is None or not self._writable:
                     return
                 path.parent.mkdir(exist_ok=True)
                 self._make_room(file, len(data))
@@ -156,12 +152,10 @@ class BlockCache:
         """Remove the least recently used blocks until `limit` bytes are left; how many are."""
         blocks = []
         for path in self.directory.glob("??/*"):
-            try:
-                status = path.stat()
-            except OSError:  # somebody's temporary file
-                continue
-            abandoned = path.name[0] == "." and status.st_mtime < time.time() - _STALE_SECONDS
-            blocks.append((0 if abandoned else status.st_atime_ns, status.st_size, path))
+            status = path.stat()
+            # Nobody else writes now, so what was not renamed is of a process that died.
+            last_use = 0 if path.name[0] == "." else status.st_atime_ns
+            blocks.append((last_use, status.st_size, path))
         left = sum(size for _, size, _ in blocks)
         for _, size, path in sorted(blocks):
             if left <= limit:
@@ -174,13 +168,19 @@ class BlockCache:
     def _locked(self, name: str) -> Iterator[int | None]:
         """Hold a lock; gives its open file, or None when it cannot be had, or not soon enough."""
         file, locked = -1, False
+        until = time.monotonic() + _LOCK_SECONDS
         try:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                locked = _lock(file)
-            except OSError as error:
-                self._give_up(error)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            while not locked and time.monotonic() < until:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    locked = True
+                except BlockingIOError:
+                    time.sleep(0.005)
+        except OSError as error:
+            self._give_up(error)
+        try:
             yield file if locked else None
         finally:
             if locked:
@@ -190,18 +190,6 @@ class BlockCache:
 
     def _path(self, name: str, block: int) -> Path:
         return self.directory / _folder(name, block) / f"{name}-{block}"
-
-
-def _lock(file: int) -> bool:
-    until = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.005)
 
 
 def _folder(name: str, block: int) -> str:

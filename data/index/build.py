@@ -14,7 +14,7 @@ import numpy as np
 from data.index.samples import Processors, listed
 from data.index.shard_index import COLUMNS, write_shard_index
 from data.index.shards import Shard, ShardFile, ShardStream
-from data.index.tar_shards import Member, MemberFile, RawSample, scan_shard
+from data.index.tar_shards import Member, RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.messages import Mention, MessagesError, PlaceholderError, UnknownMediaError
@@ -261,7 +261,8 @@ def _read_part(
     sizes = []
     for number in files:
         try:
-            sizes.append(media.probe(cast(BinaryIO, MemberFile(file, members[number]))))
+            member = file.member(members[number].offset, members[number].size)
+            sizes.append(media.probe(cast(BinaryIO, member)))
         except ValueError as error:
             raise _Unusable(f"item {number}: {error}") from error
         if sizes[-1] != sizes[0]:

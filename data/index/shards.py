@@ -9,9 +9,11 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,6 +27,7 @@ _CHECK_FILE_SECONDS, _CHECK_URL_SECONDS = 10.0, 120.0
 # Read at a time by a stream: a request takes as long as some 100 KB to 1 MB.
 _FILE_PART, _URL_PART = 2**15, 2**20
 _PARTS = 4
+_MAX_READS = 100_000  # of a member's header; files of a few bytes a chunk would take hours
 
 
 @dataclass(frozen=True)
@@ -214,41 +217,51 @@ class ShardFile:
 
 
 class ShardStream:
-    """A shard as a file with a position, for reading many small things near each other.
+    """Bytes [begin, begin + size) of a shard as a file, for reading small things near each other.
 
     It reads aligned parts of the shard and keeps the last few, so that neither every tar header nor
     every step back is a request.
     """
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
-        self.size = shard.shard.size
-        self._shard, self._part_size, self._position = shard, part_size, 0
+        self.begin, self.size, self._position = 0, shard.shard.size, 0
+        self._shard, self._part_size = shard, part_size
+        self._reads_left = sys.maxsize
         self._part = lru_cache(_PARTS)(lambda n: shard.read(n * part_size, part_size))
 
+    def member(self, begin: int, size: int) -> ShardStream:
+        """A member as a file of its own, which shares what this stream keeps."""
+        stream = copy(self)
+        stream.begin, stream.size, stream._position = begin, size, 0
+        stream._reads_left = _MAX_READS
+        return stream
+
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes, all that are left if it is negative; none at the end."""
+        """Up to `size` bytes, all that are left if it is negative; none at the end.
+
+        Raises ValueError once a hundred thousand reads of a member have not been enough.
+        """
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise ValueError(f"its header takes more than {_MAX_READS} reads")
         left = max(self.size - self._position, 0)
         size = left if size < 0 else min(size, left)
         if size > self._part_size:
-            data = self._shard.read(self._position, size)
+            data = self._shard.read(self.begin + self._position, size)
         else:
-            first, begin = divmod(self._position, self._part_size)
-            data = self._part(first)[begin : begin + size]
+            number, first = divmod(self.begin + self._position, self._part_size)
+            data = self._part(number)[first : first + size]
             if len(data) < size:
-                data += self._part(first + 1)[: size - len(data)]
+                data += self._part(number + 1)[: size - len(data)]
         self._position += len(data)
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move, as in any file."""
-        self._position = sought(offset, whence, self._position, self.size)
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = max(base + offset, 0)
         return self._position
 
     def tell(self) -> int:
-        """The position in the shard."""
+        """The position."""
         return self._position
-
-
-def sought(offset: int, whence: int, position: int, size: int) -> int:
-    """Where `seek` leads in a file of this size, from this position."""
-    return max({os.SEEK_SET: 0, os.SEEK_CUR: position, os.SEEK_END: size}[whence] + offset, 0)

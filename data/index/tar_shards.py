@@ -8,19 +8,17 @@ unpacked; even so, a name that leaves its folder (`../x.json`) makes a sample un
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from data.index.block_cache import BlockCache
-from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream, sought
+from data.index.shards import Shard, ShardChangedError, ShardFile
 from data.index.tar_headers import TarError, TarMember, tar_members
 
 # What is read of one sample at a time: a hostile shard must not fill the memory.
 MAX_JSON_BYTES = 2**24
 MAX_ITEM_BYTES = 2**29
-_MAX_READS = 100_000  # of a header; files of a few bytes a chunk would take hours
 
 
 @dataclass(frozen=True)
@@ -29,37 +27,6 @@ class Member:
 
     offset: int
     size: int
-
-
-class MemberFile:
-    """One member as a file of its own, so that no more is read of it than its header."""
-
-    def __init__(self, file: ShardStream, member: Member) -> None:
-        self._file, self._member, self._position = file, member, 0
-        self._reads_left = _MAX_READS
-
-    def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes, all that are left if it is negative; none at the end.
-
-        Raises ValueError once a hundred thousand reads have not been enough.
-        """
-        self._reads_left -= 1
-        if self._reads_left < 0:
-            raise ValueError(f"its header takes more than {_MAX_READS} reads")
-        left = max(self._member.size - self._position, 0)
-        self._file.seek(self._member.offset + self._position)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._position += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move inside the member, as in any file."""
-        self._position = sought(offset, whence, self._position, self._member.size)
-        return self._position
-
-    def tell(self) -> int:
-        """Position inside the member."""
-        return self._position
 
 
 @dataclass

@@ -126,9 +126,10 @@ def cache_folder(recipe: Recipe) -> Path:
     return default_cache_directory() if given is None else Path(given)
 
 
-def block_cache(recipe: Recipe) -> BlockCache:
-    """The cache of shards at URLs."""
-    return BlockCache(cache_folder(recipe), round((recipe.data.cache_gib or 0) * 2**30))
+def block_cache(recipe: Recipe) -> BlockCache | None:
+    """The cache of shards at URLs, if the recipe asks for one."""
+    gib = recipe.data.cache_gib
+    return BlockCache(cache_folder(recipe), round(gib * 2**30)) if gib else None
 
 
 @contextmanager

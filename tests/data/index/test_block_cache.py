@@ -23,8 +23,8 @@ SHARDS = {f"s{number}": np.random.default_rng(number).bytes(50_000 + number) for
 class Origin:
     """Where shards really are. asked: (shard, offset, size) of all that was fetched."""
 
-    def __init__(self, cache: BlockCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: BlockCache, seconds: float = 0) -> None:
+        self.cache, self.seconds = cache, seconds
         self.asked: list[tuple[str, int, int]] = []
 
     def read(self, name: str, offset: int, size: int) -> bytes:
@@ -32,6 +32,7 @@ class Origin:
 
         def fetch(begin: int, count: int) -> bytes:
             self.asked.append((name, begin, count))
+            time.sleep(self.seconds)
             assert 0 <= begin < begin + count <= len(data)
             return data[begin : begin + count]
 
@@ -96,7 +97,8 @@ def test_the_least_recently_used_blocks_are_removed(tmp_path: Path):
     origin = Origin(BlockCache(tmp_path, 8 * (BLOCK + 64)))
     for block in range(7):
         origin.read("s0", block * BLOCK, 1)
-    origin.read("s0", 0, 1)
+    for block in (*range(7), 0):  # many disks note only the first time
+        origin.read("s0", block * BLOCK, 1)
     origin.asked.clear()
     for block in (7, 8, 9):
         origin.read("s0", block * BLOCK, 1)
@@ -156,7 +158,6 @@ def test_what_a_crashed_process_left_is_removed_and_its_locks_are_free(tmp_path:
     Origin(cache).read("s0", 0, 10)
     left = blocks(tmp_path)[0].with_name(".left")
     left.write_bytes(bytes(BLOCK))
-    os.utime(left, (0, 0))
     (tmp_path / "blocks" / "used").write_text("rubbish")
 
     def crash() -> None:
@@ -191,10 +192,44 @@ def test_a_process_that_holds_a_lock_for_ever_only_costs_the_wait(
 
 
 def test_threads_that_want_the_same_blocks_fetch_them_once(tmp_path: Path):
-    origin = Origin(BlockCache(tmp_path, 10**9))
+    origin = Origin(BlockCache(tmp_path, 10**9), seconds=0.05)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: origin.read("s0", n % 10, 30_000), range(64)))
     assert len(origin.asked) == 1
+
+
+def test_who_comes_while_blocks_are_written_waits_for_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    replace = os.replace
+
+    def replace_slowly(*paths: Path) -> None:
+        replace(*paths)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(block_cache.os, "replace", replace_slowly)
+    origin = Origin(BlockCache(tmp_path, 10**9))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(origin.read, "s0", 0, 20_000)
+        while not blocks(tmp_path):
+            time.sleep(0.001)
+        origin.read("s0", 0, 20_000)
+        first.result()
+    assert len(origin.asked) == 1
+
+
+def test_a_lock_is_not_kept_by_a_process_that_was_forked_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(block_cache, "_LOCK_SECONDS", 0.1)
+    cache = BlockCache(tmp_path, 10**9)
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    with cache._locked("used"):
+        process.start()
+    with cache._locked("used") as file:
+        assert file is not None
+    process.kill()
+    process.join()
 
 
 def _work(folder: Path, limit: int, seed: int, largest: multiprocessing.SimpleQueue[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -179,3 +180,21 @@ def test_an_object_that_is_replaced_at_its_url_is_noticed(
     memory.pipe("/d/a.tar", b"be")
     with pytest.raises((ShardChangedError, OSError)):
         file.read(0, 6)
+
+
+def test_an_answer_that_is_too_short_is_asked_for_again(
+    memory: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
+    memory.pipe("/d/a.tar", b"content")
+    file = ShardFile("memory://d/a.tar")
+    whole, cut = type(memory).cat_file, [1, 2, 3]
+
+    def cat_file(self: fsspec.AbstractFileSystem, *place: object, **ends: int) -> Any:
+        return whole(self, *place, **ends)[: cut.pop() if cut else None]
+
+    monkeypatch.setattr(type(memory), "cat_file", cat_file)
+    assert file.read(1, 5) == b"onten"
+    cut += [0] * 5
+    with pytest.raises(OSError, match=r"memory://d/a.tar: 0 bytes came instead of 5 \(tried 5"):
+        file.read(1, 5)

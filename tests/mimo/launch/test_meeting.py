@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +76,21 @@ def train_while_a_thread_fails(port: int, folder: Path, arguments: list[str]) ->
     return train(port, folder, arguments)
 
 
+def train_noting_shards(port: int, folder: Path, arguments: list[str]) -> int:
+    """Like `train`; the names of the shards that the rank indexes go to `indexed_<rank>`."""
+    from data.index import build
+
+    file, index_shard = folder / f"indexed_{os.environ['RANK']}", build.index_shard
+
+    def noted(task: build.IndexTask, *rest: Any) -> build.Problems:
+        with file.open("a") as lines:
+            lines.write(f"{Path(task.shard.path).name}\n")
+        return index_shard(task, *rest)
+
+    build.index_shard = noted
+    return train(port, folder, arguments)
+
+
 def meet(port: int) -> tuple[str, float]:
     """What rank 0 says to all, or the error; and the seconds until then."""
     from mimo.launch.ranks import rank_environment
@@ -130,11 +147,12 @@ def recipe(tmp_path: Path) -> Path:
 def trained(run_ranks: RunRanks, recipe: Path) -> Callable[..., tuple[list[int], list[str]]]:
     """Exit codes, and what each rank printed."""
 
-    def run(*arguments: str, broken_rank: int | None = None) -> tuple[list[int], list[str]]:
+    def run(*arguments: str, **kwargs: Any) -> tuple[list[int], list[str]]:
         arguments = (str(recipe), "language.grid.dp=2", "train.micro_batch_size=2", *arguments)
-        given = (free_port(), recipe.parent, list(arguments), broken_rank)
+        given = (free_port(), recipe.parent, list(arguments))
+        target = functools.partial(kwargs.pop("target", train), **kwargs)
         try:
-            codes = run_on_cpu(train, given, RANKS, timeout_seconds=60)
+            codes = run_on_cpu(target, given, RANKS, timeout_seconds=60)
         except RanksFailed as failure:
             codes = [error.exit_code for error in failure.errors]
         printed = [(recipe.parent / f"printed_{rank}").read_text() for rank in range(RANKS)]
@@ -203,6 +221,43 @@ def test_all_ranks_learn_that_the_run_folder_is_in_use(
     assert not run_dir.exists()
 
 
+def test_ranks_index_what_is_missing_each_its_share_and_refuse_if_told_to(
+    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+) -> None:
+    for number in range(3):
+        tiny.write_samples(
+            recipe.parent, images_per_sample=[1] * (2 + number), name=f"train-{number}"
+        )
+    indexes = recipe.parent / ".index"
+    codes, printed = trained("data.build_index=refuse")
+    assert codes == [2] * RANKS
+    assert "4 of 4 shards of" in printed[0]
+    assert "run `mimo data index` with this recipe first" in printed[0]
+    assert "data.build_index" in printed[0]
+    assert printed[1:] == ["", ""]
+    assert not list(indexes.rglob("*.index"))
+
+    damaged = recipe.parent / "train-1-00000.tar"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    codes, printed = trained("train.steps=1", target=train_noting_shards)
+    assert codes == [2] * RANKS
+    assert "4 shards are not indexed yet; the ranks do it, each its share\n" in printed[0]
+    assert "train-1-00000.tar is not a whole uncompressed tar file" in printed[0]
+    assert not (recipe.parent / "runs").exists()
+    files = [recipe.parent / f"indexed_{rank}" for rank in range(RANKS)]
+    dealt = [file.read_text().splitlines() for file in files]
+    assert sorted(map(len, dealt)) == [1, 1, 2]
+    assert len({name for own in dealt for name in own}) == 4
+    assert len(list(indexes.rglob("*.index"))) == 3
+
+    damaged.write_bytes(whole)
+    codes, printed = trained("train.steps=1", target=train_noting_shards)
+    assert codes == [0] * RANKS
+    assert "1 shards are not indexed yet" in printed[0]
+    assert sum(len(file.read_text().splitlines()) for file in files) == 5
+
+
 def test_one_command_serves_the_first_start_and_later_ones(
     trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
 ) -> None:
@@ -256,6 +311,31 @@ def test_ranks_that_fail_differently_all_have_their_say(tmp_path: Path) -> None:
         ["RuntimeError: its own", "rank 2 failed"],
     ]
     assert "alike" in (tmp_path / "error_rank_1.txt").read_text()
+
+
+def test_ranks_wait_as_long_as_one_of_them_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_PROGRESS_SECONDS", 0.05)
+    store = f"file://{tmp_path / 'store'}"
+    patient, slow = (
+        Meeting(meeting.RankEnv(rank, 2, 0, store), timeout_seconds=0.5) for rank in range(2)
+    )
+
+    def work() -> None:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            slow.get_on()
+            time.sleep(0.02)
+        slow.agree("")
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    patient.agree("")
+    worker.join()
+    with (tmp_path / "err").open("w") as file, redirect_stderr(file), pytest.raises(Refused):
+        patient.agree("")
+    assert (tmp_path / "err").read_text() == "rank 1: did not join within 0.5 s\n"
 
 
 def test_ranks_that_do_not_come_are_named_within_the_time(tmp_path: Path) -> None:
