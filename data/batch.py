@@ -100,6 +100,36 @@ class GlobalMicrobatch:
             item_position=self.item_position + (start - self.start)[self.item_sample],
         )
 
+    def split(self, count: int) -> list[GlobalMicrobatch]:
+        """Planned as one microbatch of many lanes -> ``count`` microbatches of equally many."""
+        lanes = len(self.lane_tokens) // count
+        first_samples = np.searchsorted(self.lane, np.arange(count + 1) * lanes)
+        first_items = np.searchsorted(self.item_sample, first_samples)
+        found = []
+        for m in range(count):
+            of_samples = slice(*first_samples[m : m + 2])
+            of_items = slice(*first_items[m : m + 2])
+            found.append(
+                replace(
+                    self,
+                    source=self.source[of_samples],
+                    sample=self.sample[of_samples],
+                    lane=self.lane[of_samples] - m * lanes,
+                    start=self.start[of_samples],
+                    length=self.length[of_samples],
+                    loss_tokens=self.loss_tokens[of_samples],
+                    segment_length=self.segment_length[of_samples],
+                    lane_tokens=self.lane_tokens[m * lanes : (m + 1) * lanes],
+                    item_media=self.item_media[of_items],
+                    item=self.item[of_items],
+                    item_sample=self.item_sample[of_items] - first_samples[m],
+                    item_position=self.item_position[of_items],
+                    item_rows=self.item_rows[of_items],
+                    item_cost=self.item_cost[of_items],
+                )
+            )
+        return found
+
     def samples_of_lane(self, lane: int) -> np.ndarray:
         """Numbers in this microbatch of the samples of one lane, in packed order."""
         return np.flatnonzero(self.lane == lane)

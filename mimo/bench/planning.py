@@ -139,6 +139,7 @@ def time_step(
             micro_batch_size=1,
             num_microbatches=MICROBATCHES,
             budget=_BUDGET if packed else None,
+            rank=rank,
             linear_tokens=4096,
         )
         times: dict[str, list[float]] = {}
@@ -153,7 +154,7 @@ def time_step(
             planned = timed("order and lanes", lambda p=planner, s=step: p.microbatches(s))
             plan = timed("bridges", lambda p=planner, m=planned: p.finish(m))
             (link,) = layout.links_of(_ENCODER)
-            bridges = plan.bridges(link)
+            bridges = plan.bridges[link]
             if rank == 0:
                 timed("messages", lambda b=bridges: [(p.sends(0), p.collects(0)) for p in b])
                 continue

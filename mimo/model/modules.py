@@ -93,7 +93,7 @@ class MimoModel:
         items of its lane, microbatch by microbatch.
         """
         for link, bridge in self._bridges().items():
-            for planned in plan.bridges(link):
+            for planned in plan.bridges[link]:
                 bridge.end.stage(planned, staging.copy)
         language = []
         forms = forms_in(self.modules[LANGUAGE].raw) if lanes else ()
@@ -133,7 +133,7 @@ class MimoModel:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
         bridges = self._bridges()
         for link, bridge in bridges.items():
-            plans = plan.bridges(link)
+            plans = plan.bridges[link]
             if check:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.begin(plans, forward_only)

@@ -116,6 +116,7 @@ class Batches:
             done=(steps.start, used),
             packed=recipe.data.packing,
             links=topology.bridges,
+            rank=topology.rank,
             tokens_on_rank=fp8_multiple(recipe.train.fp8),
             budget=token_budget(recipe),
             linear_tokens=linear_tokens(recipe),
