@@ -84,11 +84,11 @@ def microbatches(step: int, lane: int, dense: bool) -> Iterator[Microbatch]:
         rng = np.random.default_rng([SEED, step, lane, number])
         shape = (2, 32) if dense else (1, sum(LENGTHS))
         if dense:
-            grids = [mrope_position_ids(32, [4], [(1, 2, 2 + b)]) for b in range(2)]
+            grids = [mrope_position_ids([32], [4], [(1, 2, 2 + b)]) for b in range(2)]
             positions = torch.from_numpy(np.stack(grids, 1))
         else:
             parts = [
-                mrope_position_ids(n, [o for o, _ in images], [g for _, g in images])
+                mrope_position_ids([n], [o for o, _ in images], [g for _, g in images])
                 for n, images in zip(LENGTHS, IMAGES, strict=True)
             ]
             positions = torch.from_numpy(np.concatenate(parts, 1))[:, None]
