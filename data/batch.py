@@ -280,8 +280,8 @@ def pack_lane(
     tail = num_tokens - int(padded.sum())
     assert tail >= 0, f"{padded.sum()} tokens do not fit into the planned {num_tokens}"
     assert packed or tail == 0, "sequences of their own are planned with all their padding"
-    outgrown = np.flatnonzero(real > padded)[:1]
-    assert not len(outgrown), f"{real[outgrown]} tokens in a segment of {padded[outgrown]}"
+    for i in np.flatnonzero(real > padded).tolist():
+        raise AssertionError(f"{real[i]} tokens in a segment of {padded[i]}")
     place = np.arange(real.sum()) + np.repeat(start - (np.cumsum(real) - real), real)
     ids, labels = (np.full(num_tokens, pad_token_id, np.int64) for _ in range(2))
     ids[place] = np.concatenate([sample.input_ids for sample in samples])

@@ -50,7 +50,7 @@ class Used:
         taken = np.concatenate(packs)
         end = max(self.end, int(taken.max()) + 1)
         before = np.concatenate((np.array(self.passed_over, np.int64), np.arange(self.end, end)))
-        left = np.setdiff1d(before, taken)
+        left = before[~np.isin(before, taken)]
         assert end - len(left) == self.samples + len(taken), "a sample is used twice"
         return Used(end - len(left), tuple(left.tolist()))
 

@@ -205,6 +205,6 @@ def plans_of_items(
 ) -> list[PartPlan]:
     """source, item (m,) -> what the parts of these items become, in order."""
     found: list[PartPlan] = []
-    for one in np.unique(source).tolist():
+    for one in np.flatnonzero(np.bincount(source)).tolist():
         found += readers[one].plans(item[source == one])
     return [found[i] for i in np.argsort(np.argsort(source, kind="stable"))]

@@ -93,8 +93,10 @@ class MimoModel:
         items of its lane, microbatch by microbatch.
         """
         for link, bridge in self._bridges().items():
+            colocated = self.colocated.get(link)
             for planned in plan.bridges[link]:
-                bridge.end.stage(planned, staging.copy)
+                replicas = None if colocated is None else colocated.encoder_gather
+                bridge.end.stage(planned, staging.copy, replicas)
         language = []
         forms = forms_in(self.modules[LANGUAGE].raw) if lanes else ()
         for lane in lanes:

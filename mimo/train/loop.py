@@ -46,19 +46,20 @@ class Trainer:
         """Train from ``self.progress`` to the last step, yielding each step's metrics."""
         train, layout = self.recipe.train, self.topology.layout
         steps = range(self.progress.step, train.steps)
-        flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
+        flops = None
+        if self.topology.reports:
+            flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
         ahead = self.recipe.data.prefetch_steps
-        with self._batches("step", dataset, steps, self.progress.used, ahead) as batches:
+        with self._batches("step", dataset, steps, self.progress.used, ahead, flops) as batches:
             for step in steps:
                 progress = self.progress.with_skipped(batches.unusable_samples())
                 self._check_skipped(progress.skipped_samples)
                 result = train_step(step, self.recipe, self.model, batches, observer)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used)
-                counted = flops.of(result.plan) if self.topology.reports else {}
                 yield {
                     "step": step,
-                    **step_metrics(result, layout, counted, progress.skipped_samples),
+                    **step_metrics(result, layout, progress.skipped_samples),
                 }
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")
@@ -96,9 +97,16 @@ class Trainer:
         )
 
     def _batches(
-        self, name: str, dataset: Dataset, steps: range, used: Used, ahead: int
+        self,
+        name: str,
+        dataset: Dataset,
+        steps: range,
+        used: Used,
+        ahead: int,
+        flops: StepFlops | None = None,
     ) -> Batches:
-        return Batches(name, self.recipe, self.topology, dataset, steps, used, ahead, self.model)
+        recipe, topology, model = self.recipe, self.topology, self.model
+        return Batches(name, recipe, topology, dataset, steps, used, ahead, model, flops)
 
     def _check_skipped(self, skipped: int) -> None:
         limit = self.recipe.data.max_skipped_samples

@@ -33,6 +33,7 @@ PREPARING = (
     ("mimo.train.batches", "gather_items"),
     ("mimo.model.modules", "stage_lane"),
     ("mimo.model.modules", "stage_items"),
+    ("mimo.model.flops.StepFlops", "of"),
     ("data.index.reader.SampleReader", "sample"),
     ("data.index.reader.SampleReader", "patches"),
 )
