@@ -92,8 +92,10 @@ class BridgeEnd:
         """
         also = [] if replicas is None else dist.get_process_group_ranks(replicas)
         for rank in {self.rank, *self.sharers(), *also}:
-            plan.receives(rank), plan.collects(rank)
-        plan.sends(self.rank), plan.returns(self.rank)
+            for exchange in (plan.receives, plan.collects):
+                exchange(rank)
+        for exchange in (plan.sends, plan.returns):
+            exchange(self.rank)
         index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])
         plan.staged_positions[self.rank] = copy(torch.from_numpy(index))
 

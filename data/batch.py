@@ -259,10 +259,10 @@ class PackedLane:
 def pack_lane(
     samples: Sequence[EncodedSample],
     grids: Sequence[Sequence[tuple[int, int, int]]],
-    loss_tokens: Sequence[int],
+    loss_tokens: Sequence[int] | np.ndarray,
     num_tokens: int,
     pad_token_id: int,
-    segment_lengths: Sequence[int] | None = None,
+    segment_lengths: Sequence[int] | np.ndarray | None = None,
     packed: bool = True,
     time_steps: Sequence[Sequence[float]] | None = None,
 ) -> PackedLane:

@@ -174,8 +174,8 @@ class StepPlanner:
         used = self.used_before(step)
         packs = self._packs(used)
         self._latest = step + 1, used.with_packs(packs)
-        step = plan_microbatch(self.indexes, self.order, packs, self.padding)
-        planned = [PlannedMicrobatch(own, {}) for own in step.split(self.num_microbatches)]
+        samples = plan_microbatch(self.indexes, self.order, packs, self.padding)
+        planned = [PlannedMicrobatch(own, {}) for own in samples.split(self.num_microbatches)]
         for name, grid in self.layout.encoders.items():
             step_loads = np.zeros(grid.dp, np.int64)
             for m, own in enumerate(planned):

@@ -68,7 +68,7 @@ def test_a_rank_plans_the_bridges_that_it_needs_as_every_other_rank_does(path: P
     whole = everything.finish(everything.microbatches(0))
     one = planner_of(path, links=[second])
     plan = one.finish(one.microbatches(0))
-    assert all(list(m.encoders["vision"].bridges) == [second] for m in plan.microbatches)
+    assert list(plan.bridges) == [second]
     for got, expected in zip(plan.bridges[second], whole.bridges[second], strict=True):
         assert got.digest == expected.digest
     assert whole.bridges[first][0].digest != whole.bridges[second][0].digest
