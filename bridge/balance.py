@@ -59,8 +59,10 @@ def assign_items(
     return assigned
 
 
-def imbalance(costs: Sequence[int] | NDArray, assigned: NDArray[np.int64], lanes: int) -> float:
-    """Largest lane load over the mean; 1.0 is perfect, also for no items at all."""
-    loads = np.bincount(assigned, weights=np.asarray(costs, dtype=np.float64), minlength=lanes)
-    mean = float(loads.mean())
-    return float(loads.max()) / mean if mean > 0 else 1.0
+def imbalance(loads: NDArray) -> float:
+    """(..., lanes) loads -> largest over mean, averaged over what else there is; 1.0 is perfect.
+
+    Lanes without any load are perfect, too.
+    """
+    largest, mean = loads.max(axis=-1), loads.mean(axis=-1)
+    return float(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0).mean())

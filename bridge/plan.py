@@ -66,8 +66,8 @@ class BridgePlan:
     returned: (Q,) bool, whether the piece's gradient comes back, by the same way. All do when
         each row has one destination; of a row with several copies exactly one does.
     item: (Q,) the number of the run that a piece is part of.
-    source_rows: rows per encoder lane. source_parts: over how many of its ranks they are cut; 1
-    when each rank holds all. held_rows: per encoder lane, rows on each of its ranks, with padding.
+    source_parts: over how many of its ranks an encoder lane's rows are cut; 1 when each rank holds
+    all. held_rows: per encoder lane, rows on each of its ranks, with padding.
     whole: makes the plan for all ranks, where this one has the transfers of some lanes only.
     staged_positions: by rank, what `BridgeEnd.stage` made ahead of use.
 
@@ -88,7 +88,6 @@ class BridgePlan:
     length: Ints
     returned: np.ndarray
     item: Ints
-    source_rows: Ints
     source_parts: int
     held_rows: Ints
     runs: ItemRuns
@@ -142,7 +141,6 @@ class BridgePlan:
             length=length[order],
             returned=returned[piece],
             item=item[piece],
-            source_rows=source.rows,
             source_parts=source.parts,
             held_rows=source.held,
             runs=runs,
@@ -167,7 +165,6 @@ class BridgePlan:
             length=self.length[pieces],
             returned=self.returned[pieces],
             item=self.item[pieces],
-            source_rows=source.rows,
             source_parts=source.parts,
             held_rows=source.held,
             runs=runs,
@@ -211,9 +208,8 @@ class BridgePlan:
         """A 63-bit fingerprint; equal on all ranks unless their metadata differ."""
         if self.whole is not None:
             return self.whole().digest
-        hasher = hashlib.sha256(repr((len(self.source_rows), self.runs.num_samples)).encode())
+        hasher = hashlib.sha256(repr((len(self.held_rows), self.runs.num_samples)).encode())
         for array in (
-            self.source_rows,
             self.held_rows,
             self.source_rank,
             self.source_local,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge import BridgePlan, ItemRuns, assign_items
+from bridge import BridgePlan, ItemRuns, assign_items, imbalance
 from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_order
 from data.index.samples import Index
 from data.order import SampleOrder
@@ -233,8 +233,7 @@ class StepPlanner:
             own = planned.encoders[encoder]
             cost = planned.samples.item_cost[own.item]
             loads[m // self._group_size(encoder)] += np.bincount(own.lane, cost, lanes)
-        largest, mean = loads.max(axis=1), loads.mean(axis=1)
-        return float(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0).mean())
+        return imbalance(loads)
 
 
 def first_samples(microbatches: Sequence[PlannedMicrobatch]) -> list[int]:

@@ -160,11 +160,10 @@ def test_no_replica_sends_or_receives_more_than_its_even_share_and_one_row(case:
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_split_sizes_count_the_rows_of_every_lane_and_sample(case: Case) -> None:
-    plan = case.build()
     for lane in range(len(case.encoder_ranks)):
         sizes = case.runs.split_sizes(lane)
         assert len(sizes) == case.runs.num_samples
-        assert sum(sizes) == plan.source_rows[lane] == len(case.lane_rows[lane])
+        assert sum(sizes) == len(case.lane_rows[lane])
 
 
 @pytest.mark.parametrize("delivery", ["sequence_parallel", "shared_out", "replicated"])
@@ -305,4 +304,4 @@ def test_items_are_spread_within_a_third_of_the_best_possible(costs: list[int], 
     loads = np.bincount(assigned, weights=costs, minlength=lanes) if costs else np.zeros(lanes)
     bound = max(sum(costs) / lanes, max(costs, default=0))
     assert loads.max() <= bound * (4 / 3) + max(costs, default=0) / 3
-    assert imbalance(costs, assigned, lanes) >= 1.0
+    assert imbalance(loads) >= 1.0

@@ -21,7 +21,7 @@ from bridge import (
 from data.media.images import ImageProcessor
 from data.order import SampleOrder
 from data.packing import TokenBudget
-from mimo.bench.planning import DrawnIndex
+from mimo.bench.bridge_planning import DrawnIndex
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link
 from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner
