@@ -39,6 +39,10 @@ class Padding:
     sequence: int = 1
 
 
+_OF_SAMPLES = ("source", "sample", "lane", "start", "length", "loss_tokens", "segment_length")
+_OF_ITEMS = ("item_media", "item", "item_sample", "item_position", "item_rows", "item_cost")
+
+
 @dataclass(frozen=True)
 class GlobalMicrobatch:
     """What all language lanes together process in one microbatch step.
@@ -107,27 +111,13 @@ class GlobalMicrobatch:
         first_items = np.searchsorted(self.item_sample, first_samples)
         found = []
         for m in range(count):
-            of_samples = slice(*first_samples[m : m + 2])
-            of_items = slice(*first_items[m : m + 2])
-            found.append(
-                replace(
-                    self,
-                    source=self.source[of_samples],
-                    sample=self.sample[of_samples],
-                    lane=self.lane[of_samples] - m * lanes,
-                    start=self.start[of_samples],
-                    length=self.length[of_samples],
-                    loss_tokens=self.loss_tokens[of_samples],
-                    segment_length=self.segment_length[of_samples],
-                    lane_tokens=self.lane_tokens[m * lanes : (m + 1) * lanes],
-                    item_media=self.item_media[of_items],
-                    item=self.item[of_items],
-                    item_sample=self.item_sample[of_items] - first_samples[m],
-                    item_position=self.item_position[of_items],
-                    item_rows=self.item_rows[of_items],
-                    item_cost=self.item_cost[of_items],
-                )
-            )
+            samples, items = slice(*first_samples[m : m + 2]), slice(*first_items[m : m + 2])
+            parts = {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
+            parts |= {name: getattr(self, name)[items] for name in _OF_ITEMS}
+            parts["lane"] = parts["lane"] - m * lanes
+            parts["item_sample"] = parts["item_sample"] - first_samples[m]
+            parts["lane_tokens"] = self.lane_tokens[m * lanes : (m + 1) * lanes]
+            found.append(replace(self, **parts))
         return found
 
     def samples_of_lane(self, lane: int) -> np.ndarray:
@@ -156,12 +146,7 @@ class GlobalMicrobatch:
         return replace(
             self,
             loss_tokens=np.where(blank, 0, self.loss_tokens),
-            item_media=self.item_media[kept],
-            item=self.item[kept],
-            item_sample=self.item_sample[kept],
-            item_position=self.item_position[kept],
-            item_rows=self.item_rows[kept],
-            item_cost=self.item_cost[kept],
+            **{name: getattr(self, name)[kept] for name in _OF_ITEMS},
         )
 
 

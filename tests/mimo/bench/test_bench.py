@@ -256,7 +256,7 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     assert all(c["forward_times_faster"] > 0 for c in found["against_megatron"])
     assert [c["rival"] for c in found["against_replicated"]] == ["replicated"] * 2
     assert found["against_messages"] == [], "only layouts whose speed is judged"
-    assert [plan["num_ranks"] for plan in found["plan"]] == [1024, 4096, 16384]
+    assert [plan["num_ranks"] for plan in found["plan"]] == [1024, 1024, 16384, 16384]
     assert [balance["num_items"] for balance in found["balance"]] == [512, 4096]
 
 
