@@ -242,6 +242,7 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     """One small layout from the start of its ranks to the exit code; its time is not judged."""
     only = Bound("plan, any time", 1.0, limit, at_most=True)
     monkeypatch.setattr(bench, "bounds", lambda *_: [only])
+    monkeypatch.setattr(bench, "PLAN_RANKS", (64, 128))
     picture, figures = tmp_path / "new" / "bench.png", tmp_path / "bench.json"
     code = bench.main(ROWS, HIDDEN, 1, figures, picture, cases=[Case(1, 1, 2, 1)])
     assert code == (0 if only.holds else 1)
@@ -256,7 +257,7 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     assert all(c["forward_times_faster"] > 0 for c in found["against_megatron"])
     assert [c["rival"] for c in found["against_replicated"]] == ["replicated"] * 2
     assert found["against_messages"] == [], "only layouts whose speed is judged"
-    assert [plan["num_ranks"] for plan in found["plan"]] == [1024, 1024, 16384, 16384]
+    assert [plan["num_ranks"] for plan in found["plan"]] == [64, 64, 128, 128]
     assert [balance["num_items"] for balance in found["balance"]] == [512, 4096]
 
 
