@@ -55,6 +55,12 @@ def _once(method: Callable[[BridgePlan, int], Exchange]) -> Callable[[BridgePlan
     return remembered
 
 
+_PIECES = (
+    *("source_rank", "source_local", "destination_rank", "destination_local", "length"),
+    "returned",
+)
+
+
 @dataclass(frozen=True, eq=False)
 class BridgePlan:
     """All transfers of one global microbatch from one encoder, as pieces of consecutive rows.
@@ -65,7 +71,7 @@ class BridgePlan:
 
     returned: (Q,) bool, whether the piece's gradient comes back, by the same way. All do when
         each row has one destination; of a row with several copies exactly one does.
-    item: (Q,) the number of the run that a piece is part of.
+    item: (Q,) the number of the run that a piece is part of, of those that it was built from.
     source_parts: over how many of its ranks an encoder lane's rows are cut; 1 when each rank holds
     all. held_rows: per encoder lane, rows on each of its ranks, with padding.
     whole: makes the plan for all ranks, where this one has the transfers of some lanes only.
@@ -147,28 +153,15 @@ class BridgePlan:
         )
 
     def part(
-        self,
-        pieces: slice,
-        runs: ItemRuns,
-        source: Source,
-        whole: Callable[[], BridgePlan] | None,
+        self, pieces: slice, runs: ItemRuns, held: Ints, whole: Callable[[], BridgePlan] | None
     ) -> BridgePlan:
-        """A plan of some of the pieces: those of one microbatch, of several planned in one go.
+        """The plan of one microbatch, of several that were planned as one of more lanes.
 
-        runs, source: of all items of that microbatch. whole: as of the class.
+        pieces: its pieces. runs, held: all its items, and `held_rows`. whole: as of the class.
         """
+        own = {name: getattr(self, name)[pieces] for name in (*_PIECES, "item")}
         return BridgePlan(
-            source_rank=self.source_rank[pieces],
-            source_local=self.source_local[pieces],
-            destination_rank=self.destination_rank[pieces],
-            destination_local=self.destination_local[pieces],
-            length=self.length[pieces],
-            returned=self.returned[pieces],
-            item=self.item[pieces],
-            source_parts=source.parts,
-            held_rows=source.held,
-            runs=runs,
-            whole=whole,
+            **own, source_parts=self.source_parts, held_rows=held, runs=runs, whole=whole
         )
 
     @_once
@@ -209,20 +202,9 @@ class BridgePlan:
         if self.whole is not None:
             return self.whole().digest
         hasher = hashlib.sha256(repr((len(self.held_rows), self.runs.num_samples)).encode())
-        for array in (
-            self.held_rows,
-            self.source_rank,
-            self.source_local,
-            self.destination_rank,
-            self.destination_local,
-            self.length,
-            self.returned,
-            self.runs.sample,
-            self.runs.source_lane,
-            self.runs.destination_lane,
-            self.runs.position,
-            self.runs.rows,
-        ):
+        runs = self.runs
+        items = (runs.sample, runs.source_lane, runs.destination_lane, runs.position, runs.rows)
+        for array in (self.held_rows, *(getattr(self, name) for name in _PIECES), *items):
             hasher.update(np.ascontiguousarray(array).tobytes())
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
 

@@ -25,11 +25,6 @@ class Source(Protocol):
         ...
 
     @property
-    def ranks(self) -> Ints:
-        """(L, tp) the ranks of each lane."""
-        ...
-
-    @property
     def parts(self) -> int:
         """Over how many of its ranks a lane's rows are cut; 1 when each rank holds all."""
         ...

@@ -39,16 +39,6 @@ class LanguageBatch:
     loss_at: Tensor
     segments: PackedSegments | None
 
-    @property
-    def num_sequences(self) -> int:
-        """B."""
-        return self.position_ids.shape[1]
-
-    @property
-    def local_length(self) -> int:
-        """S/cp."""
-        return self.position_ids.shape[2]
-
 
 @dataclass(frozen=True)
 class EncoderBatch:

@@ -282,7 +282,7 @@ class MimoModel:
 
         config = cast("Any", module.raw[0]).config
         shapes = [
-            hidden_shapes(config, module.groups, own.local_length, own.num_sequences)
+            hidden_shapes(config, module.groups, *own.position_ids.shape[:0:-1])
             for own in (batches[number] for number in group)
         ]
         with torch.set_grad_enabled(trains and not forward_only):

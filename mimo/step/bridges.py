@@ -73,26 +73,17 @@ class StepRows:
             num_samples=every.num_samples,
         )
         destination, returning = self._destination(link, lane, runs)
-        plan = BridgePlan.build(runs, self._source_of(source_lane), destination, returning)
+        plan = BridgePlan.build(runs, self._source(source_lane), destination, returning)
         microbatch = every.destination_lane[item[plan.item]] // lanes
         bounds = np.searchsorted(microbatch, np.arange(len(self.runs) + 1)).tolist()
         whole = functools.cache(lambda: self.plans(link))
         partial = item.size < every.rows.size
         return [
             plan.part(
-                slice(*bounds[m : m + 2]),
-                own,
-                source,
-                (lambda m=m: whole()[m]) if partial else None,
+                slice(*bounds[m : m + 2]), own, held, (lambda m=m: whole()[m]) if partial else None
             )
-            for m, (own, source) in enumerate(zip(self.runs, self._sources, strict=True))
+            for m, (own, held) in enumerate(zip(self.runs, self._held, strict=True))
         ]
-
-    @functools.cached_property
-    def rows(self) -> Ints:
-        """(M, E) rows of each lane."""
-        every, lanes = self._side_by_side, self.layout.encoders[self.encoder].dp
-        return totals(every.source_lane, every.rows, len(self.runs) * lanes).reshape(-1, lanes)
 
     @functools.cached_property
     def _side_by_side(self) -> ItemRuns:
@@ -126,25 +117,30 @@ class StepRows:
         return gets
 
     @functools.cached_property
-    def _sources(self) -> list[Source]:
-        """Which rank of the encoder has which of its rows, per microbatch."""
-        grid, size = self.layout.encoders[self.encoder], self.encode_group
-        ranks = _ranks(grid, grid.pp - 1)[:, 0, :]
-        if not grid.sp:
-            return [ReplicatedSource(own, ranks) for own in self.rows]
-        groups = [self.rows[first : first + size] for first in range(0, len(self.rows), size)]
-        return [s for g in groups for s in SequenceShardedSource.encoded_together(list(g), ranks)]
+    def _rows(self) -> tuple[Ints, Ints, Ints]:
+        """(M, E) rows of each lane, those encoded before them in the same go, and of all of it."""
+        every, lanes = self._side_by_side, self.layout.encoders[self.encoder].dp
+        rows = totals(every.source_lane, every.rows, len(self.runs) * lanes).reshape(-1, lanes)
+        together = np.arange(len(rows)) // self.encode_group
+        before = np.cumsum(rows, axis=0) - rows
+        total = np.add.reduceat(rows, np.arange(0, len(rows), self.encode_group))
+        return rows, before - before[together * self.encode_group], total[together]
 
-    def _source_of(self, lane: Ints) -> Source:
-        """The same of some lanes of all microbatches side by side."""
-        ranks = self._sources[0].ranks[lane % self.rows.shape[1]]
-        if isinstance(self._sources[0], ReplicatedSource):
-            return ReplicatedSource(self.rows.reshape(-1)[lane], ranks)
-        before, total = (
-            np.concatenate([getattr(own, name) for own in self._sources])[lane]
-            for name in ("before", "total")
-        )
-        return SequenceShardedSource(self.rows.reshape(-1)[lane], ranks, before, total)
+    @property
+    def _held(self) -> Ints:
+        """(M, E) rows on each rank of a lane, with padding."""
+        rows, _, total = self._rows
+        grid = self.layout.encoders[self.encoder]
+        return -(-total // grid.tp) if grid.sp else rows
+
+    def _source(self, lane: Ints) -> Source:
+        """Which rank of the encoder has which rows, for some lanes of all microbatches."""
+        grid = self.layout.encoders[self.encoder]
+        rows, before, total = (own.reshape(-1)[lane] for own in self._rows)
+        ranks = _ranks(grid, grid.pp - 1)[lane % grid.dp, 0]
+        if grid.sp:
+            return SequenceShardedSource(rows, ranks, before, total)
+        return ReplicatedSource(rows, ranks)
 
     def _destination(
         self, link: Link, lane: Ints, runs: ItemRuns

@@ -46,21 +46,17 @@ class Trainer:
         """Train from ``self.progress`` to the last step, yielding each step's metrics."""
         train, layout = self.recipe.train, self.topology.layout
         steps = range(self.progress.step, train.steps)
-        flops = None
-        if self.topology.reports:
-            flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
+        flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
         ahead = self.recipe.data.prefetch_steps
-        with self._batches("step", dataset, steps, self.progress.used, ahead, flops) as batches:
+        used, counts = self.progress.used, flops if self.topology.reports else None
+        with self._batches("step", dataset, steps, used, ahead, counts) as batches:
             for step in steps:
                 progress = self.progress.with_skipped(batches.unusable_samples())
                 self._check_skipped(progress.skipped_samples)
                 result = train_step(step, self.recipe, self.model, batches, observer)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used)
-                yield {
-                    "step": step,
-                    **step_metrics(result, layout, progress.skipped_samples),
-                }
+                yield {"step": step, **step_metrics(result, layout, progress.skipped_samples)}
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")
                     yield {"step": done, "validation_loss": self.validate(validation)}
@@ -74,7 +70,7 @@ class Trainer:
         total = tokens = 0.0
         # At most one ahead: the batches of training are waiting too.
         ahead = min(1, self.recipe.data.prefetch_steps)
-        with self._batches("validation batch", dataset, steps, Used(), ahead) as batches:
+        with self._batches("validation batch", dataset, steps, Used(), ahead, None) as batches:
             for _ in steps:
                 batch = batches.next()
                 own_part = run_modules(self.model, batch, forward_only=True)
@@ -99,14 +95,14 @@ class Trainer:
     def _batches(
         self,
         name: str,
-        dataset: Dataset,
+        data: Dataset,
         steps: range,
         used: Used,
         ahead: int,
-        flops: StepFlops | None = None,
+        counts: StepFlops | None,
     ) -> Batches:
         recipe, topology, model = self.recipe, self.topology, self.model
-        return Batches(name, recipe, topology, dataset, steps, used, ahead, model, flops)
+        return Batches(name, recipe, topology, data, steps, used, ahead, model, counts)
 
     def _check_skipped(self, skipped: int) -> None:
         limit = self.recipe.data.max_skipped_samples
