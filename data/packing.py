@@ -139,12 +139,15 @@ class _Window:
         return [self._position[one] for one in sorted(pack)]
 
     def _fill(self) -> None:
+        """Let samples wait, in order, until the window is full."""
+        keys, by_length, beside = self._key, self._by_length, self._rows_by_length
         for one in range(self._entered, self._entered + self.budget.window - self._waiting):
-            if one == len(self._taken):
+            if one == len(keys):
                 self._look_up(np.arange(self._end, self._end + max(self.budget.window, one)))
-            i = bisect_left(self._by_length, self._key[one])
-            self._by_length.insert(i, self._key[one])
-            self._rows_by_length.insert(i, self._rows[one])
+            key = keys[one]
+            i = bisect_left(by_length, key)
+            by_length.insert(i, key)
+            beside.insert(i, self._rows[one])
         self._entered += self.budget.window - self._waiting
         self._waiting = self.budget.window
 
