@@ -12,6 +12,7 @@ import numpy as np
 
 from bridge import BridgePlan, ItemRuns, assign_items, imbalance
 from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_order
+from data.index.lookup import column
 from data.index.samples import Index
 from data.order import SampleOrder
 from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
@@ -164,7 +165,7 @@ class StepPlanner:
             return packs_of_samples(used, count, self.micro_batch_size)
         sizes = sizes_in_order(self.indexes, self.order)
         packs = packs_of_tokens(used, count, self.budget, sizes)
-        tokens, _ = sizes(np.concatenate(packs))
+        tokens = column(self.indexes, "token_length", *self.order.at(np.concatenate(packs)))
         first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
         loads = np.add.reduceat(tokens * (self.linear_tokens + tokens), first)
         return [packs[pack] for pack in deal(loads, lanes).flat]
