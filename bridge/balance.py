@@ -3,6 +3,9 @@
 Any item may be encoded on any lane, because the plan routes rows. Items are assigned largest
 first to the least loaded lane (longest processing time first; R. L. Graham, Bounds on
 multiprocessing timing anomalies, 1969: at most 4/3 of the best possible maximum).
+
+The rule is sequential, but as long as no lane that has got an item is the least loaded again, the
+next items go to the next lanes, whatever they cost: these are assigned at once, round after round.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+_FEW_LANES = 64
 
 
 def assign_items(
@@ -32,17 +37,32 @@ def assign_items(
         return assigned
     start = np.zeros(lanes, np.int64) if loads is None else np.asarray(loads, np.int64)
     before = np.zeros(lanes, np.int64) if earlier is None else np.asarray(earlier, np.int64)
-    heap = list(zip(start.tolist(), before.tolist(), range(lanes), strict=True))
-    heapq.heapify(heap)
-    for item in np.argsort(-costs, kind="stable").tolist():
-        load, previous, lane = heap[0]
-        assigned[item] = lane
-        heapq.heapreplace(heap, (load + int(costs[item]), previous, lane))
+    items = np.argsort(-costs, kind="stable")
+    if lanes < _FEW_LANES:  # short rounds: a heap is faster
+        heap = list(zip(start.tolist(), before.tolist(), range(lanes), strict=True))
+        heapq.heapify(heap)
+        for item, cost in zip(items.tolist(), costs[items].tolist(), strict=True):
+            load, previous, lane = heap[0]
+            assigned[item] = lane
+            heapq.heapreplace(heap, (load + cost, previous, lane))
+        return assigned
+    ranked = np.argsort(before, kind="stable")  # of equally loaded lanes, the first is taken
+    load = start[ranked]
+    while items.size:
+        lane = np.argsort(load, kind="stable")[: items.size]
+        cost = costs[items[: lane.size]]
+        again = np.minimum.accumulate(load[lane] + cost)[:-1] <= load[lane[1:]]
+        count = int(again.argmax()) + 1 if again.any() else lane.size
+        load[lane[:count]] += cost[:count]
+        assigned[items[:count]] = ranked[lane[:count]]
+        items = items[count:]
     return assigned
 
 
-def imbalance(costs: Sequence[int] | NDArray, assigned: NDArray[np.int64], lanes: int) -> float:
-    """Largest lane load over the mean; 1.0 is perfect, also for no items at all."""
-    loads = np.bincount(assigned, weights=np.asarray(costs, dtype=np.float64), minlength=lanes)
-    mean = float(loads.mean())
-    return float(loads.max()) / mean if mean > 0 else 1.0
+def imbalance(loads: NDArray) -> float:
+    """(..., lanes) loads -> largest over mean, averaged over what else there is; 1.0 is perfect.
+
+    Lanes without any load are perfect, too.
+    """
+    largest, mean = loads.max(axis=-1), loads.mean(axis=-1)
+    return float(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0).mean())

@@ -110,7 +110,7 @@ class BridgeSender:
 
     def _backward(self, microbatch: int) -> Tensor:
         plan, end = self._plans[microbatch], self.end
-        held = plan.held_rows[self.lane]
+        held = int(plan.held_rows[self.lane])
         gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
         collects = plan.collects(end.rank)
         start_receiving(end, microbatch, "gradients", collects, gradient).wait()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from bridge.runs import Ints, ItemRuns, count_up, offsets, totals
+from bridge.runs import Ints, ItemRuns, count_up, offsets
 from bridge.shard_map import ShardMap
 from bridge.source import Source
 
@@ -55,6 +55,12 @@ def _once(method: Callable[[BridgePlan, int], Exchange]) -> Callable[[BridgePlan
     return remembered
 
 
+_PIECES = (
+    *("source_rank", "source_local", "destination_rank", "destination_local", "length"),
+    "returned",
+)
+
+
 @dataclass(frozen=True, eq=False)
 class BridgePlan:
     """All transfers of one global microbatch from one encoder, as pieces of consecutive rows.
@@ -65,8 +71,10 @@ class BridgePlan:
 
     returned: (Q,) bool, whether the piece's gradient comes back, by the same way. All do when
         each row has one destination; of a row with several copies exactly one does.
-    source_rows: rows per encoder lane. source_parts: over how many of its ranks they are cut; 1
-    when each rank holds all. held_rows: per encoder lane, rows on each of its ranks, with padding.
+    item: (Q,) the number of the run that a piece is part of, of those that it was built from.
+    source_parts: over how many of its ranks an encoder lane's rows are cut; 1 when each rank holds
+    all. held_rows: per encoder lane, rows on each of its ranks, with padding.
+    whole: makes the plan for all ranks, where this one has the transfers of some lanes only.
     staged_positions: by rank, what `BridgeEnd.stage` made ahead of use.
 
     | on an encoder rank | on a language rank | index |
@@ -85,10 +93,11 @@ class BridgePlan:
     destination_local: Ints
     length: Ints
     returned: np.ndarray
-    source_rows: tuple[int, ...]
+    item: Ints
     source_parts: int
-    held_rows: tuple[int, ...]
+    held_rows: Ints
     runs: ItemRuns
+    whole: Callable[[], BridgePlan] | None = field(default=None, repr=False)
     _exchanges: dict[tuple[str, int], Exchange] = field(default_factory=dict, repr=False)
     staged_positions: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
@@ -137,10 +146,22 @@ class BridgePlan:
             destination_local=local[piece] + cut,
             length=length[order],
             returned=returned[piece],
-            source_rows=tuple(source.rows.tolist()),
+            item=item[piece],
             source_parts=source.parts,
-            held_rows=tuple(source.held.tolist()),
+            held_rows=source.held,
             runs=runs,
+        )
+
+    def part(
+        self, pieces: slice, runs: ItemRuns, held: Ints, whole: Callable[[], BridgePlan] | None
+    ) -> BridgePlan:
+        """The plan of one microbatch, of several that were planned as one of more lanes.
+
+        pieces: its pieces. runs, held: all its items, and `held_rows`. whole: as of the class.
+        """
+        own = {name: getattr(self, name)[pieces] for name in (*_PIECES, "item")}
+        return BridgePlan(
+            **own, source_parts=self.source_parts, held_rows=held, runs=runs, whole=whole
         )
 
     @_once
@@ -176,31 +197,14 @@ class BridgePlan:
         return _exchange(self.destination_rank[mine], self.source_local[mine], self.length[mine])
 
     @functools.cached_property
-    def split_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Per encoder lane, rows per sample; one lane's alone are `runs.split_sizes(lane)`."""
-        lanes, samples = len(self.source_rows), self.runs.num_samples
-        cell = self.runs.source_lane * samples + self.runs.sample
-        sizes = totals(cell, self.runs.rows, lanes * samples).reshape(lanes, samples)
-        return tuple(map(tuple, sizes.tolist()))
-
-    @functools.cached_property
     def digest(self) -> int:
         """A 63-bit fingerprint; equal on all ranks unless their metadata differ."""
-        sizes = (self.source_rows, self.held_rows, self.runs.num_samples)
-        hasher = hashlib.sha256(repr(sizes).encode())
-        for array in (
-            self.source_rank,
-            self.source_local,
-            self.destination_rank,
-            self.destination_local,
-            self.length,
-            self.returned,
-            self.runs.sample,
-            self.runs.source_lane,
-            self.runs.destination_lane,
-            self.runs.position,
-            self.runs.rows,
-        ):
+        if self.whole is not None:
+            return self.whole().digest
+        hasher = hashlib.sha256(repr((len(self.held_rows), self.runs.num_samples)).encode())
+        runs = self.runs
+        items = (runs.sample, runs.source_lane, runs.destination_lane, runs.position, runs.rows)
+        for array in (self.held_rows, *(getattr(self, name) for name in _PIECES), *items):
             hasher.update(np.ascontiguousarray(array).tobytes())
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
@@ -208,10 +212,10 @@ class BridgePlan:
 def _exchange(peer: Ints, local: Ints, length: Ints) -> Exchange:
     order = np.argsort(peer, kind="stable")
     peer, local, length = peer[order], local[order], length[order]
-    peers, first = np.unique(peer, return_index=True)
-    counts = np.add.reduceat(length, first) if peers.size else peers
+    first = np.flatnonzero(np.diff(peer, prepend=-1))
+    counts = np.add.reduceat(length, first) if first.size else first
     return Exchange(
-        peers=tuple(peers.tolist()),
+        peers=tuple(peer[first].tolist()),
         counts=tuple(counts.tolist()),
         index=np.repeat(local, length) + count_up(length),
     )

@@ -79,14 +79,23 @@ class BridgeEnd:
         share = self.sharers().index(self.rank)
         return range(*self.bounds(plan)[share : share + 2].tolist())
 
-    def stage(self, plan: BridgePlan, copy: Callable[[Tensor], Tensor]) -> None:
+    def stage(
+        self,
+        plan: BridgePlan,
+        copy: Callable[[Tensor], Tensor],
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
         """Work out what this rank's transfers of ``plan`` need, ahead of them; in the background.
 
-        copy: starts to copy a tensor to the device.
+        copy: starts to copy a tensor to the device. replicas: encoder ranks that share out their
+        gradients with this one, if they are not the `sharers`.
         """
-        for rank in {self.rank, *self.sharers()}:
-            for exchange in (plan.sends, plan.receives, plan.returns, plan.collects):
+        also = [] if replicas is None else dist.get_process_group_ranks(replicas)
+        for rank in {self.rank, *self.sharers(), *also}:
+            for exchange in (plan.receives, plan.collects):
                 exchange(rank)
+        for exchange in (plan.sends, plan.returns):
+            exchange(self.rank)
         index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])
         plan.staged_positions[self.rank] = copy(torch.from_numpy(index))
 

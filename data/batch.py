@@ -39,6 +39,10 @@ class Padding:
     sequence: int = 1
 
 
+_OF_SAMPLES = ("source", "sample", "lane", "start", "length", "loss_tokens", "segment_length")
+_OF_ITEMS = ("item_media", "item", "item_sample", "item_position", "item_rows", "item_cost")
+
+
 @dataclass(frozen=True)
 class GlobalMicrobatch:
     """What all language lanes together process in one microbatch step.
@@ -100,14 +104,34 @@ class GlobalMicrobatch:
             item_position=self.item_position + (start - self.start)[self.item_sample],
         )
 
+    def split(self, count: int) -> list[GlobalMicrobatch]:
+        """Planned as one microbatch of many lanes -> ``count`` microbatches of equally many."""
+        lanes = len(self.lane_tokens) // count
+        first_samples = np.searchsorted(self.lane, np.arange(count + 1) * lanes)
+        first_items = np.searchsorted(self.item_sample, first_samples)
+        found = []
+        for m in range(count):
+            samples, items = slice(*first_samples[m : m + 2]), slice(*first_items[m : m + 2])
+            parts = {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
+            parts |= {name: getattr(self, name)[items] for name in _OF_ITEMS}
+            parts["lane"] = parts["lane"] - m * lanes
+            parts["item_sample"] = parts["item_sample"] - first_samples[m]
+            parts["lane_tokens"] = self.lane_tokens[m * lanes : (m + 1) * lanes]
+            found.append(replace(self, **parts))
+        return found
+
     def samples_of_lane(self, lane: int) -> np.ndarray:
         """Numbers in this microbatch of the samples of one lane, in packed order."""
         return np.flatnonzero(self.lane == lane)
 
     def items_of_media(self, *media: str) -> np.ndarray:
         """Numbers in this microbatch of the items of these media, in order."""
+        return np.flatnonzero(self.is_of_media(*media))
+
+    def is_of_media(self, *media: str) -> np.ndarray:
+        """(m,) bool: which items are of these media."""
         numbers = [self.media.index(one) for one in media if one in self.media]
-        return np.flatnonzero(np.isin(self.item_media, numbers))
+        return np.isin(self.item_media, numbers)
 
     def without(self, unusable: Collection[int]) -> GlobalMicrobatch:
         """The same microbatch with some samples blanked: no items and no loss, tokens kept.
@@ -122,12 +146,7 @@ class GlobalMicrobatch:
         return replace(
             self,
             loss_tokens=np.where(blank, 0, self.loss_tokens),
-            item_media=self.item_media[kept],
-            item=self.item[kept],
-            item_sample=self.item_sample[kept],
-            item_position=self.item_position[kept],
-            item_rows=self.item_rows[kept],
-            item_cost=self.item_cost[kept],
+            **{name: getattr(self, name)[kept] for name in _OF_ITEMS},
         )
 
 
@@ -225,10 +244,10 @@ class PackedLane:
 def pack_lane(
     samples: Sequence[EncodedSample],
     grids: Sequence[Sequence[tuple[int, int, int]]],
-    loss_tokens: Sequence[int],
+    loss_tokens: Sequence[int] | np.ndarray,
     num_tokens: int,
     pad_token_id: int,
-    segment_lengths: Sequence[int] | None = None,
+    segment_lengths: Sequence[int] | np.ndarray | None = None,
     packed: bool = True,
     time_steps: Sequence[Sequence[float]] | None = None,
 ) -> PackedLane:
@@ -240,40 +259,35 @@ def pack_lane(
     tokens with padding; without them there is padding at the end only.
     Positions restart in every segment; padding never counts in the loss.
     """
-    real = [len(sample.input_ids) for sample in samples]
-    padded = list(real if segment_lengths is None else segment_lengths)
-    tail = num_tokens - sum(padded)
-    assert tail >= 0, f"{sum(padded)} tokens do not fit into the planned {num_tokens}"
+    real = np.array([len(sample.input_ids) for sample in samples])
+    padded = real if segment_lengths is None else np.asarray(segment_lengths)
+    start = np.cumsum(padded) - padded
+    tail = num_tokens - int(padded.sum())
+    assert tail >= 0, f"{padded.sum()} tokens do not fit into the planned {num_tokens}"
     assert packed or tail == 0, "sequences of their own are planned with all their padding"
-    ids, labels, masks, positions = [], [], [], []
-    items: list[tuple[int, int]] = []
-    start = 0
-    steps = [None] * len(samples) if time_steps is None else time_steps
-    planned = zip(samples, grids, steps, padded, loss_tokens, strict=True)
-    for sample, own, times, length, count in planned:
-        padding = length - len(sample.input_ids)
-        assert padding >= 0, f"{len(sample.input_ids)} tokens in a segment of {length}"
-        pad = np.full(padding, pad_token_id, np.int64)
-        mask = sample.loss_mask if count > 0 else np.zeros_like(sample.loss_mask)
-        ids += [sample.input_ids, pad]
-        labels += [sample.labels, pad]
-        masks += [mask, np.zeros(padding, np.float32)]
-        length_of_own = len(sample.input_ids)
-        positions.append(mrope_position_ids(length_of_own, sample.item_offsets, own, times))
-        positions.append(np.tile(np.arange(padding, dtype=np.int64), (3, 1)))
-        offsets = sample.item_offsets.tolist()
-        items += [(start + o, math.prod(grid)) for o, grid in zip(offsets, own, strict=True)]
-        start += length
-    pad = np.full(tail, pad_token_id, np.int64)
+    for i in np.flatnonzero(real > padded).tolist():
+        raise AssertionError(f"{real[i]} tokens in a segment of {padded[i]}")
+    place = np.arange(real.sum()) + np.repeat(start - (np.cumsum(real) - real), real)
+    ids, labels = (np.full(num_tokens, pad_token_id, np.int64) for _ in range(2))
+    ids[place] = np.concatenate([sample.input_ids for sample in samples])
+    labels[place] = np.concatenate([sample.labels for sample in samples])
+    mask = np.zeros(num_tokens, np.float32)
+    counts = np.repeat(np.asarray(loss_tokens) > 0, real)
+    mask[place] = np.concatenate([sample.loss_mask for sample in samples]) * counts
+    num_items = [len(own) for own in grids]
+    assert num_items == [len(sample.item_offsets) for sample in samples], "each item has a grid"
+    offsets = np.concatenate([sample.item_offsets for sample in samples]) + start.repeat(num_items)
+    all_grids = [grid for own in grids for grid in own]
+    steps = None if time_steps is None else [step for own in time_steps for step in own]
+    # Each sample, its padding, and what fills the sequence up: positions start again.
+    stretches = np.append(np.stack((real, padded - real), axis=1), tail)
     return PackedLane(
-        input_ids=np.concatenate([*ids, pad]),
-        labels=np.concatenate([*labels, pad]),
-        loss_mask=np.concatenate([*masks, np.zeros(tail, np.float32)]),
-        position_ids=np.concatenate(
-            [*positions, np.tile(np.arange(tail, dtype=np.int64), (3, 1))], axis=1
-        ),
-        lengths=(*padded, *([tail] if tail else [])),
-        real_lengths=(*real, *([tail] if tail else [])),
+        input_ids=ids,
+        labels=labels,
+        loss_mask=mask,
+        position_ids=mrope_position_ids(stretches, offsets, all_grids, steps),
+        lengths=(*padded.tolist(), *([tail] if tail else [])),
+        real_lengths=(*real.tolist(), *([tail] if tail else [])),
         packed=packed,
-        items=tuple(items),
+        items=tuple(zip(offsets.tolist(), map(math.prod, all_grids), strict=True)),
     )

@@ -84,11 +84,11 @@ def microbatches(step: int, lane: int, dense: bool) -> Iterator[Microbatch]:
         rng = np.random.default_rng([SEED, step, lane, number])
         shape = (2, 32) if dense else (1, sum(LENGTHS))
         if dense:
-            grids = [mrope_position_ids(32, [4], [(1, 2, 2 + b)]) for b in range(2)]
+            grids = [mrope_position_ids([32], [4], [(1, 2, 2 + b)]) for b in range(2)]
             positions = torch.from_numpy(np.stack(grids, 1))
         else:
             parts = [
-                mrope_position_ids(n, [o for o, _ in images], [g for _, g in images])
+                mrope_position_ids([n], [o for o, _ in images], [g for _, g in images])
                 for n, images in zip(LENGTHS, IMAGES, strict=True)
             ]
             positions = torch.from_numpy(np.concatenate(parts, 1))[:, None]
@@ -121,6 +121,11 @@ def share(whole: Tensor, lengths: Sequence[int], cp: dist.ProcessGroup) -> Tenso
         rows += [chunks[cp.rank()], chunks[2 * cp.size() - 1 - cp.rank()]]
         start += length
     return whole[:, torch.cat(rows)]
+
+
+def share_of_positions(whole: Tensor, lengths: Sequence[int], cp: dist.ProcessGroup) -> Tensor:
+    """(3, B, S) -> (3, B, S/cp)."""
+    return share(whole.flatten(0, 1), lengths, cp).unflatten(0, whole.shape[:2])
 
 
 class Trainer:
@@ -186,7 +191,9 @@ class Trainer:
         lanes = range(self.groups.dp.rank(), NUM_LANES, self.groups.dp.size())
         batch = [one for lane in lanes for one in microbatches(step, lane, self.job.dense)]
         config = self.raw[0].config
-        shapes = [hidden_shapes(config, self.groups, *one.ids.shape[::-1]) for one in batch]
+        cp = self.groups.cp.size()
+        sizes = [one.ids.shape for one in batch]
+        shapes = [hidden_shapes(config, self.groups, s // cp, b) for b, s in sizes]
         logged = run_schedule(self._forward_step, batch, self.chunks, self.groups, shapes)
         finish_gradients(self.chunks, self.groups, count_loss_tokens(self.job, step))
         norm = squared_gradient_norm(self.optimizer, self.groups)
@@ -207,7 +214,7 @@ class Trainer:
             segments = PackedSegments.from_lengths(one.lengths, one.ids.device)
         inputs = {
             "input_ids": share(one.ids, lengths, cp),
-            "position_ids": one.positions,
+            "position_ids": share_of_positions(one.positions, lengths, cp),
             "attention_mask": None,
             "packed_seq_params": segments,
         }

@@ -17,7 +17,7 @@ def column(
 ) -> np.ndarray:
     """source, number (k,) -> int64 (k,): the entries of the indexes' column ``name``."""
     found = np.empty(len(number), np.int64)
-    for one in np.unique(source).tolist():
+    for one in np.flatnonzero(np.bincount(source)).tolist():
         own = source == one
         found[own] = indexes[one].column(name, number[own])
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from data.text.chat import ChatTokenizer, EncodedSample
 
 _MAX_OPEN_SHARDS = 256
 _MAX_PLANS = 4096
+_PART_COLUMNS = ("item_media", "item_size_0", "item_size_1", "item_frames", "item_fps")
 
 
 class UnreadableSample(Exception):
@@ -50,7 +52,7 @@ class SampleReader:
         self.index, self.chat, self.processors, self.cache = index, chat, processors, cache
         self._lock = threading.Lock()
         self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
-        self._plans: dict[tuple[str, Part], PartPlan] = {}  # one for all items of a long video
+        self._plans: dict[tuple[float, ...], PartPlan] = {}  # one for all items of a long video
 
     def messages(self, sample: int) -> list[dict[str, object]]:
         """The chat messages of a sample, as they are in its JSON.
@@ -159,18 +161,28 @@ class SampleReader:
         """Positions from one step in time of an item to the next, from the index alone."""
         return self._plan(item).time_step
 
+    def plans(self, items: np.ndarray) -> list[PartPlan]:
+        """What the parts of many items become, from the index alone."""
+        columns = [self.index.column(name, items).tolist() for name in _PART_COLUMNS]
+        return [self._plan_of(*values) for values in zip(*columns, strict=True)]
+
     def close(self) -> None:
         """Close all files. The reader can still be used: it opens them again."""
         with self._lock:
             self._open_shards.clear()
 
     def _plan(self, item: int) -> PartPlan:
-        part, media = self.index.part(item), self.index.media_of(item)
-        plan = self._plans.get((media, part))
+        return self.plans(np.array([item]))[0]
+
+    def _plan_of(self, media: int, *part: float) -> PartPlan:
+        plan = self._plans.get((media, *part))
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[media, part] = self.processors[media].plan(part)
+            width, height, frames, fps = part
+            processor = self.processors[self.index.media[media]]
+            plan = processor.plan(Part((int(width), int(height)), int(frames), float(fps)))
+            self._plans[media, *part] = plan
         return plan
 
     def _read(self, sample: int, file: int | None, offset: int, size: int) -> bytes:
@@ -202,3 +214,13 @@ class SampleReader:
             self._shard(int(index.column("shard", sample))).check()
         item = None if file is None else file - index.files_of_sample(sample).start
         return UnreadableSample(index.shard_of(sample), index.key(sample), item, reason)
+
+
+def plans_of_items(
+    readers: Sequence[SampleReader], source: np.ndarray, item: np.ndarray
+) -> list[PartPlan]:
+    """source, item (m,) -> what the parts of these items become, in order."""
+    found: list[PartPlan] = []
+    for one in np.flatnonzero(np.bincount(source)).tolist():
+        found += readers[one].plans(item[source == one])
+    return [found[i] for i in np.argsort(np.argsort(source, kind="stable"))]

@@ -16,14 +16,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mimo.bench.bridge_balance import BALANCE_ITEMS, measure_balance
 from mimo.bench.bridge_bounds import JUDGED_TP, bounds
 from mimo.bench.bridge_picture import draw
-from mimo.bench.bridge_planning import (
-    BALANCE_ITEMS,
-    PLAN_RANKS,
-    measure_balance,
-    time_plan,
-)
+from mimo.bench.bridge_planning import PLAN_RANKS, time_step
 from mimo.bench.bridge_report import Report, notes
 from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_tables import print_tables
@@ -86,7 +82,7 @@ def measure(
         console=console,
         transient=True,
     ) as progress:
-        steps = progress.add_task("", total=len(sizes) * (len(cases) + len(judged) + 1) + 5)
+        steps = progress.add_task("", total=len(sizes) * (len(cases) + len(judged) + 1) + 6)
 
         def step[T](what: str, part: Callable[[], T]) -> T:
             progress.update(steps, description=what)
@@ -104,7 +100,11 @@ def measure(
         replicated = [against("replicated", cases[0], size) for size in sizes]
         messages = [against("messages", case, size) for size in sizes for case in judged]
         # After the ranks have ended, so that nothing else runs.
-        plans = [step(f"plan for {n} ranks", lambda n=n: time_plan(n)) for n in PLAN_RANKS]
+        plans = [
+            step(f"plan for {n} ranks", lambda n=n, packed=packed: time_step(n, packed))
+            for n in PLAN_RANKS
+            for packed in (False, True)
+        ]
         balance = [
             step(f"balance of {n} items", lambda n=n: measure_balance(n)) for n in BALANCE_ITEMS
         ]

@@ -1,170 +1,159 @@
-"""How long it takes to work out what one rank needs of a plan, and how well items balance."""
+"""How long a rank takes to plan a step, by parts: all that is done from the index, without reading.
+
+Samples are drawn: chats of up to five images, without files or texts.
+"""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from bridge import (
-    BridgePlan,
-    ItemRuns,
-    LaneSegments,
-    ReplicatedSource,
-    assign_items,
-    imbalance,
-    sharded_destination,
-)
+from data.index.reader import SampleReader
 from data.media.images import ImageProcessor
+from data.order import SampleOrder
+from data.packing import TokenBudget
+from data.text.chat import EncodedSample
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.step.loader import LoadedStep, pack_language
+from mimo.step.plan import StepPlanner
 
-PLAN_RANKS = (1024, 4096, 16384)
-_PLAN_ROWS, _PLAN_ITEMS = 65536, 500
-_PLAN_TP, _PLAN_ENCODER_LANES = 8, 64
-_PLAN_REPEATS = 20
-
-BALANCE_LANES = 64
-BALANCE_ITEMS = (512, 4096)
-_BALANCE_DRAWS = 20
-_SIDES = (224, 1792)
-_IMAGES_PER_SAMPLE = 8
+PLAN_RANKS = (1024, 16384)
+_MICROBATCHES = 32
+_TP, _CP, _RANKS_PER_ENCODER_LANE = 8, 2, 8
+_BUDGET = TokenBudget(8192)
+_SAMPLES, _BLOCK, _IMAGES = 200_000, 64, 5
+_MEDIA, _PLACEHOLDER, _TEXT = "image", 1, 2
+_REPEATS = 5
 
 
 @dataclass(frozen=True)
-class PlanTime:
-    """Median milliseconds to build a plan, and one rank's exchange, from the items.
+class StepTime:
+    """Median milliseconds of a core to plan a step, on a rank that sends and one that receives.
 
-    For a rank that receives and one that sends; the slower one counts.
+    num_ranks: of the language model. packed: sequences of several samples, as many as fit; else of
+    one. samples, items: of the whole step. sender, receiver: by part of the planning.
     """
 
     num_ranks: int
-    rows: int
+    packed: bool
+    samples: int
     items: int
-    receiver_ms: float
-    sender_ms: float
+    sender: dict[str, float]
+    receiver: dict[str, float]
 
     @property
     def ms(self) -> float:
-        """The slower of the two, which is judged."""
-        return max(self.receiver_ms, self.sender_ms)
+        """All parts of the slower rank."""
+        return max(sum(self.sender.values()), sum(self.receiver.values()))
 
 
-@dataclass(frozen=True)
-class PlanCase:
-    """A language grid with tp 8, SP and many lanes, over which items are spread in turn."""
+class DrawnIndex:
+    """As much of an `Index` as planning asks for."""
 
-    runs: ItemRuns
-    source_ranks: np.ndarray  # (encoder lanes, 1)
-    ranks: np.ndarray  # (language lanes, 1, tp)
-    tokens: np.ndarray  # (language lanes,)
+    media = (_MEDIA,)
 
+    def __init__(self, processor: ImageProcessor, num_samples: int = _SAMPLES) -> None:
+        draw = np.random.default_rng(0)
+        count, text = draw.integers([[0], [20]], [[_IMAGES + 1], [1500]], (2, num_samples))
+        start = np.cumsum([0, *count])
+        shape = draw.integers(7, 33, (start[-1], 2))  # up to 896 x 896 pixels
+        rows = shape.prod(axis=1)
+        before, first = np.cumsum([0, *rows]), np.repeat(start[:-1], count)
+        # A token before each image and one after it.
+        place = before[:-1] - before[first] + 2 * (np.arange(len(rows)) - first) + 1
+        self.columns: dict[str, np.ndarray] = {
+            "token_length": text + before[start[1:]] - before[start[:-1]] + 2 * count,
+            "loss_tokens": text // 2,
+            "item_start": start,
+            "item_media": np.zeros_like(rows),
+            "item_frames": np.ones_like(rows),
+            "item_fps": np.ones(len(rows)),
+            "item_size_0": shape[:, 0] * processor.row_pixels,
+            "item_size_1": shape[:, 1] * processor.row_pixels,
+            "item_rows": rows,
+            "item_placeholder": place,
+            "item_cost": rows * (rows + 4096),
+        }
 
-def plan_case(num_ranks: int) -> PlanCase:
-    """65,536 rows in 500 items for `num_ranks` ranks of the language model."""
-    draw = np.random.default_rng(0)
-    cuts = np.sort(draw.choice(np.arange(1, _PLAN_ROWS), _PLAN_ITEMS - 1, replace=False))
-    rows = np.diff(np.concatenate(([0], cuts, [_PLAN_ROWS]))).astype(np.int64)
-    lanes = num_ranks // _PLAN_TP
-    lane = np.arange(_PLAN_ITEMS) * lanes // _PLAN_ITEMS
-    position, end = np.zeros(_PLAN_ITEMS, np.int64), np.zeros(lanes, np.int64)
-    for item in range(_PLAN_ITEMS):
-        end[lane[item]] += int(draw.integers(1, 64))
-        position[item] = end[lane[item]]
-        end[lane[item]] += rows[item]
-    runs = ItemRuns(
-        sample=np.arange(_PLAN_ITEMS),
-        source_lane=assign_items(rows, _PLAN_ENCODER_LANES),
-        destination_lane=lane,
-        position=position,
-        rows=rows,
-        num_samples=_PLAN_ITEMS,
-    )
-    encoder_ranks = np.arange(_PLAN_ENCODER_LANES).reshape(-1, 1)
-    ranks = (_PLAN_ENCODER_LANES + np.arange(num_ranks)).reshape(lanes, 1, _PLAN_TP)
-    return PlanCase(runs, encoder_ranks, ranks, -(-(end + 1) // _PLAN_TP) * _PLAN_TP)
+    def __len__(self) -> int:
+        return len(self.columns["token_length"])
 
+    def column(self, name: str, numbers: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """As `Index.column`."""
+        return self.columns[name][numbers]
 
-def build_plan(case: PlanCase) -> BridgePlan:
-    """Build the plan from the items, with nothing kept from before."""
-    rows = np.bincount(
-        case.runs.source_lane, weights=case.runs.rows, minlength=len(case.source_ranks)
-    )
-    source = ReplicatedSource(rows.astype(np.int64), case.source_ranks)
-    segments = LaneSegments.whole(case.tokens)
-    destination = sharded_destination(segments, case.ranks, True, case.runs)
-    return BridgePlan.build(case.runs, source, destination)
-
-
-def time_plan(num_ranks: int, repeats: int = _PLAN_REPEATS) -> PlanTime:
-    """Median over `repeats` of building the plan and one rank's exchange."""
-    case = plan_case(num_ranks)
-    # A rank in the middle of the busiest language lane, and one of the busiest encoder lane.
-    lane_rows = np.bincount(case.runs.destination_lane, weights=case.runs.rows)
-    receiver = int(case.ranks[int(lane_rows.argmax()), 0, _PLAN_TP // 2])
-    source_rows = np.bincount(case.runs.source_lane, weights=case.runs.rows)
-    sender = int(case.source_ranks[int(source_rows.argmax()), 0])
-
-    def median_ms(needed: Callable[[BridgePlan], object]) -> float:
-        taken = []
-        for _ in range(repeats + 2):  # the first two warm up
-            start = time.perf_counter()
-            needed(build_plan(case))
-            taken.append(1000 * (time.perf_counter() - start))
-        return statistics.median(taken[2:])
-
-    return PlanTime(
-        num_ranks=num_ranks,
-        rows=int(case.runs.rows.sum()),
-        items=case.runs.rows.size,
-        receiver_ms=median_ms(lambda plan: plan.receives(receiver)),
-        sender_ms=median_ms(lambda plan: plan.sends(sender)),
-    )
+    def encoded(self, sample: int) -> EncodedSample:
+        """Tokens that fit what the index says of a sample."""
+        items = slice(*self.columns["item_start"][sample : sample + 2].tolist())
+        ids = np.full(int(self.columns["token_length"][sample]), _TEXT)
+        offsets = self.columns["item_placeholder"][items]
+        for offset, rows in zip(offsets, self.columns["item_rows"][items], strict=True):
+            ids[offset : offset + rows] = _PLACEHOLDER
+        return EncodedSample(ids, ids, np.ones(len(ids), np.float32), offsets)
 
 
-@dataclass(frozen=True)
-class Balance:
-    """Largest lane load over the mean, for each draw of the images.
-
-    bound: max(mean load, largest item) / mean; no assignment of whole items can be below it.
-    items: items assigned one by one, largest first (`assign_items`). samples: the same, but all
-    images of a sample stay together. in_turn: samples dealt out in turn, as plain data parallelism
-    does.
-    """
-
-    num_items: int
-    lanes: int
-    bound: list[float]
-    items: list[float]
-    samples: list[float]
-    in_turn: list[float]
-
-    @property
-    def worst(self) -> float:
-        """The largest ratio of item-level imbalance to its bound over all draws."""
-        return max(got / bound for got, bound in zip(self.items, self.bound, strict=True))
+_drawn_index = functools.cache(DrawnIndex)
 
 
-def measure_balance(
-    num_items: int, lanes: int = BALANCE_LANES, draws: int = _BALANCE_DRAWS
-) -> Balance:
-    """The balance for images with sides log-uniform in 224-1,792 pixels, 1 to 8 per sample."""
-    found = Balance(num_items, lanes, [], [], [], [])
-    # No image is shrunk, so the sides are those drawn: the hardest case.
-    processor = ImageProcessor(patch_size=14, max_pixels=_SIDES[1] ** 2)
-    for seed in range(draws):
-        draw = np.random.default_rng(seed)
-        sides = np.exp(draw.uniform(np.log(_SIDES[0]), np.log(_SIDES[1]), (num_items, 2)))
-        costs = np.array([processor.cost(w, h) for w, h in np.rint(sides).astype(int).tolist()])
-        sizes = draw.integers(1, _IMAGES_PER_SAMPLE + 1, num_items)
-        sample = np.repeat(np.arange(num_items), sizes)[:num_items]
-        sample_costs = np.bincount(sample, weights=costs).astype(np.int64)
-        num_samples = sample_costs.size
-        mean = costs.sum() / lanes
-        found.bound.append(float(max(mean, costs.max()) / mean))
-        found.items.append(imbalance(costs, assign_items(costs, lanes), lanes))
-        by_sample = assign_items(sample_costs, lanes)
-        found.samples.append(imbalance(sample_costs, by_sample, lanes))
-        found.in_turn.append(imbalance(sample_costs, np.arange(num_samples) % lanes, lanes))
-    return found
+def layout_of(num_ranks: int) -> Layout:
+    """A language model of tp 8 with SP and cp 2, and an encoder lane for every 8 ranks of it."""
+    lanes, dp = num_ranks // _RANKS_PER_ENCODER_LANE, num_ranks // (_TP * _CP)
+    language = GridSpec(LANGUAGE, tp=_TP, sp=True, cp=_CP, dp=dp, rank_offset=lanes)
+    return Layout(language, {"vision": GridSpec("vision", dp=lanes)}, lanes + num_ranks)
+
+
+def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime:
+    """Plan steps of 32 microbatches one after another, the first one to warm up."""
+    processor, layout = ImageProcessor(), layout_of(num_ranks)
+    index: Any = _drawn_index(processor)
+    chat: Any = SimpleNamespace(placeholder_ids={_MEDIA: _PLACEHOLDER})
+    readers = [SampleReader(index, chat, {_MEDIA: processor})]
+    found, samples, items = [], 0, 0
+    for rank in (0, layout.language.rank_offset):
+        planner = StepPlanner(
+            layout,
+            {"vision": (_MEDIA,)},
+            [index],
+            SampleOrder([len(index)], [1.0], seed=0, block=_BLOCK),
+            micro_batch_size=1,
+            num_microbatches=_MICROBATCHES,
+            rank=rank,
+            budget=_BUDGET if packed else None,
+            linear_tokens=4096,
+        )
+        times: dict[str, list[float]] = {}
+
+        def timed[T](part: str, work: Callable[[], T], times: dict[str, list[float]] = times) -> T:
+            started = time.process_time()
+            result = work()
+            times.setdefault(part, []).append(1000 * (time.process_time() - started))
+            return result
+
+        for step in range(1 + repeats):
+            planned = timed("samples and lanes", functools.partial(planner.microbatches, step))
+            plan = timed("transfers", functools.partial(planner.finish, planned))
+            ends = ("receives", "returns") if rank else ("sends", "collects")
+            (bridges,) = plan.bridges.values()
+            calls = [getattr(bridge, end) for bridge in bridges for end in ends]
+            timed("messages", lambda calls=calls, rank=rank: [call(rank) for call in calls])
+            if not rank:
+                continue
+            parts = [m.samples for m in planned]
+            encoded = [
+                {i: index.encoded(part.sample[i]) for i in part.samples_of_lane(0).tolist()}
+                for part in parts
+            ]
+            loaded = LoadedStep(step, planned, planner.used_before(step + 1), encoded)
+            pack = functools.partial(pack_language, loaded, plan, readers, 0, 0)
+            timed("sequences", pack)
+            samples = sum(part.num_samples for part in parts)
+            items = sum(len(part.item) for part in parts)
+        found.append({part: statistics.median(own[1:]) for part, own in times.items()})
+    return StepTime(num_ranks, packed, samples, items, *found)

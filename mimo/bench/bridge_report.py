@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mimo.bench.bridge_planning import Balance, PlanTime
+from mimo.bench.bridge_balance import Balance
+from mimo.bench.bridge_planning import StepTime
 from mimo.bench.bridge_result import Contest
 from mimo.bench.outcome import Bound, median_ratio
 from mimo.device import backend
@@ -22,7 +23,7 @@ class Report:
     against_megatron: list[Contest]
     against_replicated: list[Contest]
     against_messages: list[Contest]
-    plan: list[PlanTime]
+    plan: list[StepTime]
     balance: list[Balance]
     bounds: list[Bound]
 

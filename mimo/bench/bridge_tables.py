@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from mimo.bench.bridge_planning import Balance, PlanTime
+from mimo.bench.bridge_balance import Balance
+from mimo.bench.bridge_planning import StepTime
 from mimo.bench.bridge_report import Report
 from mimo.bench.bridge_result import Contest
 from mimo.bench.outcome import Bound, median_ratio
@@ -100,24 +101,26 @@ def _per_rank(num_bytes: Sequence[int]) -> str:
     return " ".join(texts)
 
 
-def _plans(plans: Sequence[PlanTime]) -> Table:
+def _plans(plans: Sequence[StepTime]) -> Table:
     table = table_of(
-        "time to build what one rank needs of the plan: median ms",
+        "time of a core to plan a step of 32 microbatches, from the index: median ms",
         "language ranks",
-        "rows",
+        "samples",
         "items",
+        "a sequence has",
         "a receiver",
         "a sender",
-        "growth",
+        "of these",
     )
     for plan in plans:
+        slower = max(plan.receiver, plan.sender, key=lambda parts: sum(parts.values()))
         table.add_row(
             str(plan.num_ranks),
-            str(plan.rows),
+            str(plan.samples),
             str(plan.items),
-            f"{plan.receiver_ms:.2f}",
-            f"{plan.sender_ms:.2f}",
-            f"{plan.ms / plans[0].ms:.2f} ×",
+            "as many as fit" if plan.packed else "one sample",
+            *[f"{sum(parts.values()):.1f}" for parts in (plan.receiver, plan.sender)],
+            ", ".join(f"{part} {ms:.1f}" for part, ms in slower.items()),
         )
     return table
 

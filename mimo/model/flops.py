@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from data.index.reader import plans_of_items
 from mimo.families.flops import Adapters, flops_per_unit, step_flops
 from mimo.families.lora import is_adapter
 from mimo.families.registry import encoder_family, encoder_settings, language_settings
@@ -73,11 +74,7 @@ class StepFlops:
 
     def _grids(self, planned: PlannedMicrobatch, encoder: str) -> np.ndarray:
         """(I, 3) grids of an encoder's items in a microbatch, from the index alone."""
-        samples, item = planned.samples, planned.encoders[encoder].item
-        sources = samples.source[samples.item_sample[item]].tolist()
-        readers = self._dataset.readers
-        grids = [
-            readers[source].grid(number)
-            for source, number in zip(sources, samples.item[item].tolist(), strict=True)
-        ]
-        return np.array(grids, np.int64).reshape(-1, 3)
+        samples, own = planned.samples, planned.encoders[encoder].item
+        source = samples.source[samples.item_sample[own]]
+        plans = plans_of_items(self._dataset.readers, source, samples.item[own])
+        return np.array([part.grid for part in plans], np.int64).reshape(-1, 3)

@@ -27,8 +27,8 @@ from mimo.step.loader import EncoderItems
 class LanguageBatch:
     """One microbatch of the language model on one rank, on any pipeline stage.
 
-    input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S) int64,
-    whole. labels: (n,) int64 of the tokens that count in the loss. loss_at: (n,) int64, where they
+    input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S/cp) int64.
+    labels: (n,) int64 of the tokens that count in the loss. loss_at: (n,) int64, where they
     are: s·B + b for token s of sequence b of this rank's (B, S/cp). segments: whole; None for a
     batch.
     """
@@ -38,16 +38,6 @@ class LanguageBatch:
     labels: Tensor
     loss_at: Tensor
     segments: PackedSegments | None
-
-    @property
-    def num_sequences(self) -> int:
-        """B."""
-        return self.position_ids.shape[1]
-
-    @property
-    def sequence_length(self) -> int:
-        """S, not cut."""
-        return self.position_ids.shape[2]
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,8 @@ def stage_lane(
     loss_at = np.flatnonzero(loss_mask.numpy().T)
     if not whole_rows:
         ids = partition.slice_tokens(ids, segments)
-    positions = torch.from_numpy(rules.position_ids(lane)).view(3, batch, -1)
+    positions = torch.from_numpy(rules.position_ids(lane)).view(3 * batch, -1)
+    positions = partition.slice_tokens(positions, segments).view(3, batch, -1)
     return LanguageBatch(
         input_ids=staging.copy(ids),
         position_ids=staging.copy(positions),

@@ -93,8 +93,10 @@ class MimoModel:
         items of its lane, microbatch by microbatch.
         """
         for link, bridge in self._bridges().items():
-            for planned in plan.bridges(link):
-                bridge.end.stage(planned, staging.copy)
+            colocated = self.colocated.get(link)
+            for planned in plan.bridges[link]:
+                replicas = None if colocated is None else colocated.encoder_gather
+                bridge.end.stage(planned, staging.copy, replicas)
         language = []
         forms = forms_in(self.modules[LANGUAGE].raw) if lanes else ()
         for lane in lanes:
@@ -133,7 +135,7 @@ class MimoModel:
                 zero_gradients(cast("Any", module.chunks), module.optimizer)
         bridges = self._bridges()
         for link, bridge in bridges.items():
-            plans = plan.bridges(link)
+            plans = plan.bridges[link]
             if check:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.begin(plans, forward_only)
@@ -280,7 +282,7 @@ class MimoModel:
 
         config = cast("Any", module.raw[0]).config
         shapes = [
-            hidden_shapes(config, module.groups, own.sequence_length, own.num_sequences)
+            hidden_shapes(config, module.groups, *own.position_ids.shape[:0:-1])
             for own in (batches[number] for number in group)
         ]
         with torch.set_grad_enabled(trains and not forward_only):

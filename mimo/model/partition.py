@@ -6,8 +6,8 @@ causal attention all ranks have the same work (zigzag; these are the indices of 
 Engine's `thd_get_partitioned_indices`). Sequence parallelism (SP) then scatters a CP rank's
 part of the sequence over its tensor-parallel group, in tp equal parts.
 
-Embeddings get both. Labels and loss mask get CP only, because logits come back gathered from SP.
-Position ids stay whole: the rotary embedding picks what a rank needs.
+Embeddings get both. Labels and loss mask get CP only, because logits come back gathered from SP,
+and so do position ids, because queries and keys do.
 
 Letters: B batch (1 for packed), S sequence (T packed tokens), H hidden.
 """
@@ -50,7 +50,7 @@ class PartitionAdapter:
         return self._scatter(self._cut(embeddings, 0, packed_seq_params))
 
     def slice_tokens(self, tokens: Tensor, packed_seq_params: PackedSegments | None) -> Tensor:
-        """(B, S) -> (B, S/cp), CP only: for labels, loss masks, and token ids before the lookup.
+        """(B, S) -> (B, S/cp), CP only: labels, masks, positions, token ids before the lookup.
 
         packed_seq_params, Raises: as of `shard_embeddings`.
         """

@@ -20,7 +20,7 @@ from mimo.layout.groups import Topology, build_topology
 from mimo.model.modules import MimoModel
 from mimo.parity.places import NOTHING, Places, held_part, held_tokens
 from mimo.parity.recording import ROWS, Recording, record_language, record_tower
-from mimo.parity.results import LOGITS, PIXELS, POSITIONS, OursOnRank, Part, level_point
+from mimo.parity.results import LOGITS, PIXELS, OursOnRank, Part, level_point
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
@@ -90,8 +90,7 @@ def _language_parts(chunk: Recording, module: Module, places: Places, rank: int)
         for number, values in enumerate(calls):
             lengths = chunk.lengths[number]
             of_lane = places.tokens(number, groups.dp.rank(), sum(lengths))
-            whole = point == POSITIONS  # positions are never split
-            held = np.arange(sum(lengths)) if whole else held_tokens(len(values), lengths, groups)
+            held = held_tokens(len(values), lengths, groups)
             columns = groups.tp.rank() * values.shape[1] if point == LOGITS else 0
             yield _part(point, where, of_lane[held], values, columns)
 

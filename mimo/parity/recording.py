@@ -69,7 +69,7 @@ def record_tower(module: Module) -> Recording:
 
 
 def _keep_inputs(own: Recording, gpt: nn.Module, args: object, given: dict[str, Any]) -> None:
-    """Keep input_ids (1, S), position_ids (3, 1, T), decoder_input (S, 1, H) on the first stage."""
+    """Keep input_ids (1, S), position_ids (3, 1, S), decoder_input (S, 1, H) on the first stage."""
     own.lengths.append(given["packed_seq_params"].lengths)
     own.keep(TOKENS, given["input_ids"].T)
     own.keep(POSITIONS, given["position_ids"][:, 0].T)

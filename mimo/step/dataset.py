@@ -213,6 +213,6 @@ def dataset_of(
             [source.weight for source in sources_of(recipe, split)],
             seed=recipe.train.seed,
             block=recipe.data.shuffle_block,
-            names=[source.path for source in sources],
+            names=[source.path for source in sources_of(recipe, split)],
         ),
     )

@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import PackedLane, pack_lane
-from data.index.reader import SampleReader, UnreadableSample
+from data.batch import GlobalMicrobatch, PackedLane, pack_lane
+from data.index.reader import SampleReader, UnreadableSample, plans_of_items
 from data.index.samples import SkippedSample
 from data.packing import Used
 from data.text.chat import EncodedSample
@@ -182,41 +183,63 @@ def pack_language(
     packed = []
     for m, planned in enumerate(plan.microbatches):
         samples = planned.samples
-        mine = samples.samples_of_lane(lane).tolist()
-        encoded = [loaded.encoded[m][i] for i in mine]
-        grids, time_steps = [], []
-        for i, sample in zip(mine, encoded, strict=True):
-            reader = readers[int(samples.source[i])]
-            own = np.flatnonzero(samples.item_sample == i)
-            for media, token in reader.chat.placeholder_ids.items():
-                of_media = np.intersect1d(own, samples.items_of_media(media))
-                rows = int(samples.item_rows[of_media].sum())
-                placeholders = int((sample.input_ids == token).sum())
-                if samples.loss_tokens[i] > 0 and rows != placeholders:
-                    key = reader.index.key(int(samples.sample[i]))
-                    raise ValueError(
-                        f"sample {key!r}: {placeholders} {media} placeholder tokens, but its items "
-                        f"encode to {rows} rows; the index does not fit the data"
-                    )
-            # A blanked sample keeps its placeholders but has no items: plain text positions.
-            items = samples.item[own].tolist()
-            grids.append([reader.row_grid(item) for item in items])
-            time_steps.append([reader.time_step(item) for item in items])
-            if not own.size:
-                encoded[len(grids) - 1] = replace(sample, item_offsets=np.zeros(0, np.int64))
+        mine = slice(*np.searchsorted(samples.lane, (lane, lane + 1)).tolist())
+        items = slice(*np.searchsorted(samples.item_sample, (mine.start, mine.stop)).tolist())
+        owner = samples.item_sample[items] - mine.start
+        encoded = [loaded.encoded[m][i] for i in range(mine.start, mine.stop)]
+        _check_placeholders(encoded, samples, mine, items, readers)
+        plans = plans_of_items(
+            readers, samples.source[samples.item_sample[items]], samples.item[items]
+        )
+        cuts = np.searchsorted(owner, np.arange(len(encoded) + 1)).tolist()
+        by_sample = [plans[start:stop] for start, stop in pairwise(cuts)]
+        # A blanked sample keeps its placeholders but has no items: plain text positions.
+        nothing = np.zeros(0, np.int64)
+        encoded = [
+            sample if own else replace(sample, item_offsets=nothing)
+            for sample, own in zip(encoded, by_sample, strict=True)
+        ]
         packed.append(
             pack_lane(
                 encoded,
-                grids,
-                samples.loss_tokens[mine].tolist(),
+                [[part.row_grid for part in own] for own in by_sample],
+                samples.loss_tokens[mine],
                 int(samples.lane_tokens[lane]),
                 pad_token_id,
-                samples.segment_length[mine].tolist(),
+                samples.segment_length[mine],
                 samples.packed,
-                time_steps,
+                [[part.time_step for part in own] for own in by_sample],
             )
         )
     return packed
+
+
+def _check_placeholders(
+    encoded: Sequence[EncodedSample],
+    samples: GlobalMicrobatch,
+    mine: slice,
+    items: slice,
+    readers: Sequence[SampleReader],
+) -> None:
+    """Raise ValueError unless each usable sample has a placeholder for every row of its items.
+
+    encoded: those of ``mine``, which have these ``items``.
+    """
+    bounds = np.cumsum([0, *(len(sample.input_ids) for sample in encoded)])
+    ids = np.concatenate([sample.input_ids for sample in encoded])
+    owner, rows = samples.item_sample[items] - mine.start, samples.item_rows[items]
+    for media, token in readers[0].chat.placeholder_ids.items():
+        placeholders = np.diff(np.searchsorted(np.flatnonzero(ids == token), bounds))
+        own = rows * samples.is_of_media(media)[items]
+        planned = np.bincount(owner, own, len(encoded))
+        usable = samples.loss_tokens[mine] > 0
+        for i in np.flatnonzero(usable & (planned != placeholders))[:1].tolist():
+            source, sample = (int(of[mine][i]) for of in (samples.source, samples.sample))
+            raise ValueError(
+                f"sample {readers[source].index.key(sample)!r}: {placeholders[i]} {media} "
+                f"placeholder tokens, but its items encode to {int(planned[i])} rows; the index "
+                "does not fit the data"
+            )
 
 
 def gather_items(
@@ -236,12 +259,12 @@ def gather_items(
     for m, planned in enumerate(plan.microbatches):
         samples, own = planned.samples, planned.encoders[encoder]
         mine = own.of_lane(coords.dp)
-        sources = samples.source[samples.item_sample[mine]].tolist()
-        items = list(zip(sources, samples.item[mine].tolist(), strict=True))
+        source, item = samples.source[samples.item_sample[mine]], samples.item[mine]
         patches = None
         if coords.pp == 0:
             nothing = torch.zeros(0, patch_dim, dtype=dtype)
-            patches = [nothing, *(loaded.patches[m][item] for item in items)]
-        grids = [readers[source].grid(item) for source, item in items]
+            own_items = zip(source.tolist(), item.tolist(), strict=True)
+            patches = [nothing, *(loaded.patches[m][own] for own in own_items)]
+        grids = [part.grid for part in plans_of_items(readers, source, item)]
         gathered.append(EncoderItems(patches, np.array(grids, np.int64).reshape(-1, 3)))
     return gathered

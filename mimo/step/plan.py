@@ -6,44 +6,31 @@ Every rank computes it from the data index alone and gets the same answer.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge import (
-    BridgePlan,
-    ItemRuns,
-    LaneSegments,
-    ReplicatedSource,
-    SequenceShardedSource,
-    ShardMap,
-    Source,
-    assign_items,
-    imbalance,
-    replicated_destination,
-    sharded_destination,
-)
+from bridge import BridgePlan, ItemRuns, assign_items, imbalance
 from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_order
+from data.index.lookup import column
 from data.index.samples import Index
 from data.order import SampleOrder
 from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
-from mimo.layout.grids import GridSpec, Layout
+from mimo.layout.grids import Layout
 from mimo.layout.levels import Link
 from mimo.layout.padding import segment_multiple, sequence_multiple
+from mimo.step.bridges import StepRows
 
 
 @dataclass(frozen=True)
 class PlannedItems:
-    """The items of one encoder in a global microbatch, and how their rows are delivered.
+    """The items of one encoder in a global microbatch.
 
     item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
-    bridges: by link, all with the same rows; filled in for the planner's links once it is known
-        which samples are unusable.
     """
 
     item: np.ndarray
     lane: np.ndarray
-    bridges: dict[Link, BridgePlan] = field(default_factory=dict)
 
     def of_lane(self, lane: int) -> np.ndarray:
         """Numbers in the microbatch of the items that one encoder lane owns, in order."""
@@ -52,7 +39,7 @@ class PlannedItems:
 
 @dataclass(frozen=True)
 class PlannedMicrobatch:
-    """One global microbatch and how its items are encoded and delivered, by encoder."""
+    """One global microbatch and who encodes its items, by encoder."""
 
     samples: GlobalMicrobatch
     encoders: dict[str, PlannedItems]
@@ -70,6 +57,18 @@ class PlannedMicrobatch:
             num_samples=samples.num_samples,
         )
 
+    def without(self, unusable: Collection[int]) -> PlannedMicrobatch:
+        """The same with some samples blanked, given by their numbers in this microbatch."""
+        if not unusable:
+            return self
+        kept = ~np.isin(self.samples.item_sample, list(unusable))
+        number = np.cumsum(kept) - 1
+        encoders = {
+            name: PlannedItems(number[own.item[kept[own.item]]], own.lane[kept[own.item]])
+            for name, own in self.encoders.items()
+        }
+        return PlannedMicrobatch(self.samples.without(unusable), encoders)
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -78,16 +77,14 @@ class StepPlan:
     num_loss_tokens: N, of the whole global batch. num_tokens: real tokens, without padding.
     encoder_imbalance: largest lane load over the mean, averaged over the microbatches (or
     groups of them) that are encoded in one go, of the encoder where it is worst.
+    bridges: by link of the planner, for each microbatch the plan of the bridge.
     """
 
     microbatches: tuple[PlannedMicrobatch, ...]
     num_loss_tokens: int
     num_tokens: int
     encoder_imbalance: float
-
-    def bridges(self, link: Link) -> list[BridgePlan]:
-        """For each microbatch, the plan of the bridge over ``link``."""
-        return [m.encoders[link.encoder].bridges[link] for m in self.microbatches]
+    bridges: dict[Link, list[BridgePlan]]
 
 
 class StepPlanner:
@@ -101,6 +98,7 @@ class StepPlanner:
         stopped, whatever the batch size or the budget was.
     packed: whether a lane's samples share one sequence.
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
+    rank: whose transfers to plan; None for those of all ranks.
     tokens_on_rank: the multiple for the part of a sequence that a rank holds.
     budget: of the tokens of a lane's microbatch; then it has as many samples as fit instead of
         ``micro_batch_size``. linear_tokens: a lane's load of L tokens in one sample is
@@ -121,6 +119,7 @@ class StepPlanner:
         done: tuple[int, Used] = (0, Used()),
         packed: bool = True,
         links: Collection[Link] | None = None,
+        rank: int | None = None,
         tokens_on_rank: int = 1,
         budget: TokenBudget | None = None,
         linear_tokens: int = 0,
@@ -129,6 +128,7 @@ class StepPlanner:
         assert budget is None or packed, "a budget is of the tokens of one sequence"
         assert not any(isinstance(own, str) for own in media.values()), "media are tuples of names"
         self.delivery = delivery
+        self.rank = rank
         self.encode_group = encode_group
         self._done = self._latest = done
         self.budget = budget
@@ -168,38 +168,29 @@ class StepPlanner:
             return packs_of_samples(used, count, self.micro_batch_size)
         sizes = sizes_in_order(self.indexes, self.order)
         packs = packs_of_tokens(used, count, self.budget, sizes)
-        tokens, _ = sizes(np.concatenate(packs))
+        tokens = column(self.indexes, "token_length", *self.order.at(np.concatenate(packs)))
         first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
         loads = np.add.reduceat(tokens * (self.linear_tokens + tokens), first)
         return [packs[pack] for pack in deal(loads, lanes).flat]
 
     def microbatches(self, step: int) -> list[PlannedMicrobatch]:
         """The microbatches of a step with items assigned to lanes, but nothing blanked yet."""
-        used, lanes = self.used_before(step), self.layout.language.dp
+        used = self.used_before(step)
         packs = self._packs(used)
         self._latest = step + 1, used.with_packs(packs)
-        planned = []
-        grids = self.layout.encoders
-        step_loads = {name: np.zeros(grid.dp, np.int64) for name, grid in grids.items()}
-        group_loads = {name: np.zeros(grid.dp, np.int64) for name, grid in grids.items()}
-        for m in range(self.num_microbatches):
-            samples = plan_microbatch(
-                self.indexes,
-                self.order,
-                packs[m * lanes : (m + 1) * lanes],
-                self.padding,
-            )
-            encoders = {}
-            for name, grid in grids.items():
+        samples = plan_microbatch(self.indexes, self.order, packs, self.padding)
+        planned = [PlannedMicrobatch(own, {}) for own in samples.split(self.num_microbatches)]
+        for name, grid in self.layout.encoders.items():
+            step_loads = np.zeros(grid.dp, np.int64)
+            for m, own in enumerate(planned):
                 if m % self._group_size(name) == 0:
-                    group_loads[name][:] = 0
-                item = samples.items_of_media(*self.media[name])
-                cost = samples.item_cost[item]
-                lane = assign_items(cost, grid.dp, group_loads[name], step_loads[name])
-                for loads in (group_loads[name], step_loads[name]):
+                    group_loads = np.zeros(grid.dp, np.int64)
+                item = own.samples.items_of_media(*self.media[name])
+                cost = own.samples.item_cost[item]
+                lane = assign_items(cost, grid.dp, group_loads, step_loads)
+                for loads in (group_loads, step_loads):
                     np.add.at(loads, lane, cost)
-                encoders[name] = PlannedItems(item, lane)
-            planned.append(PlannedMicrobatch(samples, encoders))
+                own.encoders[name] = PlannedItems(item, lane)
         return planned
 
     def _group_size(self, encoder: str) -> int:
@@ -224,21 +215,13 @@ class StepPlanner:
         for first, planned in zip(first_samples(microbatches), microbatches, strict=True):
             numbers = range(first, first + planned.samples.num_samples)
             here = [sample - first for sample in unusable if sample in numbers]
-            kept = ~np.isin(planned.samples.item_sample, here)
-            renumbered = np.cumsum(kept) - 1
-            samples = planned.samples.without(here)
-            encoders = {}
-            for name, items in planned.encoders.items():
-                usable = kept[items.item]
-                item, lane = renumbered[items.item[usable]], items.lane[usable]
-                encoders[name] = PlannedItems(item, lane)
-            finished.append(PlannedMicrobatch(samples, encoders))
+            finished.append(planned.without(here))
+        bridges = {}
         for name, links in self.links.items():
-            if not links:
-                continue
-            for planned, source in zip(finished, self._sources(name, finished), strict=True):
-                bridges = self._bridges(name, planned, source)
-                planned.encoders[name] = replace(planned.encoders[name], bridges=bridges)
+            samples, runs = [m.samples for m in finished], [m.runs_of(name) for m in finished]
+            group = self._group_size(name)
+            rows = StepRows(self.layout, name, self.delivery, group, samples, runs)
+            bridges |= {link: rows.plans(link, self.rank) for link in links}
         return StepPlan(
             microbatches=tuple(finished),
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
@@ -246,75 +229,20 @@ class StepPlanner:
             encoder_imbalance=max(
                 (self._imbalance(name, finished) for name in self.layout.encoders), default=1.0
             ),
+            bridges=bridges,
         )
 
     def _imbalance(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> float:
-        size = self._group_size(encoder)
-        found = []
-        for first in range(0, len(microbatches), size):
-            group = microbatches[first : first + size]
-            planned = [(m.samples.item_cost[m.encoders[encoder].item], m) for m in group]
-            cost = np.concatenate([own for own, _ in planned])
-            lane = np.concatenate([m.encoders[encoder].lane for _, m in planned])
-            found.append(imbalance(cost, lane, self.layout.encoders[encoder].dp))
-        return float(np.mean(found))
-
-    def _sources(self, name: str, microbatches: Sequence[PlannedMicrobatch]) -> list[Source]:
-        """Which rank of an encoder has which of its rows, per microbatch."""
-        grid, size = self.layout.encoders[name], self._group_size(name)
-        ranks = _ranks(grid, grid.pp - 1)[:, 0, :]
-        planned = [(m.samples.item_rows, m.encoders[name]) for m in microbatches]
-        rows = [
-            np.bincount(own.lane, weights=of_item[own.item], minlength=grid.dp).astype(np.int64)
-            for of_item, own in planned
-        ]
-        if not grid.sp:
-            return [ReplicatedSource(mine, ranks) for mine in rows]
-        groups = [rows[first : first + size] for first in range(0, len(rows), size)]
-        return [s for g in groups for s in SequenceShardedSource.encoded_together(g, ranks)]
-
-    def _bridges(
-        self, name: str, planned: PlannedMicrobatch, source: Source
-    ) -> dict[Link, BridgePlan]:
-        runs, segments = planned.runs_of(name), _segments(planned.samples)
-        return {
-            link: BridgePlan.build(runs, source, *self._destination(link.stage, segments, runs))
-            for link in self.links[name]
-        }
-
-    def _destination(
-        self, stage: int, segments: LaneSegments, runs: ItemRuns
-    ) -> tuple[ShardMap, ShardMap | None]:
-        """Where rows go on a stage, and which ranks return gradients if rows have copies there."""
-        language = self.layout.language
-        ranks = _ranks(language, stage)
-        if self.delivery == "sharded":
-            return sharded_destination(segments, ranks, language.sp, runs), None
-        # Every TP rank has a row's whole gradient: they return even shares.
-        returning = sharded_destination(segments, ranks, False, runs)
-        return replicated_destination(segments.tokens, ranks), returning
+        lanes = self.layout.encoders[encoder].dp
+        loads = np.zeros((-(-len(microbatches) // self._group_size(encoder)), lanes))
+        for m, planned in enumerate(microbatches):
+            own = planned.encoders[encoder]
+            cost = planned.samples.item_cost[own.item]
+            loads[m // self._group_size(encoder)] += np.bincount(own.lane, cost, lanes)
+        return imbalance(loads)
 
 
 def first_samples(microbatches: Sequence[PlannedMicrobatch]) -> list[int]:
     """For each microbatch of a step, the number in the step of its first sample."""
     counts = [planned.samples.num_samples for planned in microbatches]
     return [0, *np.cumsum(counts[:-1]).tolist()]
-
-
-def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
-    """(lanes, cp, tp) global ranks of one pipeline stage."""
-    first = grid.rank(pp=stage)
-    return np.arange(first, first + grid.dp * grid.cp * grid.tp).reshape(grid.dp, grid.cp, grid.tp)
-
-
-def _segments(samples: GlobalMicrobatch) -> LaneSegments:
-    """The padded segments of all lanes; what fills up a packed sequence is a segment too."""
-    lanes = len(samples.lane_tokens)
-    if not samples.packed:
-        return LaneSegments(samples.lane, samples.segment_length, lanes, packed=False)
-    used = np.bincount(samples.lane, weights=samples.segment_length, minlength=lanes)
-    tail = samples.lane_tokens - used.astype(np.int64)
-    lane = np.concatenate((samples.lane, np.arange(lanes)))
-    length = np.concatenate((samples.segment_length, tail))
-    order = np.argsort(lane, kind="stable")
-    return LaneSegments(lane[order], length[order], lanes)

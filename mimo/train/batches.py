@@ -36,6 +36,7 @@ from mimo.families.dtypes import DTYPES
 from mimo.layout.grids import LANGUAGE, num_microbatches
 from mimo.layout.groups import Topology
 from mimo.layout.padding import fixed_tokens
+from mimo.model.flops import StepFlops
 from mimo.model.inputs import EncoderBatch, LanguageBatch
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe
@@ -54,7 +55,7 @@ class RankBatch:
     """What the modules of this rank compute on in one step, on its device.
 
     language, items: of `MimoModel.stage`. name, sample_keys: for messages; the keys are those of
-    one microbatch.
+    one microbatch. flops: by module, over all ranks, where they are counted.
     """
 
     name: str
@@ -62,6 +63,7 @@ class RankBatch:
     language: list[LanguageBatch]
     items: dict[str, list[EncoderBatch]]
     sample_keys: SampleKeys
+    flops: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Batches:
     ahead: how many batches beyond the one in use are read in the background. With two or more, the
     next one is also prepared in the background; with one it is prepared between steps; with none
     it is read between steps too.
+    flops: counts those of each batch; None where nobody asks.
     """
 
     def __init__(
@@ -99,11 +102,12 @@ class Batches:
         used: Used,
         ahead: int,
         model: MimoModel,
+        flops: StepFlops | None = None,
     ) -> None:
         self.name = name
         self.steps = steps
         self.dataset = dataset
-        self._model = model
+        self._model, self._flops = model, flops
         self.used = used
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
@@ -120,6 +124,7 @@ class Batches:
             done=(steps.start, used),
             packed=recipe.data.packing,
             links=topology.bridges,
+            rank=topology.rank,
             tokens_on_rank=fp8_multiple(recipe.train.fp8),
             budget=token_budget(recipe),
             linear_tokens=linear_tokens(recipe),
@@ -235,7 +240,8 @@ class Batches:
             return dataset.sample_keys(plan.microbatches[microbatch].samples)
 
         name = f"{self.name} {loaded.step}"
-        return RankBatch(name, plan, language, encoders, sample_keys), staging
+        flops = {} if self._flops is None else self._flops.of(plan)
+        return RankBatch(name, plan, language, encoders, sample_keys, flops), staging
 
     def _flags(self) -> list[float]:
         """For each sample that was read for the next message, 1 if this rank could not read it."""

@@ -56,7 +56,8 @@ class Trainer:
         steps = range(self.progress.step, train.steps)
         flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
         ahead = self.recipe.data.prefetch_steps
-        with self._batches(STEP, dataset, steps, self.progress.used, ahead) as batches:
+        used, counts = self.progress.used, flops if self.topology.reports else None
+        with self._batches(STEP, dataset, steps, used, ahead, counts) as batches:
             for step in steps:
                 unusable = batches.unusable_samples()
                 progress = self.progress.with_skipped(unusable.keys())
@@ -67,10 +68,9 @@ class Trainer:
                 result = train_step(step, self.recipe, self.model, batches, observer)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used)
-                counted = flops.of(result.plan) if self.topology.reports else {}
                 yield {
                     "step": step,
-                    **step_metrics(result, layout, counted, progress.skipped_samples),
+                    **step_metrics(result, layout, progress.skipped_samples),
                     "epochs": dict(enumerate(dataset.order.epochs(batches.used.end))),
                 }
                 if validation and train.validate_every and done % train.validate_every == 0:
@@ -86,7 +86,7 @@ class Trainer:
         total = tokens = 0.0
         # At most one ahead: the batches of training are waiting too.
         ahead = min(1, self.recipe.data.prefetch_steps)
-        with self._batches("validation batch", dataset, steps, Used(), ahead) as batches:
+        with self._batches("validation batch", dataset, steps, Used(), ahead, None) as batches:
             for _ in steps:
                 batch = batches.next()
                 own_part = run_modules(self.model, batch, forward_only=True)
@@ -109,6 +109,13 @@ class Trainer:
         )
 
     def _batches(
-        self, name: str, dataset: Dataset, steps: range, used: Used, ahead: int
+        self,
+        name: str,
+        data: Dataset,
+        steps: range,
+        used: Used,
+        ahead: int,
+        counts: StepFlops | None,
     ) -> Batches:
-        return Batches(name, self.recipe, self.topology, dataset, steps, used, ahead, self.model)
+        recipe, topology, model = self.recipe, self.topology, self.model
+        return Batches(name, recipe, topology, data, steps, used, ahead, model, counts)

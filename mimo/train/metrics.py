@@ -22,9 +22,9 @@ from mimo.step.plan import StepPlan
 class StepResult:
     """The outcome of one training step, over the whole world.
 
-    loss: summed over the global batch. grad_norm: before clipping. rates: learning rate of each
-    module that trains. idle_seconds: summed over the ranks of disjoint encoders, which wait for
-    gradients.
+    flops: by module, over all ranks; counted on the rank that reports. loss: summed over the global
+    batch. grad_norm: before clipping. rates: learning rate of each module that trains.
+    idle_seconds: summed over the ranks of disjoint encoders, which wait for gradients.
     step_seconds: from asking for the batch until the update is queued.
     data_wait_seconds: waiting for batches, or for samples to be read: the mean over the ranks of
     the module where it is largest.
@@ -34,6 +34,7 @@ class StepResult:
     """
 
     plan: StepPlan
+    flops: Mapping[str, float]
     loss: float
     grad_norm: float
     rates: Mapping[str, float]
@@ -43,12 +44,10 @@ class StepResult:
     host_seconds: float
 
 
-def step_metrics(
-    done: StepResult, layout: Layout, flops: Mapping[str, float], skipped_samples: int
-) -> dict[str, float | None]:
+def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict[str, float | None]:
     """The line of a step in metrics.jsonl, without its number.
 
-    flops: of the step by module, over all ranks. skipped_samples: since the run began.
+    skipped_samples: since the run began.
     mfu is the share of the peak of all ranks of the job together, those of encoders included; None
     if the device's peak is unknown.
     """
@@ -63,8 +62,8 @@ def step_metrics(
         "tokens": plan.num_tokens,
         "loss_tokens": plan.num_loss_tokens,
         "tokens_per_second": plan.num_tokens / seconds,
-        "mfu": sum(flops.values()) / (seconds * peak * layout.world_size) if peak else None,
-        **{f"flops_{name}": count for name, count in flops.items()},
+        "mfu": sum(done.flops.values()) / (seconds * peak * layout.world_size) if peak else None,
+        **{f"flops_{name}": count for name, count in done.flops.items()},
         "encoder_idle_fraction": done.idle_seconds / (waiting * seconds) if waiting else None,
         "encoder_imbalance": plan.encoder_imbalance,
         "skipped_samples": skipped_samples,

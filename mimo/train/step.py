@@ -39,7 +39,7 @@ def train_step(
     # ---- batch: planned, packed and on its way to the device since an earlier step
     observer.at(step, "batch")
     batch = batches.next()
-    plan = batch.plan
+    plan, flops = batch.plan, batch.flops
     observer.planned(step, plan)
 
     # ---- forward and backward of the modules of this rank
@@ -80,6 +80,7 @@ def train_step(
     seconds = time.perf_counter() - started
     return StepResult(
         plan,
+        flops,
         loss,
         norm,
         _rates(recipe, step),

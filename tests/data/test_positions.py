@@ -80,7 +80,7 @@ def test_positions_equal_those_of_transformers(
         mm_token_type_ids=types,
         image_grid_thw=grid_tensor,
     )
-    positions = mrope_position_ids(length, offsets, in_rows(grids))
+    positions = mrope_position_ids([length], offsets, in_rows(grids))
     assert positions.dtype == np.int64
     np.testing.assert_array_equal(positions, expected[:, 0].numpy())
     assert positions.max() + 1 == length + int(delta)
@@ -93,7 +93,7 @@ def test_text_goes_on_one_past_the_largest_position_before_it(data: st.DataObjec
     grids = data.draw(st.lists(st.tuples(st.just(1), side, side), max_size=4))
     gaps = [data.draw(st.integers(1, 5)) for _ in range(len(grids) + 1)]
     length, offsets, _ = layout(gaps, grids)
-    positions = mrope_position_ids(length, offsets, in_rows(grids))
+    positions = mrope_position_ids([length], offsets, in_rows(grids))
     is_image = np.zeros(length, dtype=bool)
     for offset, (_, h, w) in zip(offsets, grids, strict=True):
         is_image[offset : offset + h * w // MERGE**2] = True
@@ -105,19 +105,49 @@ def test_text_goes_on_one_past_the_largest_position_before_it(data: st.DataObjec
         highest = max(highest, positions[:, token].max())
 
 
+ITEMS = st.tuples(st.integers(0, 3), *[st.integers(1, 4)] * 3, st.sampled_from([0.5, 1.0, 2.3]))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(ITEMS, max_size=3), st.integers(0, 4)), min_size=1, max_size=4))
+def test_sequences_have_the_positions_that_each_has_alone(sequences: list) -> None:
+    lengths, offsets, grids, steps, alone, start = [], [], [], [], [np.zeros((3, 0))], 0
+    for items, rest in sequences:
+        own, at = [], 0
+        for gap, t, h, w, _ in items:
+            own.append(at + gap)
+            at += gap + t * h * w
+        own_grids, own_steps = [item[1:4] for item in items], [item[4] for item in items]
+        lengths.append(at + rest)
+        alone.append(mrope_position_ids([at + rest], own, own_grids, own_steps))
+        offsets += [start + offset for offset in own]
+        grids, steps, start = grids + own_grids, steps + own_steps, start + at + rest
+    together = mrope_position_ids(lengths, offsets, grids, steps)
+    np.testing.assert_array_equal(together, np.concatenate(alone, axis=1))
+
+
+def test_an_item_that_reaches_into_the_next_sequence_is_refused():
+    with pytest.raises(
+        ValueError, match=r"item 0 covers the tokens 4\.\.7: need them between 0 .* 5"
+    ):
+        mrope_position_ids([6, 10], [4], [(1, 2, 2)])
+    with pytest.raises(ValueError, match=r"item 1 covers the tokens 2\.\.3: need them between 8"):
+        mrope_position_ids([6, 10], [6, 2], [(1, 1, 2), (1, 1, 2)])
+
+
 def test_items_that_overlap_or_stick_out_are_refused():
     with pytest.raises(ValueError, match=r"item 1 covers the tokens 3\.\.6: need them between 4"):
-        mrope_position_ids(20, [0, 3], [(1, 2, 2), (1, 2, 2)])
+        mrope_position_ids([20], [0, 3], [(1, 2, 2), (1, 2, 2)])
     with pytest.raises(ValueError, match=r"item 0 covers the tokens 2\.\.5"):
-        mrope_position_ids(5, [2], [(1, 2, 2)])
+        mrope_position_ids([5], [2], [(1, 2, 2)])
 
 
 @pytest.mark.parametrize("grid", [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
 def test_a_grid_without_rows_is_refused(grid: tuple[int, int, int]):
     with pytest.raises(ValueError, match="need t, h and w of at least 1"):
-        mrope_position_ids(20, [0], [grid])
+        mrope_position_ids([20], [0], [grid])
 
 
 def test_an_item_without_a_grid_is_refused():
     with pytest.raises(ValueError, match="1 item offsets but 0 grids"):
-        mrope_position_ids(20, [0], [])
+        mrope_position_ids([20], [0], [])

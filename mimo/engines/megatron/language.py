@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from mimo.engines.megatron.config import ModuleContext
 from mimo.engines.megatron.head import Head, losses
-from mimo.engines.megatron.layers.context_parallel import zigzag_share
 from mimo.engines.megatron.lora import let_backward_into_layers
 from mimo.engines.megatron.stack import layer_spec, layers_here, stack_spec
 
@@ -23,8 +22,7 @@ from mimo.engines.megatron.stack import layer_spec, layers_here, stack_spec
 class LanguageModel(GPTModel):
     """`GPTModel` with our loss.
 
-    Under context parallelism token ids, labels and embeddings are this rank's share; positions
-    are those of the whole sequence.
+    Under context parallelism token ids, positions, labels and embeddings are this rank's share.
     """
 
     def forward(
@@ -52,20 +50,6 @@ class LanguageModel(GPTModel):
         if labels is not None:
             given["output_processor"] = partial(losses, labels, loss_at)
         return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
-
-    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple:
-        """As `GPTModel`, but frequencies (S, B, 1, D) are cut to (S/cp, B, 1, D).
-
-        They are cut as the tokens are: here, once for all layers of a microbatch.
-        """
-        found: tuple[Any, ...] = super()._preprocess(
-            *args, packed_seq_params=packed_seq_params, **kwargs
-        )
-        hidden, frequencies, *rest = found
-        if self.cp_group.size() > 1:
-            lengths = () if packed_seq_params is None else packed_seq_params.lengths
-            frequencies = zigzag_share(frequencies, self.cp_group, lengths)
-        return (hidden, frequencies, *rest)
 
 
 @dataclass(frozen=True)

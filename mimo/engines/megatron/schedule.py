@@ -41,8 +41,11 @@ class StageShapes(NamedTuple):
 def hidden_shapes(
     config: TransformerConfig, groups: ProcessGroupCollection, length: int, num_sequences: int
 ) -> StageShapes:
-    """Shapes of hidden states of ``num_sequences`` sequences, ``length`` tokens each, not cut."""
-    parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    """Shapes of hidden states of ``num_sequences`` sequences.
+
+    length: tokens of each that this context-parallel rank has.
+    """
+    parts = groups.tp.size() if config.sequence_parallel else 1
     shape = (length // parts, num_sequences, config.hidden_size)
     return StageShapes(shape, shape)
 

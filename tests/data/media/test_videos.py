@@ -220,7 +220,7 @@ def test_token_ids_and_positions_equal_transformers(
         **{f"{media}_grid_thw": torch.tensor(own) for media, own in grids.items() if own},
     )
     positions = mrope_position_ids(
-        len(ids),
+        [len(ids)],
         prompt.item_offsets,
         [plan.row_grid for _, plan in plans for _ in range(plan.num_items)],
         [plan.time_step for _, plan in plans for _ in range(plan.num_items)],

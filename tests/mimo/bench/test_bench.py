@@ -15,9 +15,10 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from mimo.bench import bridge as bench
+from mimo.bench.bridge_balance import Balance, measure_balance
 from mimo.bench.bridge_bounds import bounds
 from mimo.bench.bridge_contest import compete
-from mimo.bench.bridge_planning import Balance, PlanTime, build_plan, measure_balance, plan_case
+from mimo.bench.bridge_planning import StepTime, time_step
 from mimo.bench.bridge_result import Contest, Rival, Traffic
 from mimo.bench.bridge_workload import Case, Workload
 from mimo.bench.outcome import Bound, median_ratio
@@ -143,13 +144,13 @@ def test_a_workload_gives_every_lane_equal_rows_and_leaves_no_row_out(case: Case
     assert all(tokens % case.language_tp == 0 for tokens in workload.tokens)
 
 
-def test_the_plan_that_is_timed_moves_all_rows_to_the_ranks_that_it_promises() -> None:
-    case = plan_case(1024)
-    plan = build_plan(case)
-    assert case.runs.rows.sum() == plan.length.sum() == 65536
-    assert case.runs.rows.size == 500
-    assert case.ranks.size == 1024
-    assert set(plan.destination_rank.tolist()) <= set(case.ranks.reshape(-1).tolist())
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_step_that_is_timed_has_all_parts_of_planning(packed: bool) -> None:
+    found = time_step(64, packed, repeats=1)
+    assert (found.samples > 32 * 4) if packed else (found.samples == 32 * 4)
+    assert found.items > found.samples
+    assert [*found.sender, "sequences"] == [*found.receiver]
+    assert found.ms == max(sum(found.sender.values()), sum(found.receiver.values()))
 
 
 def test_no_assignment_is_below_the_lower_bound_of_imbalance() -> None:
@@ -177,11 +178,11 @@ CONTEST = Contest(
     rows_received=Traffic([25, 25, 25, 25], [100, 100, 100, 100], [25, 25, 25, 25]),
     gradients_received=Traffic([100], [100], [100]),
 )
-PLAN = PlanTime(1024, 65536, 500, receiver_ms=4.0, sender_ms=5.0)
+PLAN = StepTime(1024, False, 2048, 5000, {"lanes": 50.0}, {"lanes": 20.0, "sequences": 20.0})
 BALANCE = Balance(512, 64, [1.0, 2.0], [1.05, 2.0], [1.5, 3.0], [2.0, 4.0])
 
 
-def kept(contest: Contest = CONTEST, plan: PlanTime = PLAN, balance: Balance = BALANCE) -> bool:
+def kept(contest: Contest = CONTEST, plan: StepTime = PLAN, balance: Balance = BALANCE) -> bool:
     return all(bound.holds for bound in bounds([contest], [plan], [balance]))
 
 
@@ -206,7 +207,7 @@ def test_all_bounds_hold_at_their_limits() -> None:
             {"contest": replace(CONTEST, rows_received=Traffic([25] * 4, [97] * 4, [25] * 4))},
             "Megatron's bytes",
         ),
-        ({"plan": replace(PLAN, sender_ms=5.1)}, "plan for 1024 ranks"),
+        ({"plan": replace(PLAN, sender={"lanes": 50.1})}, "plan for 1024 ranks"),
         ({"balance": replace(BALANCE, items=[1.0, 2.2])}, "imbalance of 512"),
     ],
 )
@@ -223,7 +224,8 @@ def test_layouts_and_growth_that_the_bounds_do_not_speak_of_are_not_judged() -> 
     assert kept(contest=replace(CONTEST, language_tp=2, **slow))
     assert kept(contest=replace(CONTEST, rival="replicated", **slow))
     assert kept(contest=replace(CONTEST, rival="messages", **slow))
-    assert kept(plan=replace(PLAN, num_ranks=16384, sender_ms=99.0))
+    assert kept(plan=replace(PLAN, num_ranks=16384, sender={"lanes": 99.0}))
+    assert kept(plan=replace(PLAN, packed=True, sender={"lanes": 99.0}))
 
 
 # --------------------------------------------------------------------------- command
@@ -240,6 +242,7 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     """One small layout from the start of its ranks to the exit code; its time is not judged."""
     only = Bound("plan, any time", 1.0, limit, at_most=True)
     monkeypatch.setattr(bench, "bounds", lambda *_: [only])
+    monkeypatch.setattr(bench, "PLAN_RANKS", (64, 128))
     picture, figures = tmp_path / "new" / "bench.png", tmp_path / "bench.json"
     code = bench.main(ROWS, HIDDEN, 1, figures, picture, cases=[Case(1, 1, 2, 1)])
     assert code == (0 if only.holds else 1)
@@ -254,7 +257,7 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     assert all(c["forward_times_faster"] > 0 for c in found["against_megatron"])
     assert [c["rival"] for c in found["against_replicated"]] == ["replicated"] * 2
     assert found["against_messages"] == [], "only layouts whose speed is judged"
-    assert [plan["num_ranks"] for plan in found["plan"]] == [1024, 4096, 16384]
+    assert [plan["num_ranks"] for plan in found["plan"]] == [64, 64, 128, 128]
     assert [balance["num_items"] for balance in found["balance"]] == [512, 4096]
 
 

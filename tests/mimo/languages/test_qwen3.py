@@ -51,7 +51,7 @@ def text_positions() -> Tensor:
 def image_positions() -> Tensor:
     """(3, T) int64: with blocks in which height and width positions count up on their own."""
     parts = [
-        mrope_position_ids(n, [o for o, _ in images], [g for _, g in images])
+        mrope_position_ids([n], [o for o, _ in images], [g for _, g in images])
         for n, images in zip(LENGTHS, IMAGES, strict=True)
     ]
     return torch.cat([torch.from_numpy(part) for part in parts], dim=1)

@@ -33,6 +33,7 @@ PREPARING = (
     ("mimo.train.batches", "gather_items"),
     ("mimo.model.modules", "stage_lane"),
     ("mimo.model.modules", "stage_items"),
+    ("mimo.model.flops.StepFlops", "of"),
     ("data.index.reader.SampleReader", "sample"),
     ("data.index.reader.SampleReader", "patches"),
 )
@@ -211,6 +212,15 @@ def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepa
     # Waiting in a validation does not count for the next step.
     assert min(idle[0]) > 0
     assert idle == [idle[0]] * 4
+
+
+def test_what_ranks_of_a_colocated_encoder_lane_share_out_is_planned_ahead_too(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    overrides = [*ONE_RANK, "encoders.vision.grid={tp: 2}", "language.grid={dp: 2}"]
+    overrides.append("train.global_batch_size=16")
+    for found in run_ranks(train_beside_a_slow_rank, 2, recipe, overrides):
+        assert found["threads"]["bridge.plan._exchange"] == {"preparer_0"}
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_frozen_towers_count_their_forward_and_text_costs_them_nothing(directory
     found = flops.of(plan)
     assert found["vision"] == pytest.approx(forward_flops(recipe, grids))
     (text_only,) = [m for m in plan.microbatches if not len(m.samples.item)][:1]
-    alone = flops.of(StepPlan((text_only,), 1, 1, 1.0))
+    alone = flops.of(StepPlan((text_only,), 1, 1, 1.0, {}))
     assert alone["vision"] == 0
     assert alone["language"] > 0
 
@@ -95,10 +95,11 @@ def test_utilisation_is_a_share_of_the_peak_of_all_ranks_of_the_job(
     plan, _, _ = planned(recipe)
     layout = build_layout(recipe)
     assert layout.world_size == 3
-    result = StepResult(plan, 1.0, 1.0, {"language": 0.1}, 0.0, 2.0, 0.0, 0.0)
+    flops = {"language": 90.0, "vision": 30.0}
+    result = StepResult(plan, flops, 1.0, 1.0, {"language": 0.1}, 0.0, 2.0, 0.0, 0.0)
     monkeypatch.setattr(metrics, "peak_flops", lambda: 100.0)
-    found = step_metrics(result, layout, {"language": 90.0, "vision": 30.0}, 0)
+    found = step_metrics(result, layout, 0)
     assert found["mfu"] == pytest.approx(120 / (2.0 * 3 * 100.0))
     assert (found["flops_language"], found["flops_vision"]) == (90.0, 30.0)
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
-    assert step_metrics(result, layout, {"language": 90.0}, 0)["mfu"] is None
+    assert step_metrics(result, layout, 0)["mfu"] is None

@@ -5,15 +5,13 @@ Letters: T packed tokens of a lane, C context-parallel ranks, S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.device import send
-from mimo.engines.megatron.segments import LaneOrder, zigzag_indices
+from mimo.engines.megatron.segments import LaneOrder
 
 
 class _GatherLane(torch.autograd.Function):
@@ -47,15 +45,3 @@ def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Te
     gathered = _GatherLane.apply(share, order, group)
     assert isinstance(gathered, Tensor)
     return gathered
-
-
-def zigzag_share(whole: Tensor, group: dist.ProcessGroup, lengths: Sequence[int] = ()) -> Tensor:
-    """Chunks r and 2·C-1-r of the 2·C equal chunks of dim 0: (S, ...) -> (S/C, ...).
-
-    lengths: of packed segments, padded, each of which is cut so; empty for one sequence.
-    No collective. Raises ValueError when 2·C does not divide S, or a segment.
-    """
-    lengths = tuple(lengths) or (whole.shape[0],)
-    assert sum(lengths) == whole.shape[0], f"{sum(lengths)} tokens in segments of {len(whole)}"
-    index = zigzag_indices(lengths, group.size(), group.rank())
-    return whole.index_select(0, send(index, whole.device))

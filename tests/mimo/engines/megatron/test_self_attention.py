@@ -50,13 +50,13 @@ def train_with_both(rank: int, job: Job) -> tuple[dict[str, Any], dict[str, Any]
     """Metrics and shards with our self-attention and Megatron's; whether kernels are fused."""
     from megatron.core.transformer.attention import SelfAttention
 
-    from mimo.engines.megatron import language, stack
+    from mimo.engines.megatron import stack
 
     ours = language_steps.train(rank, job)
     patched: Any = stack
     patched.SelfAttention = SelfAttention  # which picks each segment's frequencies itself
-    patched = language
-    patched.zigzag_share = lambda frequencies, *unused: frequencies
+    patched = language_steps
+    patched.share_of_positions = lambda whole, *unused: whole
     trainer = language_steps.Trainer(job)
     megatrons = {"metrics": [trainer.step(0)], "shards": trainer.shards()}
     return ours, megatrons, trainer.raw[0].config.apply_rope_fusion
