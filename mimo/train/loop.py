@@ -14,6 +14,7 @@ from mimo.model.build import build_model
 from mimo.model.flops import StepFlops
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, item_processors, open_tokenizer
+from mimo.step.decoding import Decoding, open_decoding
 from mimo.train.batches import Batches
 from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
@@ -47,8 +48,11 @@ class Trainer:
         train, layout = self.recipe.train, self.topology.layout
         steps = range(self.progress.step, train.steps)
         flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
-        ahead = self.recipe.data.prefetch_steps
-        with self._batches("step", dataset, steps, self.progress.used, ahead) as batches:
+        readers = (*dataset.readers, *(validation.readers if validation else ()))
+        with (
+            open_decoding(self.recipe, layout, self.topology.rank, readers) as decoding,
+            self._batches("step", dataset, steps, self.progress.used, 1, decoding) as batches,
+        ):
             for step in steps:
                 progress = self.progress.with_skipped(batches.unusable_samples())
                 self._check_skipped(progress.skipped_samples)
@@ -62,18 +66,17 @@ class Trainer:
                 }
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")
-                    yield {"step": done, "validation_loss": self.validate(validation)}
+                    yield {"step": done, "validation_loss": self.validate(validation, decoding)}
                 if done == train.steps or (train.save_every and done % train.save_every == 0):
                     observer.at(step, "checkpoint")
                     self.save()
 
-    def validate(self, dataset: Dataset) -> float:
+    def validate(self, dataset: Dataset, decoding: Decoding) -> float:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
         steps = range(self.recipe.train.validation_batches)
         total = tokens = 0.0
-        # At most one ahead: the batches of training are waiting too.
-        ahead = min(1, self.recipe.data.prefetch_steps)
-        with self._batches("validation batch", dataset, steps, Used(), ahead) as batches:
+        # None is prepared ahead of use: a batch of training is waiting on the device too.
+        with self._batches("validation batch", dataset, steps, Used(), 0, decoding) as batches:
             for _ in steps:
                 batch = batches.next()
                 own_part = run_modules(self.model, batch, forward_only=True)
@@ -96,9 +99,16 @@ class Trainer:
         )
 
     def _batches(
-        self, name: str, dataset: Dataset, steps: range, used: Used, ahead: int
+        self,
+        name: str,
+        dataset: Dataset,
+        steps: range,
+        used: Used,
+        num_prepared: int,
+        decoding: Decoding,
     ) -> Batches:
-        return Batches(name, self.recipe, self.topology, dataset, steps, used, ahead, self.model)
+        given = (name, self.recipe, self.topology, dataset, steps, used, num_prepared)
+        return Batches(*given, self.model, decoding)
 
     def _check_skipped(self, skipped: int) -> None:
         limit = self.recipe.data.max_skipped_samples
