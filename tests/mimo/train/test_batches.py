@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +180,29 @@ def fail_while_preparing(rank: int, path: Path, where: str, name: str) -> dict[s
     return {"error": found, "done": done, "left": _own_threads()}
 
 
+def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -> dict[str, Any]:
+    """Metrics, what this rank decoded itself, and what is left of the run in shared memory.
+
+    shared: whether the ranks know that they are on one host.
+    """
+    from mimo.layout.hosts import Host
+    from mimo.step import decoding
+
+    found, decoded, hosts = decoding.find_host, list[str](), list[Host]()
+
+    def find() -> Host:
+        hosts.append(found() if shared else replace(found(), ranks=(rank,), job=f"test{rank}"))
+        return hosts[-1]
+
+    decoding.find_host = find
+    for name in ("sample", "patches"):
+        where = "data.index.reader.SampleReader"
+        _around(where, name, lambda name=name: decoded.append(name))
+    metrics = list(_trained(path, *overrides))
+    left = list(Path("/dev/shm").glob(f"mimo-*-{hosts[0].job}"))
+    return {"metrics": metrics, "decoded": decoded, "left": left, "ranks": hosts[0].ranks}
+
+
 # ---------------------------------------------------------------------------- tests
 
 
@@ -239,6 +263,35 @@ def test_an_error_in_the_background_reaches_the_training_thread_as_it_was(
     # What was read before it is trained on: the third step's samples are read during the first.
     assert found["done"] == (2 if name == "finish" else 0)
     assert found["left"] == []
+
+
+def test_ranks_of_a_lane_on_one_host_decode_once_for_all_of_them_and_learn_the_same(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    pair = ["language.grid.tp=2", "encoders.vision.grid.tp=2", *ONE_RANK]
+    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    pair += [shard, "train.validate_every=2", "train.validation_batches=2"]
+    runs = [
+        run_ranks(train_and_share, 2, recipe, shared, [*pair, f"data.workers={workers}"])
+        for shared, workers in ((False, 0), (True, 0), (True, 1), (False, 2))
+    ]
+    told = [
+        [
+            [(m.get("loss"), m.get("validation_loss"), m.get("skipped_samples")) for m in metrics]
+            for metrics in (found["metrics"] for found in run)
+        ]
+        for run in runs
+    ]
+    assert told == [told[0]] * len(runs)
+    assert told[0][0] == told[0][1]
+    assert [skipped for loss, _, skipped in told[0][0] if loss is not None] == [1] * STEPS
+    alone, together, *with_workers = ([found["decoded"] for found in run] for run in runs)
+    for kind in ("sample", "patches"):
+        assert alone[0].count(kind) == alone[1].count(kind) == sum(d.count(kind) for d in together)
+        assert all(d.count(kind) > alone[0].count(kind) / 3 for d in together), "evenly"
+    assert with_workers == [[[], []]] * 2
+    assert [found["ranks"] for run in runs[:2] for found in run] == [(0,), (1,), (0, 1), (0, 1)]
+    assert all(found["left"] == [] for run in runs for found in run[-1:])
 
 
 def test_waits_for_data_are_reported_apart_from_the_host_s_own_time(
