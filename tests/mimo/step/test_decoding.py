@@ -40,7 +40,8 @@ class Case:
     """A data set, and loaders of it for rank 0."""
 
     def __init__(self, directory: Path, root: Path, *overrides: str) -> None:
-        recipe = load_recipe(tiny.write_recipe(directory), [COLOCATED, *overrides])
+        self.path = tiny.write_recipe(directory)
+        recipe = load_recipe(self.path, [COLOCATED, *overrides])
         dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
         assert dataset is not None
         self.dataset: Dataset = dataset
@@ -217,6 +218,17 @@ def test_full_shared_memory_is_told_with_the_way_out(
     with pytest.raises(OSError, match="No space left") as raised:
         pair.load(pair.decoding(0, ranks=(0, 1)))
     assert "--shm-size" in raised.value.__notes__[0]
+
+
+def test_workers_are_the_cores_that_ranks_leave(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cores, wanted, expected in ((1, "null", 0), (2, "null", 1), (16, "null", 15), (1, "3", 3)):
+        monkeypatch.setattr(decodings, "find_host", lambda cores=cores: Host((0,), "j", 0, cores))
+        recipe = load_recipe(case.path, [COLOCATED, f"data.workers={wanted}"])
+        with decodings.open_decoding(recipe, case.layout, 0, [case.reader]) as decoding:
+            assert (0 if decoding.pool is None else decoding.pool.size) == expected
+            assert decoding.worker_seconds == recipe.bridge.timeout_seconds / 4
 
 
 def test_little_shared_memory_is_passed_over_with_a_warning(
