@@ -133,7 +133,8 @@ class StepLoader:
         self._last = last_step
         self._num_left = last_step - first_step
         self._crew = Crew(decoding)
-        # Of the steps, their bytes and the error, which two threads use.
+        # Of the steps, their bytes and the error. The thread adds steps, `next` takes them away:
+        # so the thread goes through copies of the list.
         self._changed = threading.Condition()
         self._steps: deque[_Loading] = deque()
         self._num_bytes = 0
@@ -174,7 +175,7 @@ class StepLoader:
         try:
             while not self._closing:
                 began = self._begin_one()
-                awaits = any(step.awaited for step in self._steps)
+                awaits = any(step.awaited for step in list(self._steps))
                 pause = 0 if began else _POLL_SECONDS if awaits else _PAUSE_SECONDS
                 for task, outcome in self._crew.finished(self._woken, pause):
                     self._keep(task, outcome)
@@ -246,7 +247,7 @@ class StepLoader:
 
     def _keep(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
         """Keep what was decoded here, or why it cannot be."""
-        step = next(one for one in self._steps if one.loaded.step == task.step)
+        step = next(one for one in list(self._steps) if one.loaded.step == task.step)
         loaded, arrays = step.loaded, outcome
         if isinstance(arrays, UnreadableSample):
             sample = first_samples(loaded.microbatches)[task.microbatch] + task.sample
