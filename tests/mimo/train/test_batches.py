@@ -6,6 +6,7 @@ Rank 0 has the tower, rank 1 the language model; rank 1 is slow at everything th
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -19,6 +20,7 @@ import pytest
 
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
+from mimo.layout.hosts import SHARED_MEMORY
 from mimo.step.dataset import open_dataset
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -181,7 +183,7 @@ def fail_while_preparing(rank: int, path: Path, where: str, name: str) -> dict[s
 
 
 def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -> dict[str, Any]:
-    """Metrics, what this rank decoded itself, and what is left of the run in shared memory.
+    """Metrics, what this rank decoded itself, and its host.
 
     shared: whether the ranks know that they are on one host.
     """
@@ -199,8 +201,7 @@ def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -
         where = "data.index.reader.SampleReader"
         _around(where, name, lambda name=name: decoded.append(name))
     metrics = list(_trained(path, *overrides))
-    left = list(Path("/dev/shm").glob(f"mimo-*-{hosts[0].job}"))
-    return {"metrics": metrics, "decoded": decoded, "left": left, "ranks": hosts[0].ranks}
+    return {"metrics": metrics, "decoded": decoded, "host": hosts[0]}
 
 
 # ---------------------------------------------------------------------------- tests
@@ -290,8 +291,10 @@ def test_ranks_of_a_lane_on_one_host_decode_once_for_all_of_them_and_learn_the_s
         assert alone[0].count(kind) == alone[1].count(kind) == sum(d.count(kind) for d in together)
         assert all(d.count(kind) > alone[0].count(kind) / 3 for d in together), "evenly"
     assert with_workers == [[[], []]] * 2
-    assert [found["ranks"] for run in runs[:2] for found in run] == [(0,), (1,), (0, 1), (0, 1)]
-    assert all(found["left"] == [] for run in runs for found in run[-1:])
+    hosts = [found["host"] for run in runs for found in run]
+    assert [host.ranks for host in hosts[:4]] == [(0,), (1,), (0, 1), (0, 1)]
+    assert {host.cores_per_rank for host in hosts} == {len(os.sched_getaffinity(0)) // 2}
+    assert not [left for host in hosts for left in SHARED_MEMORY.glob(f"mimo-*-{host.job}")]
 
 
 def test_waits_for_data_are_reported_apart_from_the_host_s_own_time(
