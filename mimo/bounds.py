@@ -54,7 +54,9 @@ Steps = Annotated[int, Field(ge=1, le=10**9)]
 WarmupSteps = Annotated[int, Field(ge=0, le=10**9)]
 PackingWindow = Annotated[int, Field(ge=1, le=2**16)]
 """Samples that a checkpoint may have to name."""
-PrefetchSteps = Annotated[int, Field(ge=0, le=2**10)]
+Mebibytes = Annotated[int, Field(ge=0, le=2**22)]
+Workers = Annotated[int, Field(ge=0, le=2**10)]
+"""Processes of a rank."""
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 SkippedSamples = Annotated[int, Field(ge=0, le=10**12)]
 CacheGib = Annotated[float, Field(ge=0, le=2**20)]

@@ -54,6 +54,10 @@ class SampleReader:
         self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
         self._plans: dict[tuple[float, ...], PartPlan] = {}  # one for all items of a long video
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another process, which opens the shards itself."""
+        return SampleReader, (self.index, self.chat, self.processors)
+
     def messages(self, sample: int) -> list[dict[str, object]]:
         """The chat messages of a sample, as they are in its JSON.
 

@@ -138,8 +138,14 @@ class Data(Section):
     cache_gib: bounds.CacheGib | None = None
     """Most GiB of blocks of shards at URLs that are kept on the local disk; those used least
     recently go first. Null or 0 keeps none."""
-    prefetch_steps: bounds.PrefetchSteps = 2
-    """Steps that are read ahead of use; from 2 on, the next one is on the device ahead of use."""
+    workers: bounds.Workers | None = None
+    """Processes of each rank that decode; 0 decodes in a thread of the rank. Null shares out the
+    cores of a host, less one for each rank itself: 0 with fewer than two a rank."""
+    worker_timeout_seconds: bounds.Seconds | None = None
+    """A worker that takes longer for one item or text is replaced; null for a quarter of
+    `bridge.timeout_seconds`."""
+    prefetch_mib: bounds.Mebibytes = 512
+    """How much a rank decodes ahead of use; the next step is read in any case."""
 
     @model_validator(mode="after")
     def _budget_is_of_packed_sequences(self) -> "Data":

@@ -1,16 +1,22 @@
-"""Reads what this rank owns of each step, in a background thread, ahead of use.
+"""Reads what this rank owns of each step, ahead of use: a stream of items and texts in that order.
 
-A rank decodes the items of its lane of each encoder that it owns and no others; a language rank
-tokenizes the samples of its lane.
+A rank needs the items of its lane of each encoder that it owns and no others, a language rank the
+texts of its lane. What several ranks of a host need, one of them decodes. A thread gives the work
+to worker processes, or does it itself; it waits for them and for other ranks, never for a thread.
 """
 
 from __future__ import annotations
 
+import errno
+import threading
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
+from multiprocessing.connection import Pipe
+from operator import not_
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,8 +27,16 @@ from data.index.reader import SampleReader, UnreadableSample, plans_of_items
 from data.index.samples import SkippedSample
 from data.packing import Used
 from data.text.chat import EncodedSample
-from mimo.layout.grids import Coords, Layout
+from data.worker_process import TEXT
+from mimo.layout.grids import Coords
+from mimo.step.crew import Crew
+from mimo.step.decoding import Decoding, read_arrays
 from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner, first_samples
+from mimo.step.tasks import Task, tasks_of_step
+
+_MOST_STEPS_AHEAD = 8  # beyond the next, however small they are
+_POLL_SECONDS = 0.005  # between two looks for a file of another rank
+_PAUSE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,7 @@ class LoadedStep:
     patches: per microbatch, items (P, C) by data source and number in its index, in the dtype in
         which they are computed on.
     unusable: sample numbers in the step that this rank could not read, with what is wrong.
+    handed_over: files that this rank has made for others.
     """
 
     step: int
@@ -55,6 +70,12 @@ class LoadedStep:
     encoded: list[dict[int, EncodedSample]] = field(default_factory=list)
     patches: list[dict[tuple[int, int], Tensor]] = field(default_factory=list)
     unusable: dict[int, SkippedSample] = field(default_factory=dict)
+    handed_over: list[Path] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Remove the files for other ranks of this host; all ranks have loaded the step."""
+        for path in self.handed_over:
+            path.unlink(missing_ok=True)
 
     @property
     def num_samples(self) -> int:
@@ -68,94 +89,207 @@ class LoadedStep:
         return {(int(source[number]), int(sample[number])): number for number in numbers}
 
 
+@dataclass
+class _Loading:
+    """A step that is being loaded: what is to be decoded here and by others, and what it holds."""
+
+    loaded: LoadedStep
+    todo: deque[Task]
+    awaited: deque[Task]
+    num_missing: int
+    num_bytes: int = 0
+
+
+class DecoderLate(RuntimeError):
+    """Another rank has not decoded what this one needs; ``waits_for`` holds its number."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.waits_for = (rank,)
+
+
 class StepLoader:
     """Loads steps in order from ``first_step`` on. Close it when done.
 
-    ahead: steps that are being loaded, or wait, while nobody asks for one.
-    patch_dtype: of the patches from the moment that they are decoded.
+    The next step is read whether or not anybody asks for it, and what follows as long as the bytes
+    that are decoded and not asked for yet stay below ``decoding.ahead_bytes``.
+    patch_dtype: of patches that are real numbers, from the moment that they are decoded.
     """
 
     def __init__(
         self,
         planner: StepPlanner,
         readers: Sequence[SampleReader],
-        layout: Layout,
-        rank: int,
+        decoding: Decoding,
         first_step: int,
         last_step: int,
-        ahead: int,
         patch_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.planner = planner
         self.readers = readers
-        self.layout = layout
-        self.rank = rank
-        self.ahead = ahead
+        self.decoding = decoding
         self.patch_dtype = patch_dtype
+        self._name = decoding.next_name()
         self._next = first_step
         self._last = last_step
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._pending: deque[Future[LoadedStep]] = deque()
-        self._submit(ahead)
-
-    def _submit(self, wanted: int) -> None:
-        """Load further steps until ``wanted`` of them are under way or wait."""
-        while len(self._pending) < wanted and self._next < self._last:
-            self._pending.append(self._pool.submit(self._load, self._next))
-            self._next += 1
+        self._num_left = last_step - first_step
+        self._crew = Crew(decoding)
+        # Of the steps, their bytes and the error. The thread adds steps, `next` takes them away:
+        # so the thread goes through copies of the list.
+        self._changed = threading.Condition()
+        self._steps: deque[_Loading] = deque()
+        self._num_bytes = 0
+        self._error: BaseException | None = None
+        self._asked: float | None = None  # since when somebody waits
+        self._woken, self._waker = Pipe(duplex=False)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
 
     def next(self) -> LoadedStep:
         """The next step; waits for it if need be. Raises what its reading raised."""
-        self._submit(1)
-        assert self._pending, "no steps are left to load"
-        loaded = self._pending.popleft().result()
-        self._submit(self.ahead)
-        return loaded
+        assert self._num_left, "no steps are left to load"
+        self._num_left -= 1
+        with self._changed:
+            self._asked = time.monotonic()
+            self._changed.wait_for(lambda: self._is_complete() or self._error is not None)
+            self._asked = None
+            if self._error is not None and not self._is_complete():
+                raise self._error
+            step = self._steps.popleft()
+            self._num_bytes -= step.num_bytes
+        self._waker.send_bytes(b"a step is gone")
+        return step.loaded
 
     def close(self) -> None:
-        """Stop loading; waits for the step that is being read."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Stop loading; waits for what is being decoded in this process."""
+        self._closing = True
+        self._waker.send_bytes(b"the end")
+        self._thread.join()
 
-    def _load(self, step: int) -> LoadedStep:
+    def _is_complete(self) -> bool:
+        return bool(self._steps) and self._steps[0].num_missing == 0
+
+    # -------------------------------------------------------------- the thread in the background
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                began = self._begin_one()
+                awaits = any(step.awaited for step in list(self._steps))
+                pause = 0 if began else _POLL_SECONDS if awaits else _PAUSE_SECONDS
+                for task, outcome in self._crew.finished(self._woken, pause):
+                    self._keep(task, outcome)
+                self._fetch()
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                error.add_note(
+                    "no room is left for decoded data: start the container with a larger "
+                    "--shm-size, or lower data.prefetch_mib"
+                )
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            self._crew.close()
+
+    def _begin_one(self) -> bool:
+        """Begin to decode what is needed next; False if nothing may be, or nobody is free."""
+        step = self._step_to_read()
+        if step is None or not self._crew.begin(step.todo[0]):
+            return False
+        self._count_bytes(step, step.todo.popleft().num_bytes)
+        return True
+
+    def _step_to_read(self) -> _Loading | None:
+        """The first step of which something is to be decoded now; plans further ones if need be."""
+        ahead = self.decoding.ahead_bytes
+        while True:
+            with self._changed:
+                held, num_steps = self._num_bytes, len(self._steps)
+                for place, step in enumerate(self._steps):
+                    if step.todo:
+                        fits = held + step.todo[0].num_bytes <= ahead
+                        return step if place == 0 or fits else None
+            enough = held >= ahead or num_steps > _MOST_STEPS_AHEAD
+            if self._next == self._last or (num_steps and enough):
+                return None
+            planned = self._plan(self._next)
+            self._next += 1
+            with self._changed:
+                self._steps.append(planned)
+                self._changed.notify_all()  # it may be complete: a rank may need nothing of it
+
+    def _plan(self, step: int) -> _Loading:
         microbatches = self.planner.microbatches(step)
         loaded = LoadedStep(step, microbatches, self.planner.used_before(step + 1))
-        for first, planned in zip(first_samples(microbatches), microbatches, strict=True):
-            loaded.encoded.append(self._encode_samples(planned, first, loaded.unusable))
-            loaded.patches.append(self._decode_items(planned, first, loaded.unusable))
-        return loaded
+        for _ in microbatches:
+            loaded.encoded.append({})
+            loaded.patches.append({})
+        tasks = [*tasks_of_step(step, self._name, microbatches, self.readers, self.decoding)]
+        own = [task.by == self.decoding.rank for task in tasks]
+        return _Loading(
+            loaded,
+            todo=deque(compress(tasks, own)),
+            awaited=deque(compress(tasks, map(not_, own))),
+            num_missing=len(tasks),
+        )
 
-    def _encode_samples(
-        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, SkippedSample]
-    ) -> dict[int, EncodedSample]:
-        if self.rank not in self.layout.language.ranks:
-            return {}
-        samples = planned.samples
-        encoded = {}
-        for i in samples.samples_of_lane(self.layout.language.coords(self.rank).dp).tolist():
-            try:
-                encoded[i] = self.readers[int(samples.source[i])].sample(int(samples.sample[i]))
-            except UnreadableSample as error:
-                unusable[first + i] = error.sample  # the error itself would keep its frames alive
-                encoded[i] = _stand_in(int(samples.length[i]))
-        return encoded
+    def _fetch(self) -> None:
+        """Take what other ranks have decoded."""
+        for step in list(self._steps):
+            while step.awaited:
+                task = step.awaited[0]
+                assert task.path is not None, "what is shared has a file"
+                if not task.path.exists():
+                    self._check_patience(task)
+                    return
+                self._have(step, step.awaited.popleft(), read_arrays(task.path))
 
-    def _decode_items(
-        self, planned: PlannedMicrobatch, first: int, unusable: dict[int, SkippedSample]
-    ) -> dict[tuple[int, int], Tensor]:
-        decoded = {}
-        for name, grid in self.layout.encoders.items():
-            if self.rank not in grid.ranks or grid.coords(self.rank).pp > 0:
-                continue
-            samples = planned.samples
-            for k in planned.encoders[name].of_lane(grid.coords(self.rank).dp).tolist():
-                owner = int(samples.item_sample[k])
-                source, item = int(samples.source[owner]), int(samples.item[k])
-                try:
-                    patches = torch.from_numpy(self.readers[source].patches(item))
-                    decoded[source, item] = patches.to(self.patch_dtype)
-                except UnreadableSample as error:
-                    unusable[first + owner] = error.sample
-        return decoded
+    def _keep(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
+        """Keep what was decoded here, or why it cannot be."""
+        step = next(one for one in list(self._steps) if one.loaded.step == task.step)
+        loaded, arrays = step.loaded, outcome
+        if isinstance(arrays, UnreadableSample):
+            sample = first_samples(loaded.microbatches)[task.microbatch] + task.sample
+            loaded.unusable[sample] = arrays.sample
+            arrays = []
+        if task.shared and task.path is not None:
+            loaded.handed_over.append(task.path)
+        self._count_bytes(step, -task.num_bytes)
+        self._have(step, task, arrays)
+
+    def _have(self, step: _Loading, task: Task, arrays: Sequence[np.ndarray]) -> None:
+        """Put decoded arrays in their place; there are none of what cannot be read."""
+        loaded, m = step.loaded, task.microbatch
+        if task.kind == TEXT:
+            length = int(loaded.microbatches[m].samples.length[task.number])
+            loaded.encoded[m][task.number] = EncodedSample(*arrays) if arrays else _stand_in(length)
+            num_bytes = sum(array.nbytes for array in arrays)
+        else:
+            num_bytes = 0
+            for array in arrays:
+                patches = torch.from_numpy(array)
+                if patches.is_floating_point():
+                    patches = patches.to(self.patch_dtype)
+                loaded.patches[m][task.source, task.address] = patches
+                num_bytes += patches.nbytes
+        self._count_bytes(step, num_bytes)
+        with self._changed:
+            step.num_missing -= 1
+            self._changed.notify_all()
+
+    def _count_bytes(self, step: _Loading, num_bytes: int) -> None:
+        with self._changed:
+            step.num_bytes += num_bytes
+            self._num_bytes += num_bytes
+
+    def _check_patience(self, task: Task) -> None:
+        """Only while this rank waits: until then the other one may be busy with earlier steps."""
+        asked, limit = self._asked, self.decoding.peer_seconds
+        if asked is not None and time.monotonic() - asked > limit:
+            late = task.error(f"rank {task.by} has not decoded it for this rank within {limit:g} s")
+            raise DecoderLate(str(late), task.by)
 
 
 def _stand_in(length: int) -> EncodedSample:

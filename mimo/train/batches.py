@@ -6,7 +6,7 @@ The thread that trains neither reads, plans nor packs; it waits, if it must, and
 sum over all ranks per step. While it works on step k, threads in the background have this for it:
 
     prepare step k + 1   planned without its unusable samples, packed, on its way to the device
-    read step k + 2      decoded and tokenized by the loader
+    read step k + 2      decoded and tokenized by the loader, and what follows as far as memory goes
 
 With the loss of step k it is summed over all ranks who could not read which sample of step k + 2.
 No thread in the background ever waits for another thread, so none can hang.
@@ -41,6 +41,7 @@ from mimo.model.inputs import EncoderBatch, LanguageBatch
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, linear_tokens, token_budget
+from mimo.step.decoding import Decoding
 from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.step.plan import StepPlan, StepPlanner
 from mimo.train.bad_samples import leave_note
@@ -86,9 +87,8 @@ class Batches:
     `sum_over_world`.
     name: what messages call one batch, such as "step". used: the samples of the order before the
     first batch; later, those up to the last batch that `next` gave.
-    ahead: how many batches beyond the one in use are read in the background. With two or more, the
-    next one is also prepared in the background; with one it is prepared between steps; with none
-    it is read between steps too.
+    num_prepared: how many batches are prepared while another is in use, 1 or 0. The one after
+    these is read meanwhile, and more of what follows as far as ``decoding`` lets it.
     flops: counts those of each batch; None where nobody asks.
     """
 
@@ -100,8 +100,9 @@ class Batches:
         dataset: Dataset,
         steps: range,
         used: Used,
-        ahead: int,
+        num_prepared: int,
         model: MimoModel,
+        decoding: Decoding,
         flops: StepFlops | None = None,
     ) -> None:
         self.name = name
@@ -130,16 +131,9 @@ class Batches:
             linear_tokens=linear_tokens(recipe),
             fixed_tokens=fixed_tokens(recipe, topology.layout),
         )
-        self._num_prepared = 1 if ahead > 1 else 0  # while another batch is in use
+        self._num_prepared = num_prepared
         self._loader = StepLoader(
-            self._planner,
-            dataset.readers,
-            topology.layout,
-            topology.rank,
-            steps.start,
-            steps.stop,
-            ahead - self._num_prepared,
-            self._dtype,
+            self._planner, dataset.readers, decoding, steps.start, steps.stop, self._dtype
         )
         self._left = len(steps)
         self._read: list[LoadedStep] = []
@@ -222,6 +216,7 @@ class Batches:
 
     def _prepare(self, loaded: LoadedStep, unusable: Sequence[int]) -> tuple[RankBatch, Staging]:
         """What this rank needs of a batch, in the order of its plan; in the background."""
+        loaded.release()
         plan = self._planner.finish(loaded.microbatches, unusable)
         dataset, lanes, items = self.dataset, [], {}
         readers = dataset.readers

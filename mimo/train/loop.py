@@ -14,6 +14,7 @@ from mimo.model.build import build_model
 from mimo.model.flops import StepFlops
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, item_processors, open_tokenizer
+from mimo.step.decoding import Decoding, open_decoding
 from mimo.train.bad_samples import BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches
 from mimo.train.metrics import step_metrics
@@ -55,9 +56,12 @@ class Trainer:
         train, layout = self.recipe.train, self.topology.layout
         steps = range(self.progress.step, train.steps)
         flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
-        ahead = self.recipe.data.prefetch_steps
+        readers = (*dataset.readers, *(validation.readers if validation else ()))
         used, counts = self.progress.used, flops if self.topology.reports else None
-        with self._batches(STEP, dataset, steps, used, ahead, counts) as batches:
+        with (
+            open_decoding(self.recipe, layout, self.topology.rank, readers) as decoding,
+            self._batches(STEP, dataset, steps, used, 1, decoding, counts) as batches,
+        ):
             for step in steps:
                 unusable = batches.unusable_samples()
                 progress = self.progress.with_skipped(unusable.keys())
@@ -75,18 +79,17 @@ class Trainer:
                 }
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")
-                    yield {"step": done, "validation_loss": self.validate(validation)}
+                    yield {"step": done, "validation_loss": self.validate(validation, decoding)}
                 if done == train.steps or (train.save_every and done % train.save_every == 0):
                     observer.at(step, "checkpoint")
                     self.save()
 
-    def validate(self, dataset: Dataset) -> float:
+    def validate(self, dataset: Dataset, decoding: Decoding) -> float:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
         steps = range(self.recipe.train.validation_batches)
         total = tokens = 0.0
-        # At most one ahead: the batches of training are waiting too.
-        ahead = min(1, self.recipe.data.prefetch_steps)
-        with self._batches("validation batch", dataset, steps, Used(), ahead, None) as batches:
+        # None is prepared ahead of use: a batch of training is waiting on the device too.
+        with self._batches("validation batch", dataset, steps, Used(), 0, decoding) as batches:
             for _ in steps:
                 batch = batches.next()
                 own_part = run_modules(self.model, batch, forward_only=True)
@@ -114,8 +117,9 @@ class Trainer:
         data: Dataset,
         steps: range,
         used: Used,
-        ahead: int,
-        counts: StepFlops | None,
+        num_prepared: int,
+        decoding: Decoding,
+        counts: StepFlops | None = None,
     ) -> Batches:
-        recipe, topology, model = self.recipe, self.topology, self.model
-        return Batches(name, recipe, topology, data, steps, used, ahead, model, counts)
+        given = (name, self.recipe, self.topology, data, steps, used, num_prepared)
+        return Batches(*given, self.model, decoding, counts)

@@ -59,6 +59,7 @@ data:
   tokenizer: {directory}/tokenizer
   sequence_length: 128
   shuffle_block: 1000
+  workers: 0
 train:
   steps: 3
   global_batch_size: 12

@@ -111,7 +111,7 @@ def test_a_folder_and_a_device_are_no_recipes(tmp_path: Path) -> None:
         ("language.grid.rank_offset=2000000", "less than or equal to"),
         ("train.global_batch_size=1000000000000000", "less than or equal to 1048576"),
         ("train.micro_batch_size=1000000000000000", "less than or equal to 1048576"),
-        ("data.prefetch_steps=1000000000", "less than or equal to 1024"),
+        ("data.prefetch_mib=1000000000", "less than or equal to 4194304"),
         ("train.seed=" + str(2**70), "less than 4294967296"),
         ("train.seed=" + "9" * 5000, "a number of 5000 characters"),
         ("train.seed=" + "[" * 5000, "nested more than 50 deep"),

@@ -12,6 +12,7 @@ from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout
 from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.step.decoding import Decoding
 from mimo.step.loader import LoadedStep, StepLoader, pack_language
 from mimo.step.plan import StepPlan, StepPlanner
 from tests.mimo import tiny
@@ -26,7 +27,8 @@ def load(
     assert dataset is not None
     layout = build_layout(recipe)
     planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
-    loader = StepLoader(planner, dataset.readers, layout, rank, 0, 1, 0, patch_dtype)
+    decoding = Decoding(dataset.readers, layout, rank)
+    loader = StepLoader(planner, dataset.readers, decoding, 0, 1, patch_dtype)
     loaded = loader.next()
     loader.close()
     return loaded, planner.finish(loaded.microbatches), dataset, layout

@@ -6,10 +6,12 @@ Rank 0 has the tower, rank 1 the language model; rank 1 is slow at everything th
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
+from mimo.layout.hosts import SHARED_MEMORY
 from mimo.step.dataset import open_dataset
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -128,7 +131,7 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
     }
 
 
-def train_and_count(rank: int, path: Path, ahead: int) -> list[tuple[int, int]]:
+def train_and_count(rank: int, path: Path, mib: int) -> list[tuple[int, int]]:
     """For each step, how many read batches and how many prepared ones there are meanwhile."""
     from mimo.step.loader import LoadedStep
     from mimo.train import step as steps
@@ -152,7 +155,7 @@ def train_and_count(rank: int, path: Path, ahead: int) -> list[tuple[int, int]]:
 
     _around("mimo.train.step", "run_modules", count)
     assert steps.run_modules.__name__ == "called"
-    list(_trained(path, *ONE_RANK, f"data.prefetch_steps={ahead}"))
+    list(_trained(path, *ONE_RANK, f"data.prefetch_mib={mib}"))
     return counts
 
 
@@ -180,6 +183,28 @@ def fail_while_preparing(rank: int, path: Path, where: str, name: str) -> dict[s
     return {"error": found, "done": done, "left": _own_threads()}
 
 
+def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -> dict[str, Any]:
+    """Metrics, what this rank decoded itself, and its host.
+
+    shared: whether the ranks know that they are on one host.
+    """
+    from mimo.layout.hosts import Host
+    from mimo.step import decoding
+
+    found, decoded, hosts = decoding.find_host, list[str](), list[Host]()
+
+    def find() -> Host:
+        hosts.append(found() if shared else replace(found(), ranks=(rank,), job=f"test{rank}"))
+        return hosts[-1]
+
+    decoding.find_host = find
+    for name in ("sample", "patches"):
+        where = "data.index.reader.SampleReader"
+        _around(where, name, lambda name=name: decoded.append(name))
+    metrics = list(_trained(path, *overrides))
+    return {"metrics": metrics, "decoded": decoded, "host": hosts[0]}
+
+
 # ---------------------------------------------------------------------------- tests
 
 
@@ -189,8 +214,8 @@ def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepa
     shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
     validated = [shard, "train.validate_every=2", "train.validation_batches=2"]
     losses, idle = [], []
-    for ahead, settings in ((0, validated), (2, validated), (3, []), (1, [])):
-        overrides = [*settings, f"data.prefetch_steps={ahead}"]
+    for mib, settings in ((0, validated), (512, validated), (512, [])):
+        overrides = [*settings, f"data.prefetch_mib={mib}"]
         ranks = run_ranks(train_beside_a_slow_rank, 2, recipe, overrides)
         for found in ranks:
             assert found["left"] == []
@@ -208,10 +233,10 @@ def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepa
         assert planned == [{"preparer_0"}] * 2
         losses.append([m["loss"] for m in ranks[0]["metrics"] if "loss" in m])
         idle.append(ranks[0]["idle"])
-    assert losses == [losses[0]] * 4
+    assert losses == [losses[0]] * 3
     # Waiting in a validation does not count for the next step.
     assert min(idle[0]) > 0
-    assert idle == [idle[0]] * 4
+    assert idle == [idle[0]] * 3
 
 
 def test_what_ranks_of_a_colocated_encoder_lane_share_out_is_planned_ahead_too(
@@ -224,18 +249,13 @@ def test_what_ranks_of_a_colocated_encoder_lane_share_out_is_planned_ahead_too(
 
 
 @pytest.mark.parametrize(
-    ("ahead", "most"),
-    [
-        pytest.param(0, (0, 1), marks=pytest.mark.slow),
-        pytest.param(1, (1, 1), marks=pytest.mark.slow),
-        (2, (1, 2)),
-        pytest.param(4, (3, 2), marks=pytest.mark.slow),
-    ],
+    ("mib", "most"),
+    [(0, (1, 2)), pytest.param(512, (STEPS - 2, 2), marks=pytest.mark.slow)],
 )
-def test_as_many_steps_wait_as_the_recipe_says_and_two_at_most_are_staged(
-    run_ranks: RunRanks, recipe: Path, ahead: int, most: tuple[int, int]
+def test_one_step_waits_whatever_the_recipe_says_and_two_at_most_are_staged(
+    run_ranks: RunRanks, recipe: Path, mib: int, most: tuple[int, int]
 ) -> None:
-    (counts,) = run_ranks(train_and_count, 1, recipe, ahead)
+    (counts,) = run_ranks(train_and_count, 1, recipe, mib)
     assert len(counts) == STEPS
     assert counts[0] == most
     assert all(read <= most[0] and staged <= most[1] for read, staged in counts)
@@ -256,6 +276,37 @@ def test_an_error_in_the_background_reaches_the_training_thread_as_it_was(
     assert found["left"] == []
 
 
+def test_ranks_of_a_lane_on_one_host_decode_once_for_all_of_them_and_learn_the_same(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    pair = ["language.grid.tp=2", "encoders.vision.grid.tp=2", *ONE_RANK]
+    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    pair += [shard, "train.validate_every=2", "train.validation_batches=2"]
+    runs = [
+        run_ranks(train_and_share, 2, recipe, shared, [*pair, f"data.workers={workers}"])
+        for shared, workers in ((False, 0), (True, 0), (True, 1), (False, 2))
+    ]
+    told = [
+        [
+            [(m.get("loss"), m.get("validation_loss"), m.get("skipped_samples")) for m in metrics]
+            for metrics in (found["metrics"] for found in run)
+        ]
+        for run in runs
+    ]
+    assert told == [told[0]] * len(runs)
+    assert told[0][0] == told[0][1]
+    assert [skipped for loss, _, skipped in told[0][0] if loss is not None] == [1] * STEPS
+    alone, together, *with_workers = ([found["decoded"] for found in run] for run in runs)
+    for kind in ("sample", "patches"):
+        assert alone[0].count(kind) == alone[1].count(kind) == sum(d.count(kind) for d in together)
+        assert all(d.count(kind) > alone[0].count(kind) / 3 for d in together), "evenly"
+    assert with_workers == [[[], []]] * 2
+    hosts = [found["host"] for run in runs for found in run]
+    assert [host.ranks for host in hosts[:4]] == [(0,), (1,), (0, 1), (0, 1)]
+    assert {host.cores_per_rank for host in hosts} == {len(os.sched_getaffinity(0)) // 2}
+    assert not [left for host in hosts for left in SHARED_MEMORY.glob(f"mimo-*-{host.job}")]
+
+
 def test_waits_for_data_are_reported_apart_from_the_host_s_own_time(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
@@ -274,8 +325,8 @@ SLOW = 0.25
 
 
 def train_and_wait(rank: int, path: Path) -> list[dict[str, Any]]:
-    """Metrics of steps whose samples rank 1 begins to read when it needs them, slowly."""
+    """Metrics of steps whose samples rank 1 is slow to get."""
     if rank == 1:
-        _around("mimo.step.loader.StepLoader", "_load", lambda: time.sleep(SLOW))
-    metrics = list(_trained(path, "data.prefetch_steps=0"))
-    return metrics[: STEPS - 1]  # the last step reads nothing
+        _around("mimo.step.loader.StepLoader", "next", lambda: time.sleep(SLOW))
+    metrics = list(_trained(path))
+    return metrics[: STEPS - 2]  # the last two steps read nothing

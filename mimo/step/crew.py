@@ -1,0 +1,122 @@
+"""Decodes the tasks of a loader: in worker processes, or right here where there are none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections import deque
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+
+import numpy as np
+
+from data.handover import write_arrays
+from data.index.reader import UnreadableSample
+from data.worker_process import decode
+from data.workers import Worker
+from mimo.step.decoding import Decoding, read_arrays
+from mimo.step.tasks import Task
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 2
+
+Outcome = tuple[Task, list[np.ndarray] | UnreadableSample]
+
+
+class Crew:
+    """Those who work for one loader; used by its thread alone. What is shared is in its file."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding, self._pool = decoding, decoding.pool
+        self._busy: dict[Connection, tuple[Worker, Task, float]] = {}
+        self._again: deque[Task] = deque()
+        self._done: list[Outcome] = []
+
+    def begin(self, task: Task) -> bool:
+        """Begin with a task; False if nobody is free."""
+        if self._pool is None:
+            try:
+                arrays = decode(task.reader, task.kind, task.address)
+            except UnreadableSample as error:
+                # Without the frames, which hold the sample's data.
+                self._end(task, error.with_traceback(None))
+            else:
+                if task.shared and task.path is not None:
+                    write_arrays(task.path, arrays)
+                self._end(task, arrays)
+            return True
+        worker = self._pool.take()
+        if worker is None:
+            return False
+        self._busy[worker.pipe] = (worker, task, time.monotonic())
+        reader = self._decoding.reader_number(task.reader)
+        with suppress(OSError):  # it has died just now, as its pipe will say
+            worker.pipe.send((reader, task.kind, task.address, task.path))
+        return True
+
+    def finished(self, woken: Connection, pause_seconds: float) -> list[Outcome]:
+        """What has been decoded by now; waits for it for a moment, or until there is a message."""
+        ready = wait([woken, *self._busy], 0 if self._done else pause_seconds)
+        for pipe in ready:
+            if pipe is woken:
+                woken.recv_bytes()
+            else:
+                self._hear(*self._busy.pop(pipe)[:2])  # pyright: ignore[reportArgumentType]
+        limit = self._decoding.worker_seconds
+        for worker, task, since in list(self._busy.values()):
+            if time.monotonic() - since > limit:
+                self._busy.pop(worker.pipe)
+                self._kill(worker)
+                self._ended(task, f"did not answer for {limit:g} s and was ended")
+        while self._again and self.begin(self._again[0]):
+            self._again.popleft()
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """End whoever still works."""
+        for worker, *_ in self._busy.values():
+            self._kill(worker)
+        self._busy.clear()
+
+    def _hear(self, worker: Worker, task: Task) -> None:
+        """Take a worker's answer, or what its end says. Raises what was raised there."""
+        assert self._pool is not None and task.path is not None, "workers come from a pool"
+        try:
+            answer, value = worker.pipe.recv()
+        except (EOFError, OSError):
+            self._ended(task, self._pool.bury(worker))
+            return
+        self._pool.give_back(worker)
+        if answer == "failed":
+            raise value
+        if answer == "unreadable":
+            self._end(task, UnreadableSample(*value))
+            return
+        self._end(task, read_arrays(task.path))
+        if not task.shared:
+            task.path.unlink()
+
+    def _ended(self, task: Task, how: str) -> None:
+        """A worker ended over a task: another one tries; if that ends too, it is unreadable."""
+        task.ends.append(how)
+        if len(task.ends) < _TRIES:
+            self._again.append(task)
+            logger.warning("a decode worker %s; another one tries: %s", how, task.error("again"))
+            return
+        self._end(
+            task, task.error(f"{_TRIES} workers ended over it: one {', one '.join(task.ends)}")
+        )
+
+    def _end(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
+        if isinstance(outcome, UnreadableSample) and task.shared and task.path is not None:
+            write_arrays(task.path, ())  # the others must not wait for it
+        self._done.append((task, outcome))
+
+    def _kill(self, worker: Worker) -> None:
+        assert self._pool is not None, "workers come from a pool"
+        os.kill(worker.pid, signal.SIGKILL)
+        self._pool.bury(worker)

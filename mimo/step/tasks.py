@@ -1,0 +1,93 @@
+"""What a rank needs of a step, and which rank of its host decodes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bridge import assign_items
+from data.index.reader import SampleReader, UnreadableSample
+from data.worker_process import ITEM, TEXT
+from mimo.layout.grids import LANGUAGE
+from mimo.step.decoding import Decoding
+from mimo.step.plan import PlannedMicrobatch
+
+_TOKEN_BYTES = 20  # of a text's arrays
+
+
+@dataclass
+class Task:
+    """One text or item to decode.
+
+    number, sample: its number, and its sample's, in the microbatch. address: its number in its
+    index. by: the rank that decodes it. num_bytes: about so many. path: of the file in which it is
+    handed over, if it is. shared: with other ranks. ends: how workers ended that were at it.
+    """
+
+    step: int
+    reader: SampleReader
+    kind: str
+    microbatch: int
+    number: int
+    sample: int
+    source: int
+    address: int
+    by: int
+    num_bytes: int
+    path: Path | None
+    shared: bool
+    ends: list[str] = field(default_factory=list)
+
+    def error(self, reason: str) -> UnreadableSample:
+        """What is said when it cannot be decoded; names shard, key and item."""
+        index, sample, file = self.reader.index, self.address, None
+        if self.kind == ITEM:
+            sample = index.sample_of_item(self.address)
+            file = index.files_of_part(self.address)[0] - index.files_of_sample(sample).start
+        return UnreadableSample(index.shard_of(sample), index.key(sample), file, reason)
+
+
+def tasks_of_step(
+    step: int,
+    name: str,
+    microbatches: Sequence[PlannedMicrobatch],
+    readers: Sequence[SampleReader],
+    decoding: Decoding,
+) -> Iterator[Task]:
+    """All texts and items that this rank needs, in order of use. name: of files.
+
+    What several ranks of the host need is shared out by its cost, equally on all of them.
+    """
+    layout, rank = decoding.layout, decoding.rank
+    sharers = {module: decoding.sharers(module) for module in layout.modules_of(rank)}
+    loads = {module: np.zeros(len(ranks), np.int64) for module, ranks in sharers.items()}
+    for m, planned in enumerate(microbatches):
+        samples = planned.samples
+        for module, ranks in sharers.items():
+            if not ranks:
+                continue
+            lane = layout.grids[module].coords(rank).dp
+            if module == LANGUAGE:
+                kind, number = TEXT, samples.samples_of_lane(lane)
+                sample, address, cost = number, samples.sample[number], samples.length[number]
+            else:
+                kind, number = ITEM, planned.encoders[module].of_lane(lane)
+                sample, address = samples.item_sample[number], samples.item[number]
+                cost = samples.item_cost[number]
+            sharer = assign_items(cost, len(ranks), loads[module])
+            np.add.at(loads[module], sharer, cost)
+            columns = (number, sample, samples.source[sample], address, sharer, cost)
+            for n, i, source, at, by, size in zip(*(c.tolist() for c in columns), strict=True):
+                reader = readers[source]
+                num_bytes = size * _TOKEN_BYTES
+                if kind == ITEM:
+                    num_bytes = 4 * math.prod(reader.grid(at)) * reader.media(at).patch_dim
+                path = decoding.path(f"{name}.{step}.{m}.{kind}.{n}")
+                shared = len(ranks) > 1
+                yield Task(
+                    step, reader, kind, m, n, i, source, at, ranks[by], num_bytes, path, shared
+                )
