@@ -33,7 +33,7 @@ class UnreadableSample(Exception):
 class SampleReader:
     """Samples and items of an index. Safe to use from several threads at once.
 
-    Keeps the files of up to 256 shards open.
+    Keeps the files of up to 256 shards open, and one decoded file: the media bounds its memory.
     """
 
     def __init__(self, index: Index, chat: ChatTokenizer, processors: Processors) -> None:
@@ -41,6 +41,7 @@ class SampleReader:
         self._lock = threading.Lock()
         self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
         self._plans: dict[tuple[str, Part], PartPlan] = {}  # one for all items of a long video
+        self._kept: tuple[int, Any] | None = None  # the last file with several items, decoded
 
     def messages(self, sample: int) -> list[dict[str, object]]:
         """The chat messages of a sample, as they are in its JSON.
@@ -108,6 +109,9 @@ class SampleReader:
 
         Raises UnreadableSample when it cannot be decoded or its size differs from the index.
         """
+        kept = self._kept  # another thread may replace it
+        if kept is not None and kept[0] == file:
+            return kept[1]
         sample, media = self.index.sample_of_item(item), self.media(item)
         data = self.file_bytes(file, sample)
         try:
@@ -122,10 +126,12 @@ class SampleReader:
                 f"it has {media.size_text(size)}, the index says {media.size_text(expected)}: the "
                 "shard changed since it was built; delete the index folder",
             )
+        if self._plan(item).num_items > 1:  # such as crops, which come one after the other
+            self._kept = (file, decoded)
         return decoded
 
     def patches(self, item: int) -> np.ndarray:
-        """float32 (P, C): the patches of an item, see `Media.item_patches`. Raises as `decoded`."""
+        """(P, W): the patches of an item, see `Media.item_patches`. Raises as `decoded`."""
         part, media = self.index.part(item), self.media(item)
         number, files = int(self.index.item_number[item]), self.index.files_of_part(item)
         own = [self.decoded(item, files[file]) for file in media.item_files(part, number)]
@@ -151,6 +157,7 @@ class SampleReader:
         """Close all files. The reader can still be used: it opens them again."""
         with self._lock:
             self._open_shards.clear()
+            self._kept = None
 
     def _plan(self, item: int) -> PartPlan:
         part, media = self.index.part(item), self.index.media[self.index.item_media[item]]

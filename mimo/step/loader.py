@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data.batch import PackedLane, pack_lane
 from data.index.reader import SampleReader, UnreadableSample
+from data.media.processor import WireForm
 from data.packing import Used
 from data.text.chat import EncodedSample
 from mimo.layout.grids import Coords, Layout
@@ -27,12 +28,12 @@ from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner, first_sampl
 class EncoderItems:
     """One encoder lane's items of one global microbatch.
 
-    patches: an empty part (0, C), then those of each item (P, C), on the encoder's first stage;
-        else None.
+    patches: an empty part (0, W), then those of each item (P, W), with the forms in which they are
+        sent, on the encoder's first stage; else None.
     grids: (I, 3) int64.
     """
 
-    patches: list[Tensor] | None
+    patches: list[tuple[WireForm, Tensor]] | None
     grids: np.ndarray
 
 
@@ -42,8 +43,7 @@ class LoadedStep:
 
     used: the samples of the order that are used once the step is done.
     encoded: per microbatch, samples by their number in it.
-    patches: per microbatch, items (P, C) by data source and number in its index, in the dtype in
-        which they are computed on.
+    patches: per microbatch, items (P, W) by data source and number in its index.
     unusable: sample numbers in the step that this rank could not read, with the reason.
     """
 
@@ -70,7 +70,6 @@ class StepLoader:
     """Loads steps in order from ``first_step`` on. Close it when done.
 
     ahead: steps that are being loaded, or wait, while nobody asks for one.
-    patch_dtype: of the patches from the moment that they are decoded.
     """
 
     def __init__(
@@ -82,14 +81,12 @@ class StepLoader:
         first_step: int,
         last_step: int,
         ahead: int,
-        patch_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.planner = planner
         self.readers = readers
         self.layout = layout
         self.rank = rank
         self.ahead = ahead
-        self.patch_dtype = patch_dtype
         self._next = first_step
         self._last = last_step
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
@@ -149,8 +146,7 @@ class StepLoader:
                 owner = int(samples.item_sample[k])
                 source, item = int(samples.source[owner]), int(samples.item[k])
                 try:
-                    patches = torch.from_numpy(self.readers[source].patches(item))
-                    decoded[source, item] = patches.to(self.patch_dtype)
+                    decoded[source, item] = torch.from_numpy(self.readers[source].patches(item))
                 except UnreadableSample as error:
                     unusable[first + owner] = str(error)
         return decoded
@@ -224,12 +220,11 @@ def gather_items(
     readers: Sequence[SampleReader],
     encoder: str,
     coords: Coords,
-    patch_dim: int,
-    dtype: torch.dtype,
+    form: WireForm,
 ) -> list[EncoderItems]:
     """The items of the encoder's lane at ``coords``, microbatch by microbatch, in plan order.
 
-    patch_dim, dtype: C of the encoder's patches (P, C) and their dtype, also where there are none.
+    form: of an item of the encoder's own media, for a lane without items.
     """
     gathered = []
     for m, planned in enumerate(plan.microbatches):
@@ -239,8 +234,10 @@ def gather_items(
         items = list(zip(sources, samples.item[mine].tolist(), strict=True))
         patches = None
         if coords.pp == 0:
-            nothing = torch.zeros(0, patch_dim, dtype=dtype)
-            patches = [nothing, *(loaded.patches[m][item] for item in items)]
+            nothing = torch.from_numpy(np.zeros((0, form.width), form.dtype))
+            forms = [readers[source].media(item).wire for source, item in items]
+            own_patches = [loaded.patches[m][item] for item in items]
+            patches = list(zip([form, *forms], [nothing, *own_patches], strict=True))
         grids = [readers[source].grid(item) for source, item in items]
         gathered.append(EncoderItems(patches, np.array(grids, np.int64).reshape(-1, 3)))
     return gathered

@@ -32,7 +32,6 @@ from bridge import SampleKeys
 from data.packing import Used
 from mimo.device import Staging, copy_stream, local_device, send
 from mimo.engines.megatron.acceleration import fp8_multiple
-from mimo.families.dtypes import DTYPES
 from mimo.layout.grids import LANGUAGE, num_microbatches
 from mimo.layout.groups import Topology
 from mimo.model.inputs import EncoderBatch, LanguageBatch
@@ -103,7 +102,6 @@ class Batches:
         self.used = used
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
-        self._dtype = DTYPES[recipe.train.precision]
         self._planner = StepPlanner(
             topology.layout,
             {name: tuple(one.media_tokens) for name, one in recipe.encoders.items()},
@@ -129,7 +127,6 @@ class Batches:
             steps.start,
             steps.stop,
             ahead - self._num_prepared,
-            self._dtype,
         )
         self._left = len(steps)
         self._read: list[LoadedStep] = []
@@ -216,8 +213,8 @@ class Batches:
                 padding = readers[0].chat.pad_token_id
                 lanes = pack_language(loaded, plan, readers, coords.dp, padding)
             else:
-                dim = readers[0].processors[self._media[name]].patch_dim
-                items[name] = gather_items(loaded, plan, readers, name, coords, dim, self._dtype)
+                form = readers[0].processors[self._media[name]].wire
+                items[name] = gather_items(loaded, plan, readers, name, coords, form)
         staging = Staging(self._stream)
         language, encoders = self._model.stage(plan, lanes, items, staging)
 
