@@ -42,10 +42,7 @@ class WirePatches:
         join: lays host tensors one after the other there. copy: brings one there.
         """
         items = [item for item in items if len(item[1])] or items[:1]
-        by_form: dict[WireForm, list[Tensor]] = {}
-        for form, patches in items:
-            by_form.setdefault(form, []).append(patches)
-        forms = tuple(by_form)
+        forms = tuple(dict.fromkeys(form for form, _ in items))
         lengths = torch.tensor([len(patches) for _, patches in items])
         kinds = torch.tensor([forms.index(form) for form, _ in items]).repeat_interleave(lengths)
         # The patches sorted by form are the parts; each one's place among them is the inverse.
@@ -55,7 +52,7 @@ class WirePatches:
         offsets, *rest = send_together([*host, order] if len(forms) > 1 else host, copy)
         return cls(
             forms=forms,
-            parts=tuple(join(parts) for parts in by_form.values()),
+            parts=tuple(join([own for form, own in items if form == one]) for one in forms),
             offsets=offsets,
             tables=tuple(rest[: len(forms)]),
             order=rest[-1] if len(forms) > 1 else None,
@@ -63,10 +60,8 @@ class WirePatches:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """(P, C) in the order of the items: those of `WireForm.values`, in ``dtype``."""
-        found = [
-            self._values_of(*own, dtype)
-            for own in zip(self.forms, self.parts, self.tables, strict=True)
-        ]
+        each = zip(self.forms, self.parts, self.tables, strict=True)
+        found = [self._values_of(*own, dtype) for own in each]
         return found[0] if self.order is None else torch.cat(found)[self.order]
 
     def _values_of(self, form: WireForm, part: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
