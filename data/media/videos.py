@@ -171,7 +171,8 @@ def resize_frames(frames: np.ndarray, width: int, height: int) -> np.ndarray:
 
     if frames.shape[1:3] == (height, width):
         return frames
-    channels_first = torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous()
+    # A view: torch resizes bytes much faster if they lie pixel by pixel.
+    channels_first = torch.from_numpy(frames).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(
         channels_first, size=(height, width), mode="bicubic", align_corners=False, antialias=True
     )
