@@ -235,9 +235,8 @@ def gather_items(
         patches = None
         if coords.pp == 0:
             nothing = torch.from_numpy(np.zeros((0, form.width), form.dtype))
-            forms = [readers[source].media(item).wire for source, item in items]
-            own_patches = [loaded.patches[m][item] for item in items]
-            patches = list(zip([form, *forms], [nothing, *own_patches], strict=True))
+            sent = [(readers[s].media(i).wire, loaded.patches[m][s, i]) for s, i in items]
+            patches = [(form, nothing), *sent]
         grids = [readers[source].grid(item) for source, item in items]
         gathered.append(EncoderItems(patches, np.array(grids, np.int64).reshape(-1, 3)))
     return gathered
