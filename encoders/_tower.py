@@ -22,6 +22,7 @@ from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Width
 from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product, layer_products
+from mimo.families.wire import WirePatches
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
@@ -309,16 +310,22 @@ class Tower[P: PackedItems](nn.Module):
         """Called by the schedule with what the previous stage sent; None on the first."""
         self._received = input_tensor[0]
 
+    def values(self, patches: Tensor | WirePatches) -> Tensor:
+        """(P, C) in the tower's dtype, of patches as they are sent; of values those themselves."""
+        if isinstance(patches, Tensor):
+            return patches
+        return patches.values(self.config.params_dtype)
+
     def forward(
-        self, patches: Tensor | None, items: Tensor | PreparedItems[P]
+        self, patches: Tensor | WirePatches | None, items: Tensor | PreparedItems[P]
     ) -> Tensor | ItemRows:
         """The items' rows on the last stage; under sequence parallelism this rank's part of them.
 
         Other stages return hidden states (T', 1, (1 + l)·D): the last block's, then those of the l
         ``level_blocks`` so far.
 
-        patches: (P, C) in the tower's dtype on the first stage, else None. items: as prepared, or
-        their grids (I, 3) int64 on the host, which are then prepared here.
+        patches: as sent, or values (P, C) in the tower's dtype, on the first stage, else None.
+        items: as prepared, or their grids (I, 3) int64 on the host, which are then prepared here.
         Under sequence parallelism every rank gets all of both.
 
         With no items the rows are (0, (1 + L)·H) and still part of the graph, so that every
@@ -329,9 +336,9 @@ class Tower[P: PackedItems](nn.Module):
         packed, in_all = items.packed, items.num_tokens
         if self.is_first_stage:
             assert patches is not None, "the first stage needs patches"
-            needed = items.num_inputs
-            assert len(patches) == needed, f"{len(patches)} patches in grids of {needed}"
-            hidden = [self.embed(patches, packed)[:, None, :]]
+            values, needed = self.values(patches), items.num_inputs
+            assert len(values) == needed, f"{len(values)} patches in grids of {needed}"
+            hidden = [self.embed(values, packed)[:, None, :]]
         else:
             assert self._received is not None, "a later stage needs the previous one's output"
             hidden = list(self._received.split(self.config.hidden_size, dim=-1))

@@ -63,6 +63,8 @@ class Settings(TowerSettings):
     """Mean of each channel, subtracted from pixels in 0..1."""
     image_std: Stds = (0.5, 0.5, 0.5)
     """Standard deviation of each channel, by which pixels are divided."""
+    jpeg_draft: bool = False
+    """Decode JPEGs that shrink to a half or less at a smaller size: faster, but changes pixels."""
     pan_and_scan: bool = False
     """Whether a long image is shown whole and again in crops, each with rows of its own."""
     pan_and_scan_min_crop_size: Side = 256
@@ -128,6 +130,7 @@ class Settings(TowerSettings):
             mean=self.image_mean,
             std=self.image_std,
             tower_width=self.hidden_size,
+            jpeg_draft=self.jpeg_draft,
             pan_and_scan=self._crops() if self.pan_and_scan else None,
         )
 

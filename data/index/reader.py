@@ -37,7 +37,8 @@ class UnreadableSample(Exception):
 class SampleReader:
     """Samples and items of an index. Safe to use from several threads at once.
 
-    Keeps the files of up to 256 shards open. All that reads a shard also raises ShardChangedError.
+    Keeps the files of up to 256 shards open, and one decoded file: the media bounds its memory.
+    All that reads a shard also raises ShardChangedError.
 
     cache: of `ShardFile`.
     """
@@ -53,10 +54,11 @@ class SampleReader:
         self._lock = threading.Lock()
         self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
         self._plans: dict[tuple[float, ...], PartPlan] = {}  # one for all items of a long video
+        self._kept: tuple[int, Any] | None = None  # the last file with several items, decoded
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sent to another process, which opens the shards itself."""
-        return SampleReader, (self.index, self.chat, self.processors)
+        return SampleReader, (self.index, self.chat, self.processors, self.cache)
 
     def messages(self, sample: int) -> list[dict[str, object]]:
         """The chat messages of a sample, as they are in its JSON.
@@ -126,6 +128,9 @@ class SampleReader:
 
         Raises UnreadableSample when it cannot be decoded or its size differs from the index.
         """
+        kept = self._kept  # another thread may replace it
+        if kept is not None and kept[0] == file:
+            return kept[1]
         sample, media = self.index.sample_of_item(item), self.media(item)
         data = self.file_bytes(file, sample)
         try:
@@ -140,10 +145,12 @@ class SampleReader:
                 f"it has {media.size_text(size)}, the index says {media.size_text(expected)}: the "
                 "shard changed since it was built; delete the index folder",
             )
+        if self._plan(item).num_items > 1:  # such as crops, which come one after the other
+            self._kept = (file, decoded)
         return decoded
 
     def patches(self, item: int) -> np.ndarray:
-        """float32 (P, C): the patches of an item, see `Media.item_patches`. Raises as `decoded`."""
+        """(P, W): the patches of an item, see `Media.item_patches`. Raises as `decoded`."""
         part, media = self.index.part(item), self.media(item)
         number, files = int(self.index.column("item_number", item)), self.index.files_of_part(item)
         own = [self.decoded(item, files[file]) for file in media.item_files(part, number)]
@@ -174,6 +181,7 @@ class SampleReader:
         """Close all files. The reader can still be used: it opens them again."""
         with self._lock:
             self._open_shards.clear()
+            self._kept = None
 
     def _plan(self, item: int) -> PartPlan:
         return self.plans(np.array([item]))[0]

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from data.media.processor import Part, PartPlan, Size, encoding_cost
+from data.media.processor import Part, PartPlan, Size, WireForm, encoding_cost
 
 SAMPLE_RATE = 16_000
 FRAME_SAMPLES = 400
@@ -111,9 +111,9 @@ class AudioClips:
         return wav_bytes(rng.integers(-(2**12), 2**12, length, dtype=np.int16))
 
     @property
-    def patch_dim(self) -> int:
-        """C."""
-        return self.num_mel_bins
+    def wire(self) -> WireForm:
+        """The C values themselves."""
+        return WireForm(self.num_mel_bins)
 
     @property
     def _row_samples(self) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 from abc import ABC, abstractmethod
-from typing import BinaryIO
+from collections.abc import Callable
+from dataclasses import astuple, fields
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -20,6 +23,10 @@ MAX_PIXELS_DECODED = 64 * 1024 * 1024
 _SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # columns and lines of rows, of a random file
 
 _JPEG_SCAN, _MAX_SCANS = b"\xff\xda", 500
+# An image's size before a draft, among what Pillow knows of it. No file brings a text of this name:
+# in a PNG names end at a zero byte.
+_FULL_SIZE = "\0full size"
+
 _PNG_SIGNATURE = 8  # bytes
 _PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
 _PNG_KEYWORD = 80  # bytes, including the zero at its end
@@ -45,27 +52,48 @@ def image_size(
     Raises ValueError when the header cannot be read, or promises more than `max_pixels_decoded`.
     """
     image = _open_lazily(file, max_pixels_decoded)
-    width, height = image.size
+    size = image.size
     if _has_late_metadata(image):
         _load(image)
-    return (height, width) if _orientation(image) >= 5 else (width, height)
+    return _turned(image, size)
 
 
-def open_image(data: bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Image.Image:
+def open_image(
+    data: bytes,
+    max_pixels_decoded: int = MAX_PIXELS_DECODED,
+    shown_size: Callable[[Size], Size | None] | None = None,
+) -> Image.Image:
     """Decode an image completely, with its EXIF orientation applied; of several frames, the first.
 
     Its size equals `image_size(data)`. The size is checked before any pixel is decoded, so a
     decompression bomb costs nothing.
+    shown_size: from that size to the one at which the image is needed. A JPEG is then decoded at a
+    half, quarter or eighth of its size if that is enough; `full_size` still gives its own.
 
     Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
     """
     image = _open_lazily(data, max_pixels_decoded)
     # Each pass over a JPEG may take ten bytes and goes over all pixels; the mark is never data.
-    if image.format == "JPEG" and data.count(_JPEG_SCAN) > _MAX_SCANS:
+    if image.format in ("JPEG", "MPO") and data.count(_JPEG_SCAN) > _MAX_SCANS:
         raise ValueError(f"the JPEG has more than {_MAX_SCANS} scans; save it again")
+    if shown_size is not None and image.format in ("JPEG", "MPO"):
+        _draft(image, shown_size)
     _load(image)
     method = _ORIENTATION_METHOD.get(_orientation(image))
     return image if method is None else image.transpose(method)
+
+
+def full_size(image: Image.Image) -> Size:
+    """(width, height) in pixels of the file that `open_image` has decoded."""
+    return image.info.get(_FULL_SIZE, image.size)
+
+
+def _draft(image: Image.Image, shown_size: Callable[[Size], Size | None]) -> None:
+    """Have a lazily opened JPEG decoded no larger than it needs to be."""
+    full = _turned(image, image.size)
+    if (shown := shown_size(full)) is not None:
+        image.draft(None, _turned(image, shown))
+        image.info[_FULL_SIZE] = full
 
 
 def _load(image: Image.Image) -> None:
@@ -121,6 +149,11 @@ def _has_late_metadata(image: Image.Image) -> bool:
     return found
 
 
+def _turned(image: Image.Image, size: Size) -> Size:
+    """The size after the EXIF orientation is applied, or before it."""
+    return (size[1], size[0]) if _orientation(image) >= 5 else size
+
+
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation 1..8, from EXIF or XMP as Pillow reads them; 1 where absent or nonsense."""
     try:
@@ -132,12 +165,12 @@ def _orientation(image: Image.Image) -> int:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB copy of an image of any mode; transparency is laid over white, as transformers does."""
+    """An image of any mode in RGB; transparency is laid over white, as transformers does."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         background = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(background, image).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
 
 def thumbnail_url(picture: np.ndarray, side: int) -> str:
@@ -149,7 +182,14 @@ def thumbnail_url(picture: np.ndarray, side: int) -> str:
 
 
 class ImageFiles(ABC):
-    """The side of a `Media` that faces files. Sizes are (width, height) in pixels."""
+    """The side of a `Media` that faces files, for dataclasses. Sizes are (width, height) in pixels.
+
+    jpeg_draft: whether a JPEG that will shrink to a half or less is decoded at a smaller size,
+    which is faster and changes its pixels.
+    """
+
+    KIND: ClassVar[str]
+    jpeg_draft: bool
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -161,21 +201,25 @@ class ImageFiles(ABC):
     def row_pixels(self) -> int:
         """Side of a square in the resized image that makes one row."""
 
+    @abstractmethod
+    def shown_size(self, size: Size) -> Size | None:
+        """The size at which a file of this size becomes patches; None if there are several."""
+
     def probe(self, file: BinaryIO) -> Size:
         """Size, from the header. Raises as `image_size`."""
         return image_size(file)
 
     def decode(self, data: bytes) -> Image.Image:
         """In RGB. Raises ValueError as `open_image`, and for a mode that cannot become RGB."""
-        image = open_image(data)
+        image = open_image(data, shown_size=self.shown_size if self.jpeg_draft else None)
         try:
             return to_rgb(image)
         except OSError as error:
             raise ValueError(f"the image cannot become RGB ({error})") from error
 
     def size_of(self, decoded: Image.Image) -> Size:
-        """Its width and height."""
-        return decoded.size
+        """Width and height of its file."""
+        return full_size(decoded)
 
     def size_text(self, size: Size) -> str:
         """Words for a size."""
@@ -193,3 +237,10 @@ class ImageFiles(ABC):
         buffer = io.BytesIO()
         Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(buffer, "PNG")
         return buffer.getvalue()
+
+    def fingerprint(self) -> str:
+        """Hex digest that changes whenever sizes or row counts may change."""
+        own: Any = self
+        pairs = zip(fields(own), astuple(own), strict=True)
+        settings = tuple(value for field, value in pairs if field.name != "jpeg_draft")
+        return hashlib.sha256(repr((self.KIND, settings)).encode()).hexdigest()[:16]

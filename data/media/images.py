@@ -6,18 +6,17 @@ Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 
 from data.media.image_files import ImageFiles, to_rgb
-from data.media.processor import Grid, Part, PartPlan, encoding_cost
+from data.media.processor import Grid, Part, PartPlan, Size, WireForm, encoding_cost
 
 MAX_ASPECT_RATIO = 200
 
@@ -28,21 +27,35 @@ OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 class StillImages(ImageFiles):
     """A `Media` of parts that are one image and become one item."""
 
+    patch_size: int
+    merge_size: int
+    tower_width: int
+
+    @property
+    def row_pixels(self) -> int:
+        """Side of a square in the resized image that makes one row: P·M pixels."""
+        return self.patch_size * self.merge_size
+
     @abstractmethod
     def grid(self, width: int, height: int) -> Grid:
         """(1, h, w) in patches of an image of this many pixels."""
 
-    @abstractmethod
     def row_grid(self, width: int, height: int) -> Grid:
-        """(1, h, w) in rows."""
+        """(1, h, w) in rows: the grid after merging. Raises as `grid`."""
+        t, h, w = self.grid(width, height)
+        return t, h // self.merge_size, w // self.merge_size
 
-    @abstractmethod
+    def num_tokens(self, width: int, height: int) -> int:
+        """Rows, and so placeholder tokens, of an image: t·h·w / M². Raises as `grid`."""
+        return math.prod(self.row_grid(width, height))
+
     def cost(self, width: int, height: int) -> int:
-        """Relative work to encode the image."""
+        """Relative work to encode an image, see `encoding_cost`. Raises as `grid`."""
+        return encoding_cost(math.prod(self.grid(width, height)), self.tower_width)
 
     @abstractmethod
     def patches(self, image: Image.Image) -> np.ndarray:
-        """float32 (P, C)."""
+        """uint8 (P, W)."""
 
     def plan(self, part: Part) -> PartPlan:
         """One item. Raises ValueError for several frames, and as `grid`."""
@@ -55,19 +68,20 @@ class StillImages(ImageFiles):
         return range(1)
 
     def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
-        """float32 (P, C) of the image."""
+        """uint8 (P, W) of the image."""
         return self.patches(files[0])
 
 
 @dataclass(frozen=True)
 class ImageProcessor(StillImages):
-    """Qwen2-VL preprocessing: resize to whole merge blocks, normalise, cut into patches.
+    """Qwen2-VL preprocessing: resize to whole merge blocks, cut into patches, normalise.
 
     patch_size: P, pixels. merge_size: M, patches per side that become one row.
     temporal_patch_size: T, frames per patch; a still image is repeated T times.
     min_pixels, max_pixels: bounds on the pixels of the resized image.
     mean, std: per RGB channel, for values in 0..1.
     tower_width: hidden size of the tower that encodes the patches; only `cost` depends on it.
+    jpeg_draft: as in `ImageFiles`.
 
     Raises ValueError when built with sizes that cannot work.
     """
@@ -80,6 +94,7 @@ class ImageProcessor(StillImages):
     mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
     std: tuple[float, float, float] = OPENAI_CLIP_STD
     tower_width: int = 1280
+    jpeg_draft: bool = False
 
     KIND: ClassVar[str] = "qwen2_vl-1"
 
@@ -110,14 +125,14 @@ class ImageProcessor(StillImages):
             raise ValueError("image processor: " + "; ".join(problems))
 
     @property
-    def row_pixels(self) -> int:
-        """Side of a square in the resized image that makes one row: P·M pixels."""
-        return self.patch_size * self.merge_size
+    def wire(self) -> WireForm:
+        """3·P·P bytes of a patch, for 3·T·P·P values."""
+        width, frames = 3 * self.patch_size**2, self.temporal_patch_size
+        return WireForm(width, normalisation_table, self.mean, self.std, frames)
 
-    @property
-    def patch_dim(self) -> int:
-        """Values of one patch: 3·T·P·P."""
-        return 3 * self.temporal_patch_size * self.patch_size**2
+    def shown_size(self, size: Size) -> Size:
+        """As `resized`."""
+        return self.resized(*size)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels after resizing: multiples of P·M, within the pixel bounds.
@@ -154,56 +169,27 @@ class ImageProcessor(StillImages):
         new_width, new_height = self.resized(width, height)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
-    def row_grid(self, width: int, height: int) -> Grid:
-        """(t, h, w) in rows of an image of `width` x `height` pixels: its grid after merging."""
-        t, h, w = self.grid(width, height)
-        return t, h // self.merge_size, w // self.merge_size
-
-    def num_tokens(self, width: int, height: int) -> int:
-        """Rows, and so placeholder tokens, of an image: t·h·w / M²."""
-        return math.prod(self.row_grid(width, height))
-
-    def cost(self, width: int, height: int) -> int:
-        """Relative work to encode an image, see `encoding_cost`."""
-        return encoding_cost(math.prod(self.grid(width, height)), self.tower_width)
-
     def patches(self, image: Image.Image) -> np.ndarray:
-        """float32 (t·h·w, 3·T·P·P): normalised patches in Qwen's order, see `cut_patches`."""
-        rgb = to_rgb(image)
-        resized = rgb.resize(self.resized(*rgb.size), Image.Resampling.BICUBIC)
-        table = normalisation_table(self.mean, self.std)
-        pixels = np.asarray(resized)[None]
-        return cut_patches(
-            pixels, table, self.patch_size, self.merge_size, self.temporal_patch_size
-        )
-
-    def fingerprint(self) -> str:
-        """Hex digest that changes whenever sizes, row counts or pixel values may change."""
-        return hashlib.sha256(repr((self.KIND, astuple(self))).encode()).hexdigest()[:16]
+        """uint8 (t·h·w, 3·P·P): patches in Qwen's order, see `cut_patches`."""
+        resized = to_rgb(image).resize(self.resized(*self.size_of(image)), Image.Resampling.BICUBIC)
+        return cut_patches(np.asarray(resized)[None], self.patch_size, self.merge_size)
 
 
-def cut_patches(
-    frames: np.ndarray, table: np.ndarray, size: int, merge: int, frames_per_patch: int
-) -> np.ndarray:
-    """float32 (t·h·w, 3·T·P·P): patches of frames whose sides are multiples of P·M pixels.
+def cut_patches(frames: np.ndarray, size: int, merge: int, frames_per_patch: int = 1) -> np.ndarray:
+    """uint8 (t·h·w, 3·T·P·P): patches of frames whose sides are multiples of P·M pixels.
 
     frames: uint8 (t·T or fewer, height, width, 3), RGB; the last one is repeated to fill a patch.
-    table: `normalisation_table`. size, merge, frames_per_patch: P, M, T. The M x M patches of one
-    merge block are adjacent, so M² consecutive patches make one row. Inside a patch the order is
-    channel, frame, y, x.
+    size, merge, frames_per_patch: P, M, T. The M x M patches of one merge block are adjacent, so M²
+    consecutive patches make one row. Inside a patch the order is channel, frame, y, x.
     """
+    depth = frames_per_patch
+    if missing := -len(frames) % depth:
+        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
     count, height, width, _ = frames.shape
-    # A still image is cut once and then repeated.
-    depth = 1 if count == 1 else frames_per_patch
-    frames = np.concatenate([frames, np.repeat(frames[-1:], -count % depth, axis=0)])
-    t, h, w = len(frames) // depth, height // size, width // size
+    t, h, w = count // depth, height // size, width // size
     # (t, T, h/M, M, P, w/M, M, P, 3) -> (t, h/M, w/M, M, M, 3, T, P, P)
     blocks = frames.reshape(t, depth, h // merge, merge, size, w // merge, merge, size, 3)
-    blocks = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3, depth, size * size)
-    # One look-up per pixel instead of arithmetic: exact, and the table has only 3 x 256 entries.
-    values = np.stack([table[channel][blocks[:, channel]] for channel in range(3)], axis=1)
-    repeats = frames_per_patch // depth
-    return np.repeat(values, repeats, axis=2).reshape(t * h * w, 3 * frames_per_patch * size**2)
+    return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3 * depth * size**2)
 
 
 def normalisation_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarray:

@@ -4,13 +4,14 @@ A content part takes one or more files and becomes one or more items: an image i
 file, an image with crops is several items of one file, and a video is one item of many files, or
 one item for every few files. All items of a part have the same size.
 
-Letters: `P` patches of one item, `C` numbers per patch, `t, h, w` a grid of frames, lines, columns.
+Letters: `P` patches of one item, `C` numbers per patch, `W` those of them that are sent to the
+device, `t, h, w` a grid of frames, lines, columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -62,6 +63,51 @@ class PartPlan:
         return math.prod(self.row_grid)
 
 
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class WireForm:
+    """What of a patch is sent to the device, and the values that it has there.
+
+    width: W. normalise: from mean and std of the channels to float32 (3, 256), the value of each
+    byte of a channel; a patch is then sent as bytes, channel after channel. None if the values
+    themselves are sent, in float32. repeats: how often each channel follows in turn: a still image
+    is sent once for all frames of a patch.
+    """
+
+    width: int
+    normalise: Callable[[Triple, Triple], np.ndarray] | None = None
+    mean: Triple = (0.0, 0.0, 0.0)
+    std: Triple = (1.0, 1.0, 1.0)
+    repeats: int = 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what is sent."""
+        return np.dtype(np.float32 if self.normalise is None else np.uint8)
+
+    @property
+    def patch_dim(self) -> int:
+        """C."""
+        return self.width * self.repeats
+
+    def table(self) -> np.ndarray:
+        """float32 (3, 256), or (3, 0) if values are sent."""
+        if self.normalise is None:
+            return np.zeros((3, 0), np.float32)
+        return self.normalise(self.mean, self.std)
+
+    def values(self, patches: np.ndarray) -> np.ndarray:
+        """float32 (P, C) of what is sent, (P, W). Towers do the same on their device."""
+        if self.normalise is None:
+            return patches
+        channels, table = patches.reshape(-1, 3, 1, self.width // 3), self.table()
+        # A look-up is exact, and the table has only 3 x 256 entries.
+        values = np.stack([table[c][channels[:, c]] for c in range(3)], axis=1)
+        return np.repeat(values, self.repeats, axis=2).reshape(len(patches), self.patch_dim)
+
+
 class Media[D](Protocol):
     """A kind of item: its files, and how they become patches and rows.
 
@@ -103,8 +149,8 @@ class Media[D](Protocol):
     # ------------------------------------------------------------------------------ items
 
     @property
-    def patch_dim(self) -> int:
-        """C."""
+    def wire(self) -> WireForm:
+        """How patches are sent."""
         ...
 
     def plan(self, part: Part) -> PartPlan:
@@ -116,11 +162,11 @@ class Media[D](Protocol):
         ...
 
     def item_patches(self, files: Sequence[D], part: Part, item: int) -> np.ndarray:
-        """float32 (P, C), P = t·h·w, of one item; files: decoded, those of `item_files`."""
+        """(P, W) in the dtype of `wire`, P = t·h·w, of one item; files: those of `item_files`."""
         ...
 
     def fingerprint(self) -> str:
-        """Hex digest that changes whenever sizes, row counts or patches may change."""
+        """Hex digest that changes whenever sizes or row counts may change."""
         ...
 
 

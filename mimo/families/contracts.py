@@ -157,7 +157,8 @@ class EncoderFamily[S: EncoderSettings](Protocol):
         ``copy`` brings a host tensor to the device; ``stage_shapes(items)``, the `StageShapes` of
         prepared items; and ``forward(patches, items)``:
 
-        - patches: (P, C) in ``ctx.dtype`` on the first pipeline stage, else None.
+        - patches: `mimo.families.wire.WirePatches`, or their values (P, C) in ``ctx.dtype``, on the
+          first pipeline stage, else None. ``values(patches)`` gives the latter.
         - items: as prepared, or their grids, (I, 3) int64, every item as (t, h, w) in patches.
         - on the last stage it returns `bridge.ItemRows`: values (N, (1 + L)·H), the embeddings and
           every level side by side, and how many rows each item became, counted on what was

@@ -190,7 +190,8 @@ class Generator:
         for own in (part for prompt in prompts for part in prompt.parts if part.media == media):
             for item in range(own.plan.num_items):
                 files = [own.files[file] for file in processor.item_files(own.part, item)]
-                patches.append(processor.item_patches(files, own.part, item))
+                sent = processor.item_patches(files, own.part, item)
+                patches.append(processor.wire.values(sent))
                 grids.append(own.plan.grid)
         token = self.chat.placeholder_ids[media]
         places = [np.flatnonzero(prompt.sample.input_ids == token) for prompt in prompts]

@@ -2,7 +2,7 @@
 
 A thread in the background calls the functions here while the device works on another step.
 
-Letters: B sequences (1 for packed) of S tokens on this lane, P patches of C numbers, I items.
+Letters: B sequences (1 for packed) of S tokens on this lane, I items.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from data.batch import PackedLane
 from mimo.device import Staging
 from mimo.engines.megatron.segments import AttentionForm, PackedSegments, brought
 from mimo.families.item_rules import ItemRules
+from mimo.families.wire import WirePatches
 from mimo.model.partition import PartitionAdapter
 from mimo.step.loader import EncoderItems
 
@@ -44,11 +45,11 @@ class LanguageBatch:
 class EncoderBatch:
     """Items that an encoder of this rank encodes in one go.
 
-    patches: (P, C) in the encoder's dtype, on its first stage; else None. items: what the tower's
-    `prepare` made of them.
+    patches: on the encoder's first stage; else None. items: what the tower's `prepare` made of
+    them.
     """
 
-    patches: Tensor | None
+    patches: WirePatches | None
     items: Any
 
 
@@ -97,4 +98,5 @@ def stage_items(items: Sequence[EncoderItems], tower: Any, staging: Staging) -> 
     parts = [part for own in items for part in own.patches or ()]
     grids = np.concatenate([own.grids for own in items])
     prepared = tower.prepare(torch.from_numpy(grids), staging.copy)
-    return EncoderBatch(staging.join(parts) if parts else None, prepared)
+    patches = WirePatches.of(parts, staging.join, staging.copy) if parts else None
+    return EncoderBatch(patches, prepared)

@@ -58,7 +58,7 @@ def record_tower(module: Module) -> Recording:
     tower, own = cast("Any", module.raw[0]), Recording()
     stage, stages = module.groups.pp.rank(), module.groups.pp.size()
     if stage == 0:
-        tower.register_forward_pre_hook(lambda _, args: own.keep(PIXELS, args[0]))
+        tower.register_forward_pre_hook(lambda _, args: own.keep(PIXELS, tower.values(args[0])))
         tower.blocks.register_forward_pre_hook(partial(_keep_embedding, own), with_kwargs=True)
     for layer in tower.blocks.layers:
         point = f"vision.blocks.{layer.layer_number - 1}"

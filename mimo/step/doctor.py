@@ -201,10 +201,10 @@ def packing(recipe: Recipe, layout: Layout, steps: Sequence[StepPlan]) -> dict[s
         real.append(np.bincount(samples.lane, length, lanes))
         padded.append(samples.lane_tokens)
         cost = length * (linear + length)
-        loads["language"].append(imbalance(cost, samples.lane, lanes))
+        loads["language"].append(imbalance(np.bincount(samples.lane, cost, lanes)))
         for name, items in planned.encoders.items():
             cost = samples.item_cost[items.item]
-            loads[name].append(imbalance(cost, items.lane, layout.encoders[name].dp))
+            loads[name].append(imbalance(np.bincount(items.lane, cost, layout.encoders[name].dp)))
     tokens, budget = np.concatenate(real), recipe.data.tokens_per_microbatch
     return {
         "steps": len(steps),

@@ -25,6 +25,7 @@ from torch import Tensor
 from data.batch import GlobalMicrobatch, PackedLane, pack_lane
 from data.index.reader import SampleReader, UnreadableSample, plans_of_items
 from data.index.samples import SkippedSample
+from data.media.processor import WireForm
 from data.packing import Used
 from data.text.chat import EncodedSample
 from data.worker_process import TEXT
@@ -43,12 +44,12 @@ _PAUSE_SECONDS = 0.05
 class EncoderItems:
     """One encoder lane's items of one global microbatch.
 
-    patches: an empty part (0, C), then those of each item (P, C), on the encoder's first stage;
-        else None.
+    patches: an empty part (0, W), then those of each item (P, W), with the forms in which they are
+        sent, on the encoder's first stage; else None.
     grids: (I, 3) int64.
     """
 
-    patches: list[Tensor] | None
+    patches: list[tuple[WireForm, Tensor]] | None
     grids: np.ndarray
 
 
@@ -58,8 +59,7 @@ class LoadedStep:
 
     used: the samples of the order that are used once the step is done.
     encoded: per microbatch, samples by their number in it.
-    patches: per microbatch, items (P, C) by data source and number in its index, in the dtype in
-        which they are computed on.
+    patches: per microbatch, items (P, W) by data source and number in its index.
     unusable: sample numbers in the step that this rank could not read, with what is wrong.
     handed_over: files that this rank has made for others.
     """
@@ -113,7 +113,6 @@ class StepLoader:
 
     The next step is read whether or not anybody asks for it, and what follows as long as the bytes
     that are decoded and not asked for yet stay below ``decoding.ahead_bytes``.
-    patch_dtype: of patches that are real numbers, from the moment that they are decoded.
     """
 
     def __init__(
@@ -123,12 +122,10 @@ class StepLoader:
         decoding: Decoding,
         first_step: int,
         last_step: int,
-        patch_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.planner = planner
         self.readers = readers
         self.decoding = decoding
-        self.patch_dtype = patch_dtype
         self._name = decoding.next_name()
         self._next = first_step
         self._last = last_step
@@ -269,11 +266,8 @@ class StepLoader:
         else:
             num_bytes = 0
             for array in arrays:
-                patches = torch.from_numpy(array)
-                if patches.is_floating_point():
-                    patches = patches.to(self.patch_dtype)
-                loaded.patches[m][task.source, task.address] = patches
-                num_bytes += patches.nbytes
+                loaded.patches[m][task.source, task.address] = torch.from_numpy(array)
+                num_bytes += array.nbytes
         self._count_bytes(step, num_bytes)
         with self._changed:
             step.num_missing -= 1
@@ -382,12 +376,11 @@ def gather_items(
     readers: Sequence[SampleReader],
     encoder: str,
     coords: Coords,
-    patch_dim: int,
-    dtype: torch.dtype,
+    form: WireForm,
 ) -> list[EncoderItems]:
     """The items of the encoder's lane at ``coords``, microbatch by microbatch, in plan order.
 
-    patch_dim, dtype: C of the encoder's patches (P, C) and their dtype, also where there are none.
+    form: of an item of the encoder's own media, for a lane without items.
     """
     gathered = []
     for m, planned in enumerate(plan.microbatches):
@@ -396,9 +389,10 @@ def gather_items(
         source, item = samples.source[samples.item_sample[mine]], samples.item[mine]
         patches = None
         if coords.pp == 0:
-            nothing = torch.zeros(0, patch_dim, dtype=dtype)
+            nothing = torch.from_numpy(np.zeros((0, form.width), form.dtype))
             own_items = zip(source.tolist(), item.tolist(), strict=True)
-            patches = [nothing, *(loaded.patches[m][own] for own in own_items)]
+            sent = [(readers[s].media(i).wire, loaded.patches[m][s, i]) for s, i in own_items]
+            patches = [(form, nothing), *sent]
         grids = [part.grid for part in plans_of_items(readers, source, item)]
         gathered.append(EncoderItems(patches, np.array(grids, np.int64).reshape(-1, 3)))
     return gathered

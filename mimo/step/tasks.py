@@ -85,7 +85,8 @@ def tasks_of_step(
                 reader = readers[source]
                 num_bytes = size * _TOKEN_BYTES
                 if kind == ITEM:
-                    num_bytes = 4 * math.prod(reader.grid(at)) * reader.media(at).patch_dim
+                    wire = reader.media(at).wire
+                    num_bytes = math.prod(reader.grid(at)) * wire.width * wire.dtype.itemsize
                 path = decoding.path(f"{name}.{step}.{m}.{kind}.{n}")
                 shared = len(ranks) > 1
                 yield Task(

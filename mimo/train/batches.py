@@ -32,7 +32,6 @@ from bridge import SampleKeys
 from data.packing import Used
 from mimo.device import Staging, copy_stream, local_device, send
 from mimo.engines.megatron.acceleration import fp8_multiple
-from mimo.families.dtypes import DTYPES
 from mimo.layout.grids import LANGUAGE, num_microbatches
 from mimo.layout.groups import Topology
 from mimo.layout.padding import fixed_tokens
@@ -112,7 +111,6 @@ class Batches:
         self.used = used
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
-        self._dtype = DTYPES[recipe.train.precision]
         self._planner = StepPlanner(
             topology.layout,
             {name: tuple(one.media_tokens) for name, one in recipe.encoders.items()},
@@ -132,9 +130,7 @@ class Batches:
             fixed_tokens=fixed_tokens(recipe, topology.layout),
         )
         self._num_prepared = num_prepared
-        self._loader = StepLoader(
-            self._planner, dataset.readers, decoding, steps.start, steps.stop, self._dtype
-        )
+        self._loader = StepLoader(self._planner, dataset.readers, decoding, steps.start, steps.stop)
         self._left = len(steps)
         self._read: list[LoadedStep] = []
         self._coming: deque[_Coming] = deque()
@@ -226,8 +222,8 @@ class Batches:
                 padding = readers[0].chat.pad_token_id
                 lanes = pack_language(loaded, plan, readers, coords.dp, padding)
             else:
-                dim = readers[0].processors[self._media[name]].patch_dim
-                items[name] = gather_items(loaded, plan, readers, name, coords, dim, self._dtype)
+                form = readers[0].processors[self._media[name]].wire
+                items[name] = gather_items(loaded, plan, readers, name, coords, form)
         staging = Staging(self._stream)
         language, encoders = self._model.stage(plan, lanes, items, staging)
 

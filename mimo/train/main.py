@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
+from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.runs import Run, runs_to_do
-from mimo.checkpoint.start import FromScratch
+from mimo.checkpoint.start import FromScratch, Resume
 from mimo.checkpoint.tensors import read_index
 from mimo.device import choose_before_fork
 from mimo.errors import InputError
@@ -23,6 +24,7 @@ from mimo.launch.ranks import RankEnv, launch, rank_environment
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.recipe.phases import PhasedRecipe
+from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
 from mimo.train.run_folder import check_run_dir, make_run_dirs
@@ -108,7 +110,18 @@ class Job:
         else:
             read_index(first.start.checkpoint)
         make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
+        if isinstance(first.start, Resume):
+            _say_what_differs(first.recipe, first.start.checkpoint)
         return runs
+
+
+def _say_what_differs(recipe: Recipe, checkpoint: Path) -> None:
+    """Print whose items become other patches than before the checkpoint; the index may not tell."""
+    before = item_processors(recipe_of(checkpoint))
+    for media, own in item_processors(recipe).items():
+        if own != before.get(media, own):
+            print(f"items of media {media!r} are prepared differently from now on:", flush=True)
+            print(f"  before: {before[media]}\n  now:    {own}", flush=True)
 
 
 def train_here(job: Job) -> int:

@@ -210,6 +210,7 @@ def _loss(
 
 def _encode(local: LocalModel, encoder: str, items: Sequence[tuple[SampleReader, int]]) -> Tensor:
     """Rows (N, H) of items in order, each with the reader of its data source."""
-    patches = np.concatenate([reader.patches(item) for reader, item in items])
+    # Values are made here on the host, and by the towers of a layout on their device.
+    patches = [reader.media(item).wire.values(reader.patches(item)) for reader, item in items]
     shapes = np.array([reader.grid(item) for reader, item in items], np.int64)
-    return local.encode(encoder, patches, shapes)
+    return local.encode(encoder, np.concatenate(patches), shapes)

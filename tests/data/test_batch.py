@@ -79,7 +79,7 @@ def test_microbatches_planned_in_one_go_are_those_planned_one_by_one(
     index: Index, counts: list[int], packed: bool, multiples: tuple[int, int], lanes: int
 ) -> None:
     counts = counts if packed else [counts[0]] * len(counts)
-    order = SampleOrder([len(index.keys)], [1.0], 0, 1)
+    order = SampleOrder([len(index)], [1.0], 0, 1)
     packs = np.split(np.arange(lanes * sum(counts)), np.cumsum(np.repeat(counts, lanes))[:-1])
     padding = Padding(packed, multiples[0], multiples[0] * multiples[1])
     together = plan_microbatch([index], order, packs, padding).split(len(counts))

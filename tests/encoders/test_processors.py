@@ -27,7 +27,7 @@ def test_qwen2_5_takes_videos_with_limits_of_their_own_and_other_media_as_images
     assert (video.min_pixels, video.max_pixels, video.tokens_per_second) == (3136, 50_000, 4.0)
     assert type(images) is type(settings.processor("scan")) is ImageProcessor
     assert images.max_pixels == settings.max_pixels
-    assert video.patch_dim == images.patch_dim
+    assert video.wire.patch_dim == images.wire.patch_dim
     assert video.tower_width == images.tower_width
     assert video.plan(Part((56, 56), 4, fps=1.0)).time_step == 8.0
 
@@ -39,7 +39,7 @@ def test_qwen3_takes_videos_as_timed_frames_normalised_as_its_images() -> None:
     assert (video.mean, video.std) == (images.mean, images.std) == ((0.4,) * 3, (0.2,) * 3)
     assert (video.min_pixels, video.max_pixels) == (images.min_pixels, images.max_pixels)
     assert type(images) is ImageProcessor
-    assert video.patch_dim == images.patch_dim
+    assert video.wire.patch_dim == images.wire.patch_dim
 
 
 @pytest.mark.parametrize("family", [qwen_vl, qwen3_vl])

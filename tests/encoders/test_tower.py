@@ -24,6 +24,7 @@ from data import Part
 from encoders._tower import PackedItems, SequencePart, Tower, TowerSettings, build_tower
 from mimo.engines import megatron as engine
 from mimo.families.registry import encoder_families
+from mimo.families.wire import WirePatches
 from tests import lone_module
 from tests.conftest import RunRanks
 from tests.lone_module import TowerOptions, noise
@@ -172,8 +173,8 @@ WINDOWS = {"window_size": 28, "full_attention_layers": (1,), "num_layers": 2}
 def run_prepared(
     rank: int, name: str, given: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor], list[int], list[str]]:
-    """Rows and gradients of two items by their grids, and of the same prepared, the number of
-    copies, and what ``forward`` asked of the host in the second run.
+    """Rows and gradients of two items by values and grids, and of the same as sent and prepared,
+    the number of copies, and what ``forward`` asked of the host in the second run.
     """
     family = importlib.import_module(f"encoders.{name}")
     settings = settings_of(family).model_copy(update=given).scaled_down(1, 1)
@@ -185,21 +186,23 @@ def run_prepared(
         part = Part(processor.size_of(decoded))
         planned.append(processor.plan(part).grid)
         parts.append(processor.item_patches([decoded], part, 0))
-    patches, grids = torch.from_numpy(np.concatenate(parts)), torch.tensor(planned)
+    form, grids = processor.wire, torch.tensor(planned)
+    values = torch.from_numpy(form.values(np.concatenate(parts)))
+    sent = WirePatches.of([(form, torch.from_numpy(own)) for own in parts], torch.cat, torch.clone)
     tower.set_input_tensor([None])
 
-    def forward_backward(items: Any) -> list[Tensor]:
+    def forward_backward(patches: Any, items: Any) -> list[Tensor]:
         tower.zero_grad()
         rows = tower(patches, items).values
         rows.square().sum().backward()
         return [rows.detach(), *(param.grad.clone() for param in tower.parameters())]
 
-    by_grids = forward_backward(grids)
+    by_grids = forward_backward(values, grids)
     copies: list[int] = []
     prepared = tower.prepare(grids, lambda host: (copies.append(host.numel()), host.clone())[1])
     asked: list[str] = []
     _note_calls(asked, tower)
-    return by_grids, forward_backward(prepared), copies, asked
+    return by_grids, forward_backward(sent, prepared), copies, asked
 
 
 def _note_calls(asked: list[str], tower: Any) -> None:

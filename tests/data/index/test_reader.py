@@ -48,9 +48,9 @@ def test_samples_and_patches_agree_with_the_index(reader: SampleReader):
         assert sample.item_offsets.tolist() == placeholders.tolist()
         for item in items:
             patches = reader.patches(item)
-            assert patches.dtype == np.float32
-            assert patches.shape == (np.prod(reader.grid(item)), reader.media(item).patch_dim)
-            rows = index.column("item_rows", item)
+            wire, rows = reader.media(item).wire, index.column("item_rows", item)
+            assert patches.dtype == wire.dtype
+            assert patches.shape == (np.prod(reader.grid(item)), wire.width)
             assert len(patches) == rows * 2**2  # the processors merge 2 x 2
             assert np.prod(reader.row_grid(item)) == rows
 
@@ -97,7 +97,7 @@ def test_a_corrupt_image_is_reported_with_shard_key_and_item(
     }
     shard = write_shard(tmp_path / "a.tar", members)
     reader = SampleReader(build_index(str(shard), chat, processors), chat, processors)
-    assert reader.patches(0).shape == (4, processors["image"].patch_dim)
+    assert reader.patches(0).shape == (4, processors["image"].wire.width)
     with pytest.raises(UnreadableSample, match=r"'bad' of .*, item 0: .*cannot be decoded") as e:
         reader.patches(1)
     assert (e.value.shard, e.value.key, e.value.item) == (str(shard), "bad", 0)
@@ -142,7 +142,7 @@ def test_items_are_cut_by_the_processor_of_their_media(
     assert [reader.grid(item) for item in (0, 1)] == [(1, 8, 4), (1, 4, 2)]
     assert [reader.row_grid(item) for item in (0, 1)] == [(1, 4, 2), (1, 2, 1)]
     for item, media in enumerate(("video", "image")):
-        assert reader.patches(item).shape[1] == two_media_processors[media].patch_dim
+        assert reader.patches(item).shape[1] == two_media_processors[media].wire.width
     ids = reader.sample(0).input_ids
     for media, rows in {"video": 8, "image": 2}.items():
         assert (ids == two_media_chat.placeholder_ids[media]).sum() == rows

@@ -56,16 +56,20 @@ def test_patches_and_grid_equal_transformers(size: tuple[int, int], processor: I
     expected, grid = reference(image, processor)
     patches = processor.patches(image)
     assert processor.grid(*size) == grid
-    assert patches.dtype == np.float32
-    assert patches.shape == (np.prod(grid), processor.patch_dim)
-    np.testing.assert_array_equal(patches, expected)
+    assert patches.dtype == processor.wire.dtype == np.uint8
+    assert patches.shape == (np.prod(grid), 3 * processor.patch_size**2)
+    values = processor.wire.values(patches)
+    assert values.dtype == np.float32
+    assert values.shape == (len(patches), processor.wire.patch_dim)
+    np.testing.assert_array_equal(values, expected)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "LA", "P", "1", "CMYK"])
 def test_every_colour_mode_becomes_what_transformers_makes_of_it(mode: str):
     image = noise(60, 45, "RGBA").convert(mode)
     processor = ImageProcessor()
-    np.testing.assert_array_equal(processor.patches(image), reference(image, processor)[0])
+    values = processor.wire.values(processor.patches(image))
+    np.testing.assert_array_equal(values, reference(image, processor)[0])
 
 
 def test_rows_are_patches_over_the_square_of_the_merge_size():

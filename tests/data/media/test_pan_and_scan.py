@@ -37,7 +37,7 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
 
 
 def items_of(image: Image.Image) -> np.ndarray:
-    """(items, 16, 588): patches of the image and of its crops."""
+    """uint8 (items, 16, 588): patches of the image and of its crops."""
     part = Part(image.size)
     plan = OURS.plan(part)
     assert all(list(OURS.item_files(part, item)) == [0] for item in range(plan.num_items))
@@ -59,7 +59,7 @@ def test_an_image_and_its_crops_equal_transformers(size: tuple[int, int], mode: 
     items = items_of(image)
     assert len(items) == 1 + expected["num_crops"][0]
     for ours, pixels in zip(items, expected["pixel_values"], strict=True):
-        np.testing.assert_array_equal(ours, to_patches(pixels))
+        np.testing.assert_array_equal(OURS.wire.values(ours), to_patches(pixels))
 
 
 def test_the_sizes_above_have_from_no_to_four_crops():
@@ -139,7 +139,9 @@ def test_crops_in_an_answer_and_what_introduces_them_are_not_learned(tmp_path: P
     assert chat._backend.decode(learned, skip_special_tokens=False) == "the first<end_of_turn>"
 
 
-def test_images_with_crops_go_through_index_and_reader(tmp_path: Path, write_shard: WriteShard):
+def test_images_with_crops_go_through_index_and_reader(
+    tmp_path: Path, write_shard: WriteShard, monkeypatch: pytest.MonkeyPatch
+):
     chat = ChatTokenizer(write_folder("gemma3", tmp_path / "t"), {"image": GEMMA_IMAGE})
     images = [noise(*size) for size in SIZES]
     members: dict[str, bytes] = {}
@@ -156,7 +158,18 @@ def test_images_with_crops_go_through_index_and_reader(tmp_path: Path, write_sha
     expected = np.concatenate([items_of(image) for image in images])
     assert index.num_items == len(expected) > len(images)
     assert len(index.files_of_sample(0)) == len(images)
+    decode, decoded = SquareImageProcessor.decode, []
+
+    def noted(media: SquareImageProcessor, data: bytes) -> Image.Image:
+        decoded.append(data)
+        return decode(media, data)
+
+    monkeypatch.setattr(SquareImageProcessor, "decode", noted)
     for item, patches in enumerate(expected):
         np.testing.assert_array_equal(reader.patches(item), patches)
+    assert len(decoded) == len(images), "not once for each crop"
+    np.testing.assert_array_equal(reader.patches(len(expected) - 2), expected[-2])
+    last = members[f"all.{len(images) - 1}.png"]
+    assert (decoded[-1] == last) == (index.part(len(expected) - 2).size == SIZES[-1])
     sample = reader.sample(0)
     np.testing.assert_array_equal(sample.item_offsets, index.column("item_placeholder"))

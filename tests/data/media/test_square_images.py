@@ -49,8 +49,9 @@ def test_patches_equal_transformers(size: tuple[int, int], processor: SquareImag
     }
     (expected,) = Gemma3ImageProcessorPil(**options)([image], return_tensors="np")["pixel_values"]
     patches = processor.patches(image)
-    assert patches.dtype == np.float32
-    np.testing.assert_array_equal(patches, to_patches(expected, processor))
+    assert patches.dtype == np.uint8
+    values = processor.wire.values(patches)
+    np.testing.assert_array_equal(values, to_patches(expected, processor))
     assert len(patches) == np.prod(processor.grid(*size))
 
 
@@ -59,7 +60,8 @@ def test_every_colour_mode_becomes_what_transformers_makes_of_it(mode: str) -> N
     image = noise(60, 45, mode)
     options: dict[str, Any] = {"size": {"height": 56, "width": 56}}
     (expected,) = Gemma3ImageProcessorPil(**options)([image], return_tensors="np")["pixel_values"]
-    np.testing.assert_array_equal(SMALL.patches(image), to_patches(expected, SMALL))
+    values = SMALL.wire.values(SMALL.patches(image))
+    np.testing.assert_array_equal(values, to_patches(expected, SMALL))
 
 
 def test_every_image_has_the_same_number_of_rows() -> None:
@@ -67,7 +69,7 @@ def test_every_image_has_the_same_number_of_rows() -> None:
     assert PUBLISHED.row_grid(3, 4000) == (1, 16, 16)
     assert PUBLISHED.num_tokens(3, 4000) == PUBLISHED.num_tokens(500, 5) == 256
     assert PUBLISHED.cost(3, 4000) == 4096 * (4096 + 6 * 1152)
-    assert PUBLISHED.patch_dim == 588
+    assert PUBLISHED.wire.patch_dim == 588
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:

@@ -221,7 +221,9 @@ def test_items_of_a_random_file_are_as_large_as_planned(name: str, media: str | 
     processor = settings.processor() if media is None else settings.processor(media)
     assert processor.suffixes
     assert all(re.fullmatch("[a-z0-9]+", suffix) for suffix in processor.suffixes)
-    assert processor.patch_dim > 0
+    wire = processor.wire
+    assert wire == processor.wire, "items of one form are known by it"
+    assert 0 < wire.width <= wire.patch_dim
     rng = np.random.default_rng(1)
     patches_per_row = set()
     for frames in (1,) * 8 + (3,):
@@ -243,8 +245,11 @@ def test_items_of_a_random_file_are_as_large_as_planned(name: str, media: str | 
             own = processor.item_files(part, item)
             assert {*own} <= {*range(frames)}
             patches = processor.item_patches([decoded for _ in own], part, item)
-            assert patches.dtype == np.float32
-            assert patches.shape == (math.prod(plan.grid), processor.patch_dim)
+            assert patches.dtype == wire.dtype
+            assert patches.shape == (math.prod(plan.grid), wire.width)
+            values = wire.values(patches)
+            assert values.dtype == np.float32
+            assert values.shape == (len(patches), wire.patch_dim)
     assert len(patches_per_row) == 1
 
 

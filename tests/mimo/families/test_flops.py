@@ -97,7 +97,7 @@ def count_tower(rank: int, name: str, case: str) -> Counted:
         decoded = processor.decode(processor.random_file(rng))
         part = Part(processor.size_of(decoded))
         grids.append(processor.plan(part).grid)
-        patches.append(processor.item_patches([decoded], part, 0))
+        patches.append(processor.wire.values(processor.item_patches([decoded], part, 0)))
     tower.set_input_tensor([None])
     given = torch.from_numpy(np.concatenate(patches)), torch.tensor(grids)
     theirs = _theirs(lambda: tower(*given).values, 1.0)

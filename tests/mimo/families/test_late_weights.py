@@ -50,7 +50,7 @@ def run_tower(rank: int, name: str) -> tuple[Tensor, Tensor]:
     decoded = processor.decode(processor.random_file(np.random.default_rng(0)))
     part = Part(processor.size_of(decoded))
     grids = torch.tensor([processor.plan(part).grid])
-    patches = torch.from_numpy(processor.item_patches([decoded], part, 0))
+    patches = torch.from_numpy(processor.wire.values(processor.item_patches([decoded], part, 0)))
     tower.set_input_tensor([None])
     before = tower(patches, grids).values.detach()
     late(tower)

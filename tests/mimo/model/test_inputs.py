@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.batch import PackedLane
+from data.media.processor import WireForm
 from mimo.device import Staging
 from mimo.families.item_rules import ItemRules
 from mimo.model.inputs import stage_items, stage_lane
@@ -99,12 +100,14 @@ class GridsOnly:
 
 
 def test_items_of_several_microbatches_become_one_batch_in_order() -> None:
-    parts = [torch.full((n, 2), float(n)) for n in (0, 3, 1, 2)]
+    form = WireForm(2)
+    parts = [(form, torch.full((n, 2), float(n))) for n in (0, 3, 1, 2)]
     grids = np.array([[1, 1, n] for n in (3, 1, 2)])
     items = [EncoderItems(parts[:3], grids[:2]), EncoderItems([parts[0], parts[3]], grids[2:])]
     batch = stage_items(items, GridsOnly(), Staging(None))
     assert batch.patches is not None
-    assert batch.patches.tolist() == [[3.0] * 2] * 3 + [[1.0] * 2] + [[2.0] * 2] * 2
+    expected = [[3.0] * 2] * 3 + [[1.0] * 2] + [[2.0] * 2] * 2
+    assert batch.patches.values(torch.float32).tolist() == expected
     assert batch.items.tolist() == grids.tolist()
     later_stage = stage_items([EncoderItems(None, grids)], GridsOnly(), Staging(None))
     assert later_stage.patches is None

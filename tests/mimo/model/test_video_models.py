@@ -66,7 +66,9 @@ def run_both(
         time_steps=[[reader.time_step(item) for item in own] for own in items],
     )
     local = LocalModel(recipe, chat.vocab_size, True, initial_weights(recipe))
-    patches = [reader.patches(item) for item in range(index.num_items)]
+    patches = [
+        reader.media(item).wire.values(reader.patches(item)) for item in range(index.num_items)
+    ]
     grids = np.array([reader.grid(item) for item in range(index.num_items)], np.int64)
     places = np.flatnonzero(np.isin(lane.input_ids, list(chat.placeholder_ids.values())))
     with torch.no_grad():

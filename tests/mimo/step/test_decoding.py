@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ class Case:
             victim = file.read()
         assert io.BytesIO(victim).read(4) == b"\x89PNG"
         trap = Trap(
-            **asdict(self.reader.processors["image"]),
+            **asdict(cast("Any", self.reader.processors["image"])),
             victim=victim,
             do=do,
             times=times,

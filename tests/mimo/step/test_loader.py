@@ -5,22 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
-from mimo.layout.grids import Layout
+from mimo.layout.grids import Coords, Layout
 from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.step.decoding import Decoding
-from mimo.step.loader import LoadedStep, StepLoader, pack_language
+from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.step.plan import StepPlan, StepPlanner
 from tests.mimo import tiny
 
 
-def load(
-    path: Path, rank: int, patch_dtype: torch.dtype = torch.float32
-) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
+def load(path: Path, rank: int) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
     """The first step as ``rank`` loads it: rank 0 encodes, rank 1 is the language model."""
     recipe = load_recipe(path)
     dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
@@ -28,7 +27,7 @@ def load(
     layout = build_layout(recipe)
     planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
     decoding = Decoding(dataset.readers, layout, rank)
-    loader = StepLoader(planner, dataset.readers, decoding, 0, 1, patch_dtype)
+    loader = StepLoader(planner, dataset.readers, decoding, 0, 1)
     loaded = loader.next()
     loader.close()
     return loaded, planner.finish(loaded.microbatches), dataset, layout
@@ -48,14 +47,19 @@ def test_language_rank_decodes_no_item_and_encoder_rank_tokenizes_no_sample(path
     assert not any(language.patches)
 
 
-def test_patches_wait_in_the_dtype_in_which_they_are_computed_on(path: Path) -> None:
-    whole, short = (
-        [patches for of_items in load(path, 0, dtype)[0].patches for patches in of_items.values()]
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    assert len(whole) == 14
-    assert all(patches.dtype is torch.bfloat16 for patches in short)
-    assert all(one.to(torch.bfloat16).equal(two) for one, two in zip(whole, short, strict=True))
+def test_patches_wait_as_the_bytes_that_are_sent_also_where_there_are_none(path: Path) -> None:
+    loaded, plan, dataset, _ = load(path, 0)
+    form, reader = dataset.readers[0].processors["image"].wire, dataset.readers[0]
+    gathered = gather_items(loaded, plan, dataset.readers, "vision", Coords(0, 0, 0, 0), form)
+    assert [len(own.grids) for own in gathered] == [6, 0, 8]
+    for m, own in enumerate(gathered):
+        assert own.patches is not None
+        numbers = plan.microbatches[m].samples.item.tolist()
+        expected = [np.zeros((0, 3 * 14**2)), *(reader.patches(item) for item in numbers)]
+        for (found, patches), bytes_of_item in zip(own.patches, expected, strict=True):
+            assert found == form
+            assert patches.dtype is torch.uint8
+            np.testing.assert_array_equal(patches.numpy(), bytes_of_item)
 
 
 def test_rows_that_are_not_as_many_as_placeholders_name_sample_and_both_counts(path: Path) -> None:

@@ -173,7 +173,8 @@ def _when_encoding(strike: Callable[[Tensor, Tensor], Call | None], struck: Path
     def forward_or_strike(self, patches, items):
         other = None
         if step == 1 and not struck.exists():
-            other = strike(patches, next(grids for found, grids in prepared if found is items))
+            grids = next(grids for found, grids in prepared if found is items)
+            other = strike(self.values(patches), grids)
         if other is None:
             return forward(self, patches, items)
         struck.touch()

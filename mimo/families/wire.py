@@ -1,0 +1,72 @@
+"""Patches on their way to a tower: sent as their media say, values only once they are there.
+
+Letters: P patches of all items of a forward, C numbers of each, W those of them that are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.media.processor import WireForm
+from mimo.device import send_together
+
+
+@dataclass(frozen=True)
+class WirePatches:
+    """The patches of all items of a forward, those of one form together.
+
+    parts: by form, (n, W). offsets: (3, 1, 1) int32, where each channel begins in a table. tables:
+    by form, (3 · 256,) float32, or empty. order: (P,) int64, for each patch its place among all
+    parts one after the other; None if there is only one part.
+    """
+
+    forms: tuple[WireForm, ...]
+    parts: tuple[Tensor, ...]
+    offsets: Tensor
+    tables: tuple[Tensor, ...]
+    order: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        items: Sequence[tuple[WireForm, Tensor]],
+        join: Callable[[list[Tensor]], Tensor],
+        copy: Callable[[Tensor], Tensor],
+    ) -> WirePatches:
+        """Bring items to the device: the form of each and its patches (n, W), at least one item.
+
+        join: lays host tensors one after the other there. copy: brings one there.
+        """
+        items = [item for item in items if len(item[1])] or items[:1]
+        forms = tuple(dict.fromkeys(form for form, _ in items))
+        lengths = torch.tensor([len(patches) for _, patches in items])
+        kinds = torch.tensor([forms.index(form) for form, _ in items]).repeat_interleave(lengths)
+        # The patches sorted by form are the parts; each one's place among them is the inverse.
+        order = kinds.argsort(stable=True).argsort()
+        offsets = torch.arange(0, 3 * 256, 256, dtype=torch.int32)[:, None, None]
+        host = [offsets, *(torch.from_numpy(form.table()).flatten() for form in forms)]
+        offsets, *rest = send_together([*host, order] if len(forms) > 1 else host, copy)
+        return cls(
+            forms=forms,
+            parts=tuple(join([own for form, own in items if form == one]) for one in forms),
+            offsets=offsets,
+            tables=tuple(rest[: len(forms)]),
+            order=rest[-1] if len(forms) > 1 else None,
+        )
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """(P, C) in the order of the items: those of `WireForm.values`, in ``dtype``."""
+        each = zip(self.forms, self.parts, self.tables, strict=True)
+        found = [self._values_of(*own, dtype) for own in each]
+        return found[0] if self.order is None else torch.cat(found)[self.order]
+
+    def _values_of(self, form: WireForm, part: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        if form.normalise is None:
+            return part.to(dtype)
+        places = part.view(-1, 3, 1, form.width // 3) + self.offsets
+        values = table.to(dtype).index_select(0, places.flatten()).view(places.shape)
+        return values.expand(-1, -1, form.repeats, -1).reshape(-1, form.patch_dim)
