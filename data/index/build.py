@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, cast
@@ -22,6 +21,7 @@ from data.index.shards import find_shards
 from data.index.tar_shards import Member, MemberFile, RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
+from data.text.forms import parse_messages
 from data.text.messages import Mention, MessagesError, PlaceholderError, UnknownMediaError
 
 Progress = Callable[[int, int], None]
@@ -221,20 +221,6 @@ def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) 
         "item_rows": plan.num_rows,
         "item_cost": plan.cost,
     }
-
-
-def parse_messages(data: bytes) -> list[dict[str, Any]]:
-    """The messages of a sample's JSON member; their form is checked when they are encoded.
-
-    Raises ValueError when it is not a JSON object with `messages`.
-    """
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"malformed JSON: {error}") from error
-    if not isinstance(document, dict) or "messages" not in document:
-        raise ValueError('the JSON member needs to be an object with "messages"')
-    return document["messages"]
 
 
 def count_loss_tokens(sample: EncodedSample) -> int:

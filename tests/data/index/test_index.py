@@ -93,7 +93,7 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
     assert {skipped.shard for skipped in index.skipped} == {str(shard)}
     for key, reason in {
         "broken-json": "malformed JSON",
-        "no-messages": 'needs to be an object with "messages"',
+        "no-messages": "[1] is no chat; need one of these forms:",
         "bad-role": "without a role",
         "no-json": "no .json member",
         "gap": "numbered [1], need 0, 1, 2",
@@ -115,7 +115,7 @@ JOINING = """{%- for m in messages -%}
 
 
 def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
 ):
     def chatting(question: object) -> bytes:
         messages = [("user", question), ("assistant", "3")]
@@ -128,17 +128,20 @@ def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
     members = {
         "good.json": chatting("read"),
         "half.json": chatting("read \ud83d"),
-        "parts.json": ask(0),
+        "texts.json": ask(0),
+        "parts.json": ask(1),
+        "parts.0.png": make_image(),
         "rewritten.json": chatting("forget"),
         "last.json": chatting("write"),
     }
     shard = write_shard(tmp_path / "a.tar", members)
     index = build_index(str(shard), ChatTokenizer(tmp_path / "joining"), processors)
-    assert index.keys.tolist() == ["good", "last"]
+    # A content that is all text is a text to a template that takes no parts.
+    assert index.keys.tolist() == ["good", "texts", "last"]
     reasons = {skipped.key: skipped.reason for skipped in index.skipped}
     assert sorted(reasons) == ["half", "parts", "rewritten"]
     assert "no lone surrogate" in reasons["half"]
-    assert "rendered and tokenized (TypeError" in reasons["parts"]
+    assert "cannot be rendered (TypeError" in reasons["parts"]
     assert "renders the messages before answer 1 differently" in reasons["rewritten"]
 
 
