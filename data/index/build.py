@@ -96,22 +96,14 @@ def build_index(
             f"placeholders / items):\n  {listed(mismatched)}\n"
             f'need one content part such as {{"type": "{(media or ["..."])[0]}"}} per item, or one '
             'with "frames": 8 for 8 items, and files named <key>.0.<suffix>, <key>.1.<suffix>, ... '
-            f"in order of mention (suffixes: {', '.join(suffixes) or 'none'}); the cause may also "
-            f"be a text that contains the token itself ("
-            f"{', '.join(sorted(_tokens(chat))) or 'none'}); correct these samples or leave them "
-            "out of the shards"
+            f"in order of mention (suffixes: {', '.join(suffixes) or 'none'}); correct these "
+            "samples or leave them out of the shards"
         )
     if problems:
         raise ValueError("\n".join(problems))
     return make_index(
         [shard.path for shard in shards], media, keys, item_counts, columns, skipped, fingerprint
     )
-
-
-def _tokens(chat: ChatTokenizer) -> set[str]:
-    """What stands for an item in a rendered text, or for one of its rows."""
-    texts = chat.media_text.values()
-    return {token for text in texts for token in (text.written, text.placeholder)}
 
 
 class _Unusable(Exception):

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 FORMS = """need one of these forms:
   {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}, \
@@ -69,7 +69,7 @@ def parse_messages(data: bytes) -> list[Any]:
 
 def read_chat(document: object) -> Chat:
     """A document of any form in ours. Raises ValueError when it is of none."""
-    turns = None
+    turns: Any = None
     if isinstance(document, Mapping):
         name = "messages" if document.get("messages") is not None else "conversations"
         turns = _parsed(document.get(name), name)
@@ -241,7 +241,7 @@ def _text_of(turn: Mapping[str, Any]) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
