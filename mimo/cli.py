@@ -8,7 +8,7 @@ import typer
 from mimo.commands.bench import bench_bridge, bench_train
 from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf
-from mimo.commands.data import data_doctor, index
+from mimo.commands.data import data_doctor, data_pack, index
 from mimo.commands.evaluate import evaluate
 from mimo.commands.generate import generate
 from mimo.commands.parity import parity
@@ -32,12 +32,14 @@ for command in (check, prepare, train, verify, generate, evaluate, parity, tiny,
 data = typer.Typer(no_args_is_help=True, help="The samples of a recipe.")
 data.command("index")(index)
 data.command("doctor")(data_doctor)
+data.command("pack")(data_pack)
 app.add_typer(data, name="data")
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what the parts promise.")
 bench.command("bridge")(bench_bridge)
 bench.command("train")(bench_train)
 app.add_typer(bench, name="bench")
+
 
 convert = typer.Typer(no_args_is_help=True, help="Checkpoints in Hugging Face format.")
 convert.command("from-hf")(convert_from_hf)

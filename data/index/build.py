@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ from data.index.shards import Shard, ShardFile, ShardStream
 from data.index.tar_shards import Member, RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
+from data.text.forms import parse_messages
 from data.text.messages import Mention, MessagesError, PlaceholderError, UnknownMediaError
 
 Progress = Callable[[int, int], None]
 
-MAX_MESSAGES = 2048
 _PROGRESS_EVERY = 256  # samples
 _NAMED = 10  # samples of a kind of problem that are kept by name
 
@@ -56,7 +55,6 @@ class Problems:
         """What to tell the user; empty if there are none."""
         media = sorted(processors)
         suffixes = ", ".join(_suffixes(processors)) or "none"
-        tokens = ", ".join(sorted(_tokens(chat))) or "none"
         remedies = {
             "unknown": (
                 "samples have items of a media that no encoder takes (shard: key: media)",
@@ -68,9 +66,8 @@ class Problems:
                 "items)",
                 f'need one content part such as {{"type": "{(media or ["..."])[0]}"}} per item, or '
                 'one with "frames": 8 for 8 items, and files named <key>.0.<suffix>, '
-                f"<key>.1.<suffix>, ... in order of mention (suffixes: {suffixes}); the cause may "
-                f"also be a text that contains the token itself ({tokens}); correct these samples "
-                "or leave them out of the shards",
+                f"<key>.1.<suffix>, ... in order of mention (suffixes: {suffixes}); correct these "
+                "samples or leave them out of the shards",
             ),
         }
         found = [
@@ -170,12 +167,6 @@ def index_shard(
 def _suffixes(processors: Processors) -> list[str]:
     """Of the names of items."""
     return sorted({suffix for one in processors.values() for suffix in one.suffixes})
-
-
-def _tokens(chat: ChatTokenizer) -> set[str]:
-    """What stands for an item in a rendered text, or for one of its rows."""
-    texts = chat.media_text.values()
-    return {token for text in texts for token in (text.written, text.placeholder)}
 
 
 class _Unusable(Exception):
@@ -286,34 +277,6 @@ def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) 
         "item_rows": plan.num_rows,
         "item_cost": plan.cost,
     }
-
-
-def parse_messages(data: bytes) -> list[dict[str, Any]]:
-    """The messages of a sample's JSON member; their form is checked when they are encoded.
-
-    Raises ValueError when it is not a JSON object with `messages`, has a key twice or very many
-    messages.
-    """
-    try:
-        document = json.loads(data, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"malformed JSON: {error}") from error
-    if not isinstance(document, dict) or "messages" not in document:
-        raise ValueError('the JSON member needs to be an object with "messages"')
-    messages = document["messages"]
-    # Each answer is cut out of what is rendered before it, so the work grows with their square.
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise ValueError(f"{len(messages)} messages, at most {MAX_MESSAGES} are allowed")
-    return messages
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict[str, Any]()
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r:.80} is there twice")
-        found[key] = value
-    return found
 
 
 def _short(text: str) -> str:

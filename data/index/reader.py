@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from data.index.block_cache import BlockCache
-from data.index.build import count_loss_tokens, parse_messages
+from data.index.build import count_loss_tokens
 from data.index.samples import Index, Processors, SkippedSample
 from data.index.shards import ShardFile
 from data.media.processor import Grid, Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
+from data.text.forms import parse_messages
 
 _MAX_OPEN_SHARDS = 256
 _MAX_PLANS = 4096

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,12 +25,25 @@ from data.text.messages import (
     item_parts,
     mentions,
 )
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding
+from data.text.rendering import Template
+from data.text.special_tokens import SpecialTokens
 
 IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats
+_VERSION = 2  # raise it whenever the same files give other ids or masks
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """Rendered messages in tokens, one placeholder per item.
+
+    offsets: (L, 2), the characters [start, end) of each token. parts: those of each part.
+    """
+
+    text: str
+    ids: np.ndarray
+    offsets: np.ndarray
+    parts: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,10 @@ class ChatTokenizer:
         added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self._around_items = sorted(special - self.stop_token_ids)
+        texts = self.media_text.values()
+        needed = {eos, *self.placeholders.values(), *(one.written for one in texts)}
+        self._special_tokens = SpecialTokens(backend, needed)
+        self._template = Template(self.template, tokenizer, self._special_tokens)
         pad = tokenizer.pad_token
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
@@ -131,7 +147,8 @@ class ChatTokenizer:
 
         An answer begins after the template's generation prompt and includes its end of turn.
         What stands for an item in it does not count, nor a special token that the template writes
-        to open or close it: the model cannot write items.
+        to open or close it: the model cannot write items. A text that looks like a special token
+        is text.
         rows_per_item: rows of each item, in order of mention over all media; that many
         placeholders of its media stand for it.
         key: names the sample in errors.
@@ -143,15 +160,12 @@ class ChatTokenizer:
         be cut at the answers, or it writes another placeholder.
         """
         parts = self._parts(messages, rows_per_item, key, part_texts)
-        encoding, spans = self._encoding(messages, parts, key)
-        ids = encoding.ids
-        answer = np.zeros(len(ids), dtype=bool)
-        for number, message in enumerate(messages):
-            if is_answer(message):
-                start, end = self._answer_span(messages, number, ids, parts, key)
-                answer[start:end] = True
-        answer &= ~self._of_items(encoding, spans)
-        return self._expand(ids, answer, parts, rows_per_item, key)
+        whole = self._rendered(messages, parts, key)
+        answer = np.zeros(len(whole.ids), dtype=bool)
+        for start, end in self._answers(messages, whole, parts, key):
+            answer[start:end] = True
+        answer &= ~self._of_items(whole)
+        return self._expand(whole.ids, answer, parts, rows_per_item, key)
 
     def encode_prompt(
         self,
@@ -170,7 +184,7 @@ class ChatTokenizer:
             raise MessagesError(
                 "the last message of a prompt is the assistant's: leave the answer out"
             )
-        ids = self._tokens(messages, parts, "prompt", add_generation_prompt=True)
+        ids = self._rendered(messages, parts, "prompt", add_generation_prompt=True).ids
         answer = np.zeros(len(ids), dtype=bool)
         sample = self._expand(ids, answer, parts, rows_per_item, "prompt")
         return EncodedSample(
@@ -198,6 +212,7 @@ class ChatTokenizer:
                 (name, str(token)) for name, token in self._tokenizer.special_tokens_map.items()
             ),
             (sorted(self.media_text.items()), self.eos_token_id, self.pad_token_id),
+            _VERSION,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -226,91 +241,91 @@ class ChatTokenizer:
                 raise PlaceholderError(key, count, needed)
         return list(zip(media, texts, strict=True))
 
-    def _tokens(
+    def _rendered(
         self,
         messages: Sequence[Message],
         parts: Sequence[tuple[str, str]],
         key: str,
         add_generation_prompt: bool = False,
-    ) -> list[int]:
-        """Token ids of rendered messages, one placeholder per item."""
-        return self._encoding(messages, parts, key, add_generation_prompt)[0].ids
-
-    def _encoding(
-        self,
-        messages: Sequence[Message],
-        parts: Sequence[tuple[str, str]],
-        key: str,
-        add_generation_prompt: bool = False,
-    ) -> tuple[Encoding, list[tuple[int, int]]]:
-        """Rendered messages in tokens, and the characters [start, end) of each part.
-
-        parts: as of `_parts`; `messages` may be only the first of those that they belong to.
-        """
-        from jinja2 import TemplateError
-
-        try:  # transformers compiles a template once per process and keeps it
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-            own = parts[: len(item_parts(messages))]
-            text, spans = write_items(text, own, self.media_text, key)
-            return self._backend.encode(text, add_special_tokens=False), spans
-        except TemplateError as error:
+    ) -> _Rendered:
+        """parts: as of `_parts`; `messages` may be only the first of those that they belong to."""
+        try:
+            text = self._template.render(messages, add_generation_prompt)
+        except ValueError as error:
+            raise MessagesError(f"sample {key!r}: {error}") from error
+        own = parts[: len(item_parts(messages))]
+        finish = self._special_tokens.finish
+        text, spans = write_items(text, own, self.media_text, key, finish)
+        try:
+            ids, offsets = self._special_tokens.encode(text)
+        except (TypeError, UnicodeError) as error:  # from a tokenizer given half a character
             raise MessagesError(
-                f"sample {key!r}: the chat template refuses the messages: {error}"
+                f"sample {key!r}: the messages cannot be tokenized ({error}); need whole Unicode "
+                "characters (no lone surrogate such as \\ud83d)"
             ) from error
-        except (PlaceholderError, MessagesError):
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # From a template that joins text with parts, or a tokenizer given half a character.
-            raise MessagesError(
-                f"sample {key!r}: the messages cannot be rendered and tokenized "
-                f"({type(error).__name__}: {error}); need contents that the chat template takes, "
-                "of whole Unicode characters (no lone surrogate such as \\ud83d)"
-            ) from error
+        except ValueError as error:
+            raise MessagesError(f"sample {key!r}: {error}") from error
+        return _Rendered(text, ids, offsets, spans)
 
-    def _of_items(self, encoding: Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    def _of_items(self, rendered: _Rendered) -> np.ndarray:
         """bool per token: whether it stands for an item, or opens or closes one.
 
-        spans: characters [start, end) that stand for items. A special token right beside them, such
-        as Qwen's <|vision_start|>, belongs to the item; an end of turn does not.
+        A special token right beside an item, such as Qwen's <|vision_start|>, belongs to it; an end
+        of turn does not.
         """
-        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        starts, ends = rendered.offsets.T
         found = np.zeros(len(starts), dtype=bool)
-        for start, end in spans:
+        for start, end in rendered.parts:
             found |= (starts < end) & (ends > start)
         before = np.flatnonzero(found[1:] & ~found[:-1])
         after = np.flatnonzero(found[:-1] & ~found[1:]) + 1
         beside = np.concatenate([before, after])
-        found[beside] = np.isin(np.array(encoding.ids)[beside], self._around_items)
+        found[beside] = np.isin(rendered.ids[beside], self._around_items)
         return found
+
+    def _answers(
+        self,
+        messages: Sequence[Message],
+        whole: _Rendered,
+        parts: Sequence[tuple[str, str]],
+        key: str,
+    ) -> list[tuple[int, int]]:
+        """Tokens [start, end) of every answer, its end token included."""
+        numbers = [number for number, message in enumerate(messages) if is_answer(message)]
+        if numbers[:1] == [0]:
+            raise MessagesError(f"sample {key!r}: begins with an answer; need a question before it")
+        if self._template.opening is not None:
+            begins = [found.end() for found in self._template.opening.finditer(whole.text)]
+            # A token with a character of the opening, such as two line breaks in one, is not whole.
+            starts = np.searchsorted(whole.offsets[:, 0], begins)
+            turns = np.append(np.flatnonzero(whole.ids == self.eos_token_id), len(whole.ids)) + 1
+            ends = turns[np.searchsorted(turns, starts, side="right")]
+            if len(starts) == len(numbers) and (ends <= [*starts[1:], len(whole.ids)]).all():
+                return list(zip(starts.tolist(), ends.tolist(), strict=True))
+        return [self._answer_span(messages, number, whole.ids, parts, key) for number in numbers]
 
     def _answer_span(
         self,
         messages: Sequence[Message],
         number: int,
-        ids: list[int],
+        ids: np.ndarray,
         parts: Sequence[tuple[str, str]],
         key: str,
     ) -> tuple[int, int]:
-        """[start, end) of the answer in message `number`, its end token included."""
-        if number == 0:
-            raise MessagesError(f"sample {key!r}: begins with an answer; need a question before it")
-        before = self._tokens(messages[:number], parts, key, add_generation_prompt=True)
+        """[start, end) of the answer in message `number`, for templates without an opening of it.
+
+        They need to write the same for the first messages, whatever follows.
+        """
+        before = self._rendered(messages[:number], parts, key, add_generation_prompt=True).ids
         # The last answer ends the conversation: no need to render the same messages again.
         last = number == len(messages) - 1
-        through = ids if last else self._tokens(messages[: number + 1], parts, key)
-        if through[: len(before)] != before or ids[: len(through)] != through:
+        through = ids if last else self._rendered(messages[: number + 1], parts, key).ids
+        if not (_begins(through, before) and _begins(ids, through)):
             raise MessagesError(
                 f"sample {key!r}: the chat template of {self.directory} renders the messages "
                 f"before answer {number} differently once the answer is there, so its tokens "
-                "cannot be told apart: need a template whose output only grows with each message "
-                "(does it drop earlier reasoning, or rewrite the generation prompt, or does the "
-                "answer begin with a line break?)"
+                "cannot be told apart: need a template whose answers begin with a special token, "
+                "or whose output only grows with each message"
             )
         end = len(through)
         # What follows the end of a turn (a line break, in Qwen's template) is never generated.
@@ -322,29 +337,32 @@ class ChatTokenizer:
 
     def _expand(
         self,
-        ids: list[int],
+        ids: np.ndarray,
         answer: np.ndarray,
         parts: Sequence[tuple[str, str]],
         rows_per_item: Sequence[int],
         key: str,
     ) -> EncodedSample:
         """Repeat each placeholder rows_per_item[k] times; shift labels and mask by one."""
-        compact = np.array(ids, dtype=np.int64)
-        placeholders = np.flatnonzero(np.isin(compact, list(self.placeholder_ids.values())))
+        placeholders = np.flatnonzero(np.isin(ids, list(self.placeholder_ids.values())))
         wanted = [
             self.placeholder_ids[m] for m, text in parts for _ in range(text.count(ITEM_SLOT))
         ]
         if len(placeholders) != len(wanted):
             raise PlaceholderError(key, len(placeholders), len(wanted))
-        if compact[placeholders].tolist() != wanted:
+        if ids[placeholders].tolist() != wanted:
             raise MessagesError(
                 f"sample {key!r}: the placeholders in its text are not those of its items in order "
                 f"of mention ({', '.join(media for media, _ in parts)})"
             )
-        repeats = np.ones(len(compact), dtype=np.int64)
+        repeats = np.ones(len(ids), dtype=np.int64)
         repeats[placeholders] = rows_per_item
-        input_ids = np.repeat(compact, repeats)
+        input_ids = np.repeat(ids, repeats)
         labels = np.append(input_ids[1:], self.pad_token_id)
         loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)
         starts = np.cumsum(repeats) - repeats
         return EncodedSample(input_ids, labels, loss_mask, starts[placeholders])
+
+
+def _begins(ids: np.ndarray, first: np.ndarray) -> bool:
+    return np.array_equal(ids[: len(first)], first)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from data.text.messages import MessagesError, PlaceholderError
@@ -62,20 +62,21 @@ def write_items(
     parts: Sequence[tuple[str, str]],
     media_text: Mapping[str, MediaText],
     key: str,
+    finish: Callable[[str], str],
 ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text with the k-th token that the template wrote replaced by the k-th part.
 
-    Also where each part is in it: characters [start, end).
+    It is finished by `finish`. Also where each part is in it: characters [start, end).
     parts: (media, text of the part) in order of mention. key: names the sample in errors.
 
-    Raises PlaceholderError when tokens and parts differ in number, as when a user's text contains
-    one, and MessagesError when the template writes them in another order.
+    Raises PlaceholderError when tokens and parts differ in number, and MessagesError when the
+    template writes them in another order.
     """
     media_of = {text.written: media for media, text in media_text.items()}
     # The longest first: one may be contained in another.
     written = sorted(media_of, key=len, reverse=True)
     if not written:
-        return rendered, []
+        return finish(rendered), []
     pieces = re.split("(" + "|".join(re.escape(token) for token in written) + ")", rendered)
     found = [media_of[token] for token in pieces[1::2]]
     if len(found) != len(parts):
@@ -87,5 +88,6 @@ def write_items(
             f"of {', '.join(media for media, _ in parts)}, in this order"
         )
     pieces[1::2] = [media_text[media].of_part(text) for media, text in parts]
+    pieces = [finish(piece) for piece in pieces]
     ends = [*itertools.accumulate(map(len, pieces))]
     return "".join(pieces), [*zip(ends[0::2], ends[1::2], strict=False)]

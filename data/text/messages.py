@@ -25,8 +25,8 @@ class PlaceholderError(ValueError):
     def __init__(self, key: str, placeholders: int, items: int) -> None:
         super().__init__(
             f"sample {key!r} has {placeholders} placeholders but {items} items: need one content "
-            'part such as {"type": "image"} per item, and no text that contains the token itself; '
-            "fix the messages or the files of the items"
+            'part such as {"type": "image"} per item, and a chat template that writes it; fix the '
+            "messages or the files of the items"
         )
         self.key, self.placeholders, self.items = key, placeholders, items
 

@@ -1,0 +1,1 @@
+"""Data sets in other layouts, packed into shards."""

@@ -1,0 +1,264 @@
+"""The forms in which people write chats, made into ours at one place.
+
+Ours is in messages.py. Recognised besides are LLaVA's, which others call ShareGPT's
+(`conversations` of `from` and `value`, `<image>` in the text, files under `image` or `images`), and
+OpenAI's (content parts such as `image_url`, `tool_calls`, and answers of the role `tool`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+FORMS = """need one of these forms:
+  {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}, \
+{"role": "assistant", "content": "..."}], "images": ["a.jpg"]}
+  {"conversations": [{"from": "human", "value": "<image> ..."}, {"from": "gpt", "value": "..."}], \
+"image": "a.jpg"}
+  {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": \
+"data:image/png;base64,..."}}, {"type": "text", "text": "..."}]}, ...]}"""
+
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    "system": "system",
+}
+_KEYS = {"image": ("image", "images"), "video": ("video", "videos"), "audio": ("audio", "audios")}
+_MOST_MESSAGES = 2048
+_MOST_FRAMES = 2**20  # of one video
+_TOKEN = re.compile("<(image|video|audio)>")
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A file inside a document, in Base64."""
+
+    data: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A document in our form.
+
+    messages: the first has the `tools` of the document, if any. files: what it says of each file,
+    in order of mention: a path or URL, `Embedded`, what Hugging Face has in a column, or None.
+    left: media whose files are not all mentioned.
+    """
+
+    messages: list[Any]
+    files: list[Any]
+    left: list[str]
+
+
+def parse_messages(data: bytes) -> list[Any]:
+    """The messages of a shard's JSON member, in our form; they are checked when they are encoded.
+
+    Raises ValueError when it is no JSON, has a key twice or very many messages, is of no form that
+    is recognised, or holds a file itself.
+    """
+    try:
+        chat = read_chat(json.loads(data, object_pairs_hook=_object))
+    except (RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"malformed JSON: {error}") from error
+    if any(isinstance(one, Embedded) for one in chat.files):
+        raise ValueError("holds a file inside its JSON: `mimo data pack` writes files of their own")
+    # Some templates go over all earlier messages for each, so the work grows with their square.
+    if len(chat.messages) > _MOST_MESSAGES:
+        raise ValueError(f"{len(chat.messages)} messages, at most {_MOST_MESSAGES} are allowed")
+    return chat.messages
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {_short(key)} is there twice")
+        found[key] = value
+    return found
+
+
+def read_chat(document: object) -> Chat:
+    """A document of any form in ours. Raises ValueError when it is of none."""
+    turns: Any = None
+    if isinstance(document, Mapping):
+        name = "messages" if document.get("messages") is not None else "conversations"
+        turns = _parsed(document.get(name), name)
+    if not isinstance(document, Mapping) or not _is_list(turns):
+        shown = sorted(map(str, document)) if isinstance(document, Mapping) else document
+        raise ValueError(f"{_short(shown)} is no chat; {FORMS}")
+    reader = _Reader(document, turns)
+    messages = [reader.message(turn) for turn in turns]
+    tools = _parsed(document.get("tools"), "tools")
+    if tools and messages and isinstance(messages[0], dict):
+        messages[0]["tools"] = tools
+    return Chat(messages, reader.files, [media for media, own in reader.given.items() if own])
+
+
+class _Reader:
+    """Reads the messages of one document, and takes its files as they are mentioned."""
+
+    def __init__(self, document: Mapping[str, Any], turns: Sequence[Any]) -> None:
+        self.files: list[Any] = []
+        self.given = {media: _files(document, media) for media in _KEYS}
+        self._fps = document.get("fps")
+        turns = [turn for turn in turns if isinstance(turn, Mapping)]
+        in_parts = any(_is_list(turn.get("content")) for turn in turns)
+        is_llava = any("from" in turn for turn in turns)
+        # Elsewhere `<image>` is a text like any other.
+        self._tokens = is_llava or (any(self.given.values()) and not in_parts)
+        found = [media for turn in turns for media in _TOKEN.findall(_text_of(turn))]
+        self._first: list[str] = []
+        for media, own in self.given.items() if self._tokens else ():
+            count = found.count(media)
+            if own and not count:
+                self._first += [media] * len(own)  # before the first question
+            elif own and count != len(own):
+                raise ValueError(f"its text has <{media}> {count} times for {len(own)} files")
+
+    def message(self, turn: Any) -> Any:
+        """A message in our form; what is not recognised stays, and is refused when checked."""
+        if not isinstance(turn, Mapping):
+            return turn
+        turn = {name: value for name, value in turn.items() if value is not None}
+        if "from" in turn:
+            turn = self._of_llava(turn)
+        if turn.get("role") in ("developer", "function"):
+            turn["role"] = {"developer": "system", "function": "tool"}[turn["role"]]
+        calls = turn.get("tool_calls") or [turn[n] for n in ("function_call",) if n in turn]
+        turn.pop("function_call", None)
+        if calls:
+            turn["tool_calls"] = [_call(one) for one in calls]
+            turn.setdefault("content", "")
+        content = turn.get("content")
+        if isinstance(content, str) and self._tokens:
+            turn["content"] = self._split(content, turn.get("role") == "user")
+        elif _is_list(content):
+            turn["content"] = [self._part(part) for part in content]
+        return turn
+
+    def _of_llava(self, turn: dict[str, Any]) -> dict[str, Any]:
+        sender, value = turn.pop("from"), turn.pop("value", None)
+        if sender not in _ROLES:
+            raise ValueError(f'a message is "from" {_short(sender)}; need one of {sorted(_ROLES)}')
+        if sender == "function_call":
+            calls = _parsed(value, "a function_call")
+            return {
+                **turn,
+                "role": "assistant",
+                "tool_calls": calls if _is_list(calls) else [calls],
+            }
+        return {**turn, "role": _ROLES[sender], "content": value}
+
+    def _split(self, text: str, asks: bool) -> Any:
+        pieces = _TOKEN.split(text)
+        parts: list[Any] = []
+        if asks:
+            parts = [self._item(media) for media in self._first]
+            self._first = []
+        for number, piece in enumerate(pieces):
+            if number % 2:
+                parts.append(self._item(piece))
+            elif piece:
+                parts.append({"type": "text", "text": piece})
+        return parts if any(part["type"] != "text" for part in parts) else text
+
+    def _item(self, media: str, part: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A part of our form for the next file of a media, or for the one that a part names."""
+        part = part or {}
+        value = next((part[n] for n in (media, "bytes", "path", "url") if n in part), None)
+        if value is None:
+            value = self.given[media].pop(0) if self.given.get(media) else None
+        own = {name: part[name] for name in ("frames", "fps") if name in part}
+        if value is not None and _is_list(value) != (media == "video"):
+            raise ValueError(
+                f"{media} {_short(value)}: need one file for each image or clip, and for a video "
+                'the list of its frames, ["0.jpg", "1.jpg", ...]; videos are not decoded'
+            )
+        if _is_list(value):
+            own["frames"] = len(value)
+            if self._fps is not None:
+                own.setdefault("fps", self._fps)
+        frames = own.get("frames", 1)  # anything, until it is checked
+        unnamed = [None] * (frames if type(frames) is int and frames < _MOST_FRAMES else 1)
+        files = value if _is_list(value) else unnamed if value is None else [value]
+        self.files += [_embedded(one) for one in files]
+        return {"type": media, **own}
+
+    def _part(self, part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        part = {name: value for name, value in part.items() if value is not None}
+        kind = part.get("type")
+        if kind == "image_url":
+            url = part.get("image_url")
+            return self._item("image", {"url": url.get("url") if isinstance(url, Mapping) else url})
+        if kind == "input_audio":
+            sound = part.get("input_audio")
+            data = sound.get("data") if isinstance(sound, Mapping) else None
+            return self._item("audio", {"audio": Embedded(str(data))})
+        return self._item(kind, part) if isinstance(kind, str) and kind != "text" else part
+
+
+def _files(document: Mapping[str, Any], media: str) -> list[Any]:
+    """What a document names beside its messages: for a video, the list of its frames."""
+    for key in _KEYS[media]:
+        found = document.get(key)
+        if isinstance(found, str | bytes | Mapping):
+            return [found]
+        if _is_list(found) and found:
+            frames = key == "video" and not any(_is_list(one) for one in found)
+            return [found] if frames else list(found)
+    return []
+
+
+def _embedded(value: Any) -> Any:
+    """A data URL as a file; all else stays. Raises ValueError for one that is not in Base64."""
+    if not isinstance(value, str) or not value.startswith("data:"):
+        return value
+    kind, comma, data = value.partition(",")
+    if not comma or not kind.endswith(";base64"):
+        raise ValueError(f"the URL {_short(value)}: need data:<type>;base64,<data>")
+    return Embedded(data)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object, which templates write as JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+        arguments = _parsed(function.get("arguments") or {}, "the arguments of a call")
+        if isinstance(arguments, Mapping):
+            own = {"id": call["id"]} if call.get("id") is not None else {}
+            named = {"name": function["name"], "arguments": arguments}
+            return {**own, "type": "function", "function": named}
+    raise ValueError(
+        f"the call {_short(call)}: need "
+        '{"type": "function", "function": {"name": "...", "arguments": {...}}}'
+    )
+
+
+def _parsed(value: Any, what: str) -> Any:
+    """What is JSON inside a string, as data sets often have it; all else stays."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is a text that is not JSON: {_short(value)}") from error
+
+
+def _text_of(turn: Mapping[str, Any]) -> str:
+    text = turn.get("value" if "from" in turn else "content")
+    return text if isinstance(text, str) else ""
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,265 @@
+"""`mimo data pack`: from JSON and Parquet to shards that can be indexed and read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from data import ChatTokenizer, Processors, SampleReader, build_index
+from data.media.audio import wav_bytes
+from data.pack import rows
+from data.pack.shards import ShardSize, pack
+from mimo.cli import app
+
+
+def llava(image: str | None, question: str = "read <image> .") -> dict[str, Any]:
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "3 7"}]
+    return {"conversations": turns} | ({} if image is None else {"image": image})
+
+
+def write_lines(path: Path, *documents: Any) -> Path:
+    lines = [one if isinstance(one, str) else json.dumps(one) for one in documents]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def members(folder: Path) -> dict[str, dict[str, bytes]]:
+    """By shard and name."""
+    found: dict[str, dict[str, bytes]] = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found[path.name] = {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+    return found
+
+
+def bad_rows(folder: Path) -> dict[int, str]:
+    lines = (folder / "bad_samples.jsonl").read_text().splitlines()
+    return {one["row"]: one["reason"] for one in map(json.loads, lines)}
+
+
+@pytest.fixture
+def images(tmp_path: Path, make_image) -> Path:
+    (tmp_path / "src" / "in").mkdir(parents=True)
+    (tmp_path / "src" / "a.png").write_bytes(make_image(28, 56))
+    (tmp_path / "src" / "in" / "b.jpeg").write_bytes(make_image(56, 56, "JPEG"))
+    return tmp_path / "src"
+
+
+@pytest.mark.parametrize("form", ["lines", "array", "parquet"])
+def test_packed_rows_are_indexed_and_read_as_they_were(
+    images: Path, tmp_path: Path, chat: ChatTokenizer, processors: Processors, form: str
+):
+    a, b = (images / "a.png").read_bytes(), (images / "in" / "b.jpeg").read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(a).decode()}"
+    ask = [{"type": "text", "text": "read"}, {"type": "image_url", "image_url": {"url": url}}]
+    yes = {"role": "assistant", "content": "3 7"}
+    if form == "parquet":
+        turns = llava(None)["conversations"]
+        both = [{"bytes": a, "path": None}, {"bytes": None, "path": "in/b.jpeg"}]
+        two = [{**turns[0], "value": "<image> and <image>"}, turns[1]]
+        columns = {
+            "images": [both[:1], both, []],
+            "conversations": [turns, two, [{**turns[0], "value": "read"}, turns[1]]],
+        }
+        pq.write_table(pa.table(columns), images / "rows.parquet", row_group_size=2)
+        source, counts = images, [1, 2, 0]
+    else:
+        documents = [
+            llava("a.png"),
+            llava(None, "read ."),
+            {"messages": [{"role": "user", "content": ask}, yes]},
+        ]
+        documents.append(llava("in/b.jpeg", "what digit is this ?"))
+        source, counts = images / "rows.json", [1, 0, 1, 1]
+        write_lines(source, *documents)
+        if form == "array":
+            source.write_text("\ufeff \n" + json.dumps(documents, indent=2))
+    packed = pack(str(source), tmp_path / "out")
+    assert (packed.samples, packed.files, packed.bad) == (len(counts), sum(counts), 0)
+    index = build_index(str(tmp_path / "out" / "*.tar"), chat, processors)
+    assert not index.skipped
+    assert [len(index.items_of_sample(n)) for n in range(len(index))] == counts
+    assert [index.key(n) for n in range(len(index))] == [f"{n:09d}" for n in range(len(counts))]
+    reader = SampleReader(index, chat, processors)
+    files = [reader.file_bytes(f, n) for n in range(len(index)) for f in index.files_of_sample(n)]
+    assert files == [a, a, b]
+    for n in range(len(index)):
+        assert chat.decode(reader.sample(n).labels[reader.sample(n).loss_mask == 1]) == "3 7"
+        document = json.loads(members(tmp_path / "out")["shard-000000.tar"][f"{n:09d}.json"])
+        assert list(document) == ["messages"], "shards carry our form"
+        assert all(set(message) == {"role", "content"} for message in document["messages"])
+
+
+def test_every_bad_row_is_left_out_and_listed_with_its_line_and_reason(
+    images: Path, tmp_path: Path
+):
+    (tmp_path / "secret.png").write_bytes((images / "a.png").read_bytes())
+    (images / "out.png").symlink_to(tmp_path / "secret.png")
+    (images / "outer").symlink_to(tmp_path)
+    (images / "inside.png").symlink_to(images / "a.png")
+    (images / "broken.png").write_bytes(b"nothing")
+    os.mkfifo(images / "pipe.png")
+    tool = {"role": "user", "content": "x"}
+    data = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}]
+    wanted: list[tuple[Any, str]] = [
+        (llava("inside.png"), ""),
+        ("{", "malformed JSON"),
+        ("[" * 100_000, "malformed JSON"),
+        (llava("none.png"), "file 0: 'none.png' is no file in"),
+        (llava(str(images / "a.png")), "need a path inside --media-root"),
+        (llava("in/../a.png"), "without `..`"),
+        (llava("in\\..\\a.png"), "without `..`"),
+        (llava("C:\\a.png"), "need a path inside"),
+        (llava("a.png\0"), "need a path inside"),
+        (llava("out.png"), "is a link that leaves the media root"),
+        (llava("outer/secret.png"), "is a link that leaves the media root"),
+        (llava("pipe.png"), "is no file"),
+        (llava("in"), "is no file"),
+        (llava("https://a.b/c.png"), "is a URL: nothing is downloaded"),
+        (llava("file:///etc/passwd"), "is a URL"),
+        (llava("broken.png"), "file 0: the image header cannot be read"),
+        (llava(None), "the row does not say which file it is"),
+        ({"messages": [{"role": "user", "content": data}]}, "file 0: is not Base64"),
+        ({"prompt": "hello"}, "['prompt'] is no chat; need one of these forms"),
+        ({"messages": [{"role": "user"}]}, "the content of message 0 is None"),
+        ({"messages": [tool, {**tool, "content": "\ud83d"}]}, "surrogates not allowed"),
+        ("", ""),
+        (llava("a.png"), ""),
+    ]
+    source = write_lines(images / "rows.jsonl", *(one for one, _ in wanted))
+    packed = pack(str(source), tmp_path / "out", max_bad_fraction=1.0)
+    found = bad_rows(tmp_path / "out")
+    assert sorted(found) == [n for n, (_, reason) in enumerate(wanted, 1) if reason]
+    for number, reason in found.items():
+        assert wanted[number - 1][1] in reason
+    assert (packed.samples, packed.bad) == (2, len(found))
+    assert packed.first_bad.startswith(f"{source}, row 2: malformed JSON")
+    names = [name for shard in members(tmp_path / "out").values() for name in shard]
+    assert [name.partition(".")[2] for name in names] == ["0.png", "json"] * 2
+
+
+def test_a_share_of_bad_rows_ends_it_and_names_the_first(images: Path, tmp_path: Path):
+    good, bad = llava("a.png"), llava("none.png")
+    source = write_lines(images / "rows.jsonl", *[good] * 8, bad, bad)
+    pack(str(source), tmp_path / "enough", max_bad_fraction=0.2)
+    for limit in (0.19, 0.0):
+        with pytest.raises(ValueError, match=r"of \d+ rows cannot be used, the first .*, row 9: "):
+            pack(str(source), tmp_path / f"{limit}", max_bad_fraction=limit)
+    source = write_lines(images / "bad.jsonl", bad, bad)
+    with pytest.raises(ValueError, match="2 of 2 rows cannot be used"):
+        pack(str(source), tmp_path / "none", max_bad_fraction=1.0)
+
+
+@pytest.mark.parametrize("size", [ShardSize(samples=3), ShardSize(None, 6000)])
+def test_shards_have_the_size_and_the_same_bytes_each_time(
+    images: Path, tmp_path: Path, size: ShardSize
+):
+    source = write_lines(images / "rows.jsonl", *[llava(None, f"read {n}") for n in range(7)])
+    for out in ("one", "two"):
+        pack(str(source), tmp_path / out, size=size)
+    shards = members(tmp_path / "one")
+    # Per sample a header and a block of JSON: 1024 bytes, five of which are below 6000.
+    assert [len(one) for one in shards.values()] == ([3, 3, 1] if size.samples else [5, 2])
+    assert sorted(os.listdir(tmp_path / "one")) == list(shards)
+    digests = [
+        [hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted((tmp_path / out).iterdir())]
+        for out in ("one", "two")
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_a_source_that_ends_early_leaves_whole_shards_only(images: Path, tmp_path: Path):
+    documents = json.dumps([llava(None, f"read {n}") for n in range(5)])
+    (images / "cut.json").write_text(documents[:-60])
+    with pytest.raises(ValueError, match=r"cut\.json, after element 4: "):
+        pack(str(images / "cut.json"), tmp_path / "out", size=ShardSize(samples=3))
+    assert os.listdir(tmp_path / "out") == ["shard-000000.tar"]
+    table = pa.table({"conversations": [llava(None)["conversations"]] * 4})
+    pq.write_table(table, images / "cut.parquet")
+    whole = (images / "cut.parquet").read_bytes()
+    (images / "cut.parquet").write_bytes(whole[:-9])
+    with pytest.raises(ValueError, match=r"cut\.parquet, after row 0: "):
+        pack(str(images / "cut.parquet"), tmp_path / "other")
+
+
+def test_rows_of_an_array_are_read_in_pieces_and_one_that_is_too_large_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rows, "_CHUNK", 7)
+    documents = [{"né": "]},{" * n} for n in range(30)]
+    path = tmp_path / "rows.json"
+    for text in (json.dumps(documents, ensure_ascii=False), json.dumps(documents, indent=1)):
+        path.write_text(text, encoding="utf-8")
+        assert [row.document for row in rows.read_rows(str(path))] == documents
+    path.write_text("[]")
+    assert list(rows.read_rows(str(path))) == []
+    monkeypatch.setattr(rows, "_MAX_ROW", 50)
+    path.write_text(json.dumps(documents))
+    with pytest.raises(ValueError, match="after element 1[0-9]: .* too large a row"):
+        list(rows.read_rows(str(path)))
+    write_lines(path, *documents[:14])
+    lines = list(rows.read_rows(str(path)))
+    assert [row.number for row in lines] == list(range(1, 15))
+    assert [bool(row.problem) for row in lines] == [
+        len(json.dumps(d)) + 1 > 50 for d in documents[:14]
+    ]
+    for text in ('[{"a": 1} {"b": 2}]', "[1", "[", '[{"a": 1},', '[{"a": \xff}]'):
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=r"rows\.json, after element [01]: "):
+            list(rows.read_rows(str(path)))
+
+
+def test_audio_and_frames_of_videos_are_packed(images: Path, tmp_path: Path):
+    import numpy as np
+
+    sound = base64.b64encode(wav_bytes(np.zeros(1600, np.int16))).decode()
+    heard = {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}}
+    film = {"type": "video", "video": ["a.png", "a.png"], "fps": 4.0}
+    yes = {"role": "assistant", "content": "yes"}
+    source = write_lines(
+        images / "rows.jsonl", {"messages": [{"role": "user", "content": [heard, film]}, yes]}
+    )
+    pack(str(source), tmp_path / "out")
+    (shard,) = members(tmp_path / "out").values()
+    assert sorted(shard) == [f"000000000.{n}" for n in ("0.wav", "1.png", "2.png", "json")]
+    content = json.loads(shard["000000000.json"])["messages"][0]["content"]
+    assert content == [{"type": "audio"}, {"type": "video", "fps": 4.0, "frames": 2}]
+
+
+def test_the_command_packs_once_and_refuses_what_it_may_not_replace(images: Path, tmp_path: Path):
+    source = write_lines(tmp_path / "rows.jsonl", *[llava("a.png")] * 200, llava("none.png"))
+    out = tmp_path / "out"
+    command = ["data", "pack", str(source), str(out), "--media-root", str(images)]
+    command += ["--shard-size", "100"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "packed 200 samples with 200 files, shards: 2" in result.output
+    assert f"left out 1 rows, the first {source}, row 201: file 0: 'none.png'" in result.output
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "is not empty: give another folder, or --overwrite" in result.output
+    (out / "notes.txt").write_text("mine")
+    write_lines(source, llava("a.png"))
+    assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
+    assert sorted(os.listdir(out)) == ["notes.txt", "shard-000000.tar"]
+    for wrong, message in (
+        (["--shard-size", "5GB"], "need samples, as 2000, or a size, as 512MiB"),
+        (["--media-root", str(source)], "is no folder"),
+    ):
+        result = CliRunner().invoke(app, [*command, "--overwrite", *wrong])
+        assert result.exit_code == 2
+        assert message in result.output
+    for missing in (tmp_path / "none.jsonl", tmp_path / "empty", source.with_suffix(".csv")):
+        result = CliRunner().invoke(app, ["data", "pack", str(missing), str(tmp_path / "new")])
+        assert result.exit_code == 2
+        assert "need a file or pattern that ends with" in result.output
