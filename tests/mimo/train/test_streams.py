@@ -281,19 +281,19 @@ def test_a_run_that_goes_on_with_other_sources_repeats_and_loses_no_sample(
 
 
 def test_what_was_passed_over_of_a_source_that_is_gone_is_left_out_and_counted(path: Path) -> None:
-    both, one = {"train": 1.0, "other": 1.0}, {"train": 1.0}
+    both, one = {"train": 1.0, "other": 1.0}, {"other": 1.0}
     recipe = recipe_of(path, both)
     dataset = data_of(recipe)
     source, sample = dataset.order.at(np.arange(20))
     passed_over = (2, 3, 5, 6, 7, 11)
-    other = [position for position in passed_over if source[position] == 1]
-    assert 0 < len(other) < len(passed_over), "the test needs samples of both sources"
-    skipped = frozenset({(0, 3), (1, 3)})
+    gone = [position for position in passed_over if source[position] == 0]
+    assert 0 < len(gone) < len(passed_over), "the test needs samples of both sources"
+    skipped = frozenset({(0, 4), (1, 3)})
     before = Progress(4, 14, 3, skipped, passed_over, dataset.order.mixtures)
     dataset, after, said = continue_order(data_of(recipe_of(path, one)), before)
-    assert after.passed_over == tuple(p for p in passed_over if source[p] == 0)
+    assert after.passed_over == tuple(p for p in passed_over if source[p] == 1)
     assert after.used.end == before.used.end
-    assert any(line.startswith(f"{len(other)} samples that were passed over") for line in said)
+    assert any(line.startswith(f"{len(gone)} samples that were passed over") for line in said)
     # Skipped samples are known by the numbers that sources have now; the count stays.
     assert (after.skipped, after.skipped_samples) == (frozenset({(0, 3)}), 3)
     left = dataset.order.at(np.array(after.passed_over))
