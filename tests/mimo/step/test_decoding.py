@@ -9,9 +9,8 @@ import logging
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -56,12 +55,12 @@ class Case:
             victim = file.read()
         assert io.BytesIO(victim).read(4) == b"\x89PNG"
         trap = Trap(
-            **asdict(cast("Any", self.reader.processors["image"])),
+            **vars(self.reader.processors["image"]),
             victim=victim,
             do=do,
             times=times,
             log=str(log),
-        )  # type: ignore[call-overload]
+        )
         return SampleReader(self.reader.index, self.reader.chat, {"image": trap})
 
     def decoding(self, workers: int, reader: SampleReader | None = None, **given: Any) -> Decoding:
