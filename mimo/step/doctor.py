@@ -8,10 +8,8 @@ Letters: n samples that are looked at, m of their items.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,6 @@ from bridge import imbalance
 from data.index.lookup import column, items_of_samples
 from data.index.reader import SampleReader, UnreadableSample
 from data.text.chat import ChatTokenizer, EncodedSample
-from mimo.errors import InputError
-from mimo.hf.recipes import load_phases
 from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout, num_microbatches
 from mimo.recipe.schema import Recipe
@@ -343,27 +339,3 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
         },
         "histograms": histograms(looked),
     }, shown
-
-
-def main(
-    path: Path, overrides: Sequence[str], num_ranks: int | None, page: Path, figures: Path | None
-) -> int:
-    """`mimo data doctor`: write the page, and the figures as JSON, of every phase."""
-    from mimo.step.doctor_page import render
-
-    phased = load_phases(path, overrides)
-    found = phased.each(lambda recipe: examine(recipe, num_ranks))
-    titles = [phase.title or phase.recipe.name for phase in phased.phases]
-    texts: Mapping[Path | None, Any] = {
-        page: render(list(zip(titles, found, strict=True))),
-        figures: json.dumps([figures for figures, _ in found], indent=1) + "\n",
-    }
-    for file, text in texts.items():
-        if file is not None:
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise InputError(f"{file} cannot be written ({error.strerror})") from error
-            print(f"written: {file}")
-    return 0

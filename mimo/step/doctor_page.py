@@ -5,13 +5,17 @@ Keys and texts are a stranger's: the template escapes all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from data.media.image_files import thumbnail_url
-from mimo.step.doctor import Rendered
+from mimo.errors import InputError
+from mimo.hf.recipes import load_phases
+from mimo.step.doctor import Rendered, examine
 
 _THUMBNAIL = 240  # pixels
 _SHOWN_TEXT = 4000  # characters of a sample
@@ -170,3 +174,25 @@ def _sample(one: Rendered) -> dict[str, Any]:
             break
     pictures = [thumbnail_url(picture, _THUMBNAIL) for picture in one.pictures]
     return vars(one) | {"pieces": shown, "pictures": pictures}
+
+
+def main(
+    path: Path, overrides: Sequence[str], num_ranks: int | None, page: Path, figures: Path | None
+) -> int:
+    """`mimo data doctor`: write the page, and the figures as JSON, of every phase."""
+    phased = load_phases(path, overrides)
+    found = phased.each(lambda recipe: examine(recipe, num_ranks))
+    titles = [phase.title or phase.recipe.name for phase in phased.phases]
+    texts: Mapping[Path | None, Any] = {
+        page: render(list(zip(titles, found, strict=True))),
+        figures: json.dumps([figures for figures, _ in found], indent=1) + "\n",
+    }
+    for file, text in texts.items():
+        if file is not None:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise InputError(f"{file} cannot be written ({error.strerror})") from error
+            print(f"written: {file}")
+    return 0
