@@ -152,7 +152,10 @@ class BlockCache:
         """Remove the least recently used blocks until `limit` bytes are left; how many are."""
         blocks = []
         for path in self.directory.glob("??/*"):
-            status = path.stat()
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # the user is emptying the cache
+                continue
             # Nobody else writes now, so what was not renamed is of a process that died.
             last_use = 0 if path.name[0] == "." else status.st_atime_ns
             blocks.append((last_use, status.st_size, path))
