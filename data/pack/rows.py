@@ -43,7 +43,7 @@ def find_files(source: str) -> tuple[list[str], Path]:
         files, folder = [str(one) for one in path.rglob("*.parquet")], path
     else:
         found = [source] if path.is_file() else glob.glob(source, recursive=True)
-        files, folder = [one for one in found if os.path.isfile(one)], pattern_root(source)
+        files, folder = [one for one in found if os.path.isfile(one)], Path(pattern_root(source))
     wrong = [one for one in files if not one.lower().endswith(_SUFFIXES)]
     if wrong or not files:
         raise ValueError(

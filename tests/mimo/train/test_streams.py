@@ -34,7 +34,7 @@ from mimo.train.observer import StepObserver
 from tests.mimo import tiny
 
 # How batches are read ahead of use.
-READING = [["data.prefetch_steps=0"], ["data.prefetch_steps=1"], ["data.prefetch_steps=3"]]
+READING = [["data.prefetch_mib=0"], ["data.prefetch_mib=64"], ["data.workers=2"]]
 LANGUAGE = ["{dp: 1}", "{dp: 2, pp: 2}", "{dp: 4}", "{dp: 2, tp: 2, sp: true}", "{dp: 1, cp: 2}"]
 TOWERS = [["grid={dp: 1}"], ["grid={dp: 3}"], ["grid={tp: 1}", "placement=colocated"]]
 BY_TOKENS = ["data.tokens_per_microbatch=128", "data.packing_window=9"]
