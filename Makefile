@@ -5,6 +5,8 @@
 VENV := .venv
 STAMP := $(VENV)/.installed
 SOURCES := mimo bridge data encoders tests
+# Two at a time: much of a test is waiting for ranks. A file's tests share what they set up.
+PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,10 +31,10 @@ train: setup  ## prepare the quickstart's data, train it, and answer unseen exam
 	$(VENV)/bin/mimo quickstart
 
 test: setup  ## run at least one test of every capability, in ten minutes on two cores
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: setup  ## run all tests
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
 
 lint: setup  ## check style, types and who imports whom
 	$(VENV)/bin/ruff check .

@@ -17,14 +17,22 @@ MAY_NAME_DEVICES = {"mimo/device.py", "mimo/engines/megatron/cpu.py"}
 MAX_LINES = 400
 
 AUDIO_WORDS = {"audio", "whisper", "wav", "wave", "mel", "waveform"}
-KNOW_AUDIO = {"data/media/audio.py", "encoders/whisper.py", "data/digits/spoken.py"}
+# The forms of other people's chats name media, and files are packed under a suffix of theirs.
+KNOW_AUDIO = {
+    "data/media/audio.py",
+    "encoders/whisper.py",
+    "data/digits/spoken.py",
+    "data/text/forms.py",
+    "data/pack/shards.py",
+}
 
 PIXEL_WORDS = {"image_size", "PIL", "row_pixels", "item_width", "item_height"}
-# Beside the media and the encoders: example data, and what reads checkpoints or transformers'
-# own processors, whose keys are about images.
+# Beside the media and the encoders: example and packed data, and what reads checkpoints or
+# transformers' own processors, whose keys are about images.
 KNOW_PIXELS = (
     "data/media/",
     "data/digits/",
+    "data/pack/",
     "data/__init__.py",
     "encoders/",
     "mimo/parity/",
@@ -38,6 +46,7 @@ MAY_IMPORT_LATE = {
     "mimo/languages/": "the engine takes ten seconds; recipes and checks need settings alone",
     "mimo/train/main.py:_be_a_rank": "torch takes seconds; the starter of ranks needs none",
     "mimo/recipe/modules.py:_item_text": "data loads numpy",
+    "mimo/recipe/schema.py:_has_no_credentials": "data loads numpy",
 }
 
 

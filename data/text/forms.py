@@ -61,9 +61,10 @@ def parse_messages(data: bytes) -> list[Any]:
     is recognised, or holds a file itself.
     """
     try:
-        chat = read_chat(json.loads(data, object_pairs_hook=_object))
-    except (RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        document = json.loads(data, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
+    chat = read_chat(document)
     if any(isinstance(one, Embedded) for one in chat.files):
         raise ValueError("holds a file inside its JSON: `mimo data pack` writes files of their own")
     # Some templates go over all earlier messages for each, so the work grows with their square.

@@ -132,7 +132,7 @@ class Workload:
 
     def samples(self, source: int = 0) -> list[Sample]:
         """All samples of a source, in order; a block begins with microbatches of every kind."""
-        rng = np.random.default_rng(source)
+        rng = np.random.default_rng(source + len(self.weights) - 1)
         microbatches = self.microbatches if len(self.weights) == 1 else math.ceil(_TURN)
         found: list[Sample] = []
         while len(found) < self._samples_per_source:

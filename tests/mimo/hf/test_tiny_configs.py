@@ -34,12 +34,18 @@ NOT_IMPORTED = {
     *("sliding_window of qwen2_5_vl", "max_window_layers of qwen2_5_vl"),  # it has no windows
 }
 # Of ours, what no file says of these checkpoints: a padding that is our own, an epsilon that
-# transformers has in its code, and what transformers itself would not read.
+# transformers has in its code, how fast files are decoded, and what transformers would not read.
 UNSAID = {
-    "qwen2_5_vl": {"vocab_multiple", "video_min_pixels", "video_max_pixels", "norm_eps"},
-    "qwen3_vl": {"vocab_multiple", "norm_eps"},
+    "qwen2_5_vl": {
+        "vocab_multiple",
+        "jpeg_draft",
+        "video_min_pixels",
+        "video_max_pixels",
+        "norm_eps",
+    },
+    "qwen3_vl": {"vocab_multiple", "jpeg_draft", "norm_eps"},
     "gemma3": {
-        *("vocab_multiple", "pan_and_scan", "pan_and_scan_min_crop_size"),
+        *("vocab_multiple", "jpeg_draft", "pan_and_scan", "pan_and_scan_min_crop_size"),
         *("pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate"),
     },
 }

@@ -1,8 +1,10 @@
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -160,8 +162,7 @@ def test_no_rank_outlives_its_launcher(
         f"sys.exit(launch('{HERE}:note_pid_and_sleep', (pathlib.Path({str(tmp_path)!r}),), 2, "
         "['pytest']))"
     )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp(prefix="launch-"))  # short: sockets have short paths
     launcher = subprocess.Popen(
         [sys.executable, "-c", code],
         start_new_session=True,
@@ -178,6 +179,7 @@ def test_no_rank_outlives_its_launcher(
         assert sent == signal.SIGKILL or not list(temporary.glob("mimo-*"))
     finally:
         launcher.kill()
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def test_torchrun_and_srun_environments_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:

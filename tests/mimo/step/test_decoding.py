@@ -173,7 +173,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_what_ends_two_is_left_out(
         # In the first step both tries end a worker; the trap is gone afterwards.
         assert got[1:] == expected[1:]
         ((number, reason),) = got[0][2].items()
-        assert reason == (
+        assert str(reason) == (
             f"sample '{VICTIM}' of {shard}, item 0: 2 workers ended over it: one {how}, one {how}"
         )
         lost = sum(map(len, expected[0][1])) - sum(map(len, got[0][1]))

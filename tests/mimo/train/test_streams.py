@@ -25,7 +25,9 @@ from data.packing import Used
 from mimo.checkpoint.folder import Progress, read_progress, write_progress
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
+from mimo.layout.hosts import Host
 from mimo.recipe.schema import Recipe
+from mimo.step import decoding
 from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.train import batches, loop
 from mimo.train.continuation import continue_order
@@ -76,8 +78,8 @@ def keys_of(dataset: Dataset, recipe: Recipe, source: np.ndarray, sample: np.nda
 
 
 @contextmanager
-def without_a_model() -> Iterator[None]:
-    """Train steps that use up a batch, and yield its plan, on a world of this process alone."""
+def without_a_model(rank: int) -> Iterator[None]:
+    """Train steps that use up a batch, and yield its plan, on a host of this rank alone."""
 
     def stage(plan: Any, lanes: Any, items: Any, staging: Any) -> tuple[Any, Any]:
         return lanes, items
@@ -95,6 +97,7 @@ def without_a_model() -> Iterator[None]:
         patched.setattr(loop, "train_step", step)
         patched.setattr(loop, "step_metrics", lambda batch, *given: {"batch": batch})
         patched.setattr(loop, "save_checkpoint", lambda *given: None)
+        patched.setattr(decoding, "find_host", lambda: Host((rank,), "streams", 2**40, 1))
         patched.setattr(batches, "sum_over_world", lambda values: [float(v) for v in values])
         yield
 
@@ -108,7 +111,7 @@ def train(
     """
     layout = build_layout(recipe)
     topology: Any = SimpleNamespace(layout=layout, rank=rank, bridges=[], reports=False)
-    with without_a_model():
+    with without_a_model(rank):
         trainer = Trainer(recipe, topology, recipe.run_dir)
         trainer.progress = progress
         with closing(trainer.train(dataset, None, Observer())) as running:
@@ -145,9 +148,8 @@ def check_contents(batch: batches.RankBatch, dataset: Dataset, recipe: Recipe, r
             owners = samples.source[samples.item_sample[own]].tolist()
             numbers = samples.item[own].tolist()
             assert len(items.patches) == 1 + len(own)
-            for got, source, item in zip(items.patches[1:], owners, numbers, strict=True):
-                expected = torch.from_numpy(readers[source].patches(item))
-                assert got.equal(expected.to(got.dtype))
+            for (_, got), source, item in zip(items.patches[1:], owners, numbers, strict=True):
+                assert got.equal(torch.from_numpy(readers[source].patches(item)))
 
 
 # ------------------------------------------------------------------------------ one run
