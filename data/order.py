@@ -220,7 +220,10 @@ class SampleOrder:
         mixture = replace(now, streams=tuple(streams), first=end)
         order = copy.copy(self)
         if kept == {n: n for n in range(len(before.streams))} and before.kind() == mixture.kind():
-            order._follow(tuple(earlier))
+            # They may have been moved: names are those of now.
+            pairs = zip(before.streams, now.streams, strict=True)
+            named = tuple(replace(old, name=new.name) for old, new in pairs)
+            order._follow((*earlier[:-1], replace(before, streams=named)))
         else:
             order._follow((*(one for one in earlier if one.first < end), mixture))
         return order

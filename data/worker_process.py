@@ -19,14 +19,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-    from data.index.reader import SampleReader
+from data.handover import remove_unless_used, write_arrays
+from data.index.reader import SampleReader, UnreadableSample
 
 TEXT, ITEM = "text", "item"  # kinds of work
+WITH_NURSERY = "ended with the process that started it"
 _END_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -65,17 +66,11 @@ def main(descriptor: int) -> None:
                 return
     except (EOFError, OSError):  # the rank is gone, perhaps by SIGKILL
         deadline = time.monotonic() + _END_SECONDS
-        while not _removed(folder) and time.monotonic() < deadline:
+        while not remove_unless_used(folder) and time.monotonic() < deadline:
             time.sleep(0.05)  # other ranks may be about to end as well
     finally:
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
-
-
-def _removed(folder: Path) -> bool:
-    from data.handover import remove_unless_used  # late: a nursery without readers needs no numpy
-
-    return remove_unless_used(folder)
 
 
 def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
@@ -106,7 +101,10 @@ def _bury(pid: int) -> str:
     """How a worker ended that no longer answers; it is killed if it has not."""
     deadline = time.monotonic() + _END_SECONDS
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # a child of a nursery that has died
+            return WITH_NURSERY
         if found:
             break
         if time.monotonic() > deadline:
@@ -120,9 +118,6 @@ def _bury(pid: int) -> str:
 
 def _work(pipe: Connection, readers: Sequence[SampleReader]) -> None:
     """Decode what the rank asks for, until it leaves."""
-    from data.handover import write_arrays
-    from data.index.reader import UnreadableSample
-
     while True:
         reader, kind, number, path = pipe.recv()
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.index.reader import SampleReader
+from data.worker_process import WITH_NURSERY
 
 _ANSWER_SECONDS = 120.0  # within which a nursery answers: a large tokenizer takes seconds to load
 _END_SECONDS = 5.0
@@ -57,7 +58,7 @@ class WorkerPool:
         self._has_readers = False
         path = os.pathsep.join(sys.path)
         self._nursery = subprocess.Popen(
-            [sys.executable, "-m", "data.worker_process", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "data.worker_process", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
             pass_fds=[theirs.fileno()],
@@ -133,9 +134,10 @@ class WorkerPool:
             self._control.send(("bury", worker.pid))
             return self._answer()
         except (EOFError, OSError):  # the nursery died, and its workers with it
-            return "ended with the process that started it"
+            return WITH_NURSERY
 
     def _answer(self) -> Any:
         if not self._control.poll(_ANSWER_SECONDS):
+            self._nursery.kill()  # a late answer would be taken for that to the next question
             raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s")
         return self._control.recv()

@@ -100,7 +100,7 @@ class BlockCache:
             data = os.pread(file, min(last * _PART, length) - first * _PART, first * _PART)
             if _checksums(data) != os.pread(file, 4 * (last - first), length + 4 * first):
                 return None
-            with suppress(PermissionError):  # somebody else's file
+            with suppress(OSError):  # somebody else's file, or read-only
                 os.utime(file, ns=(time.time_ns(), status.st_mtime_ns))  # for _remove_oldest
             return data[begin - first * _PART : end - first * _PART]
         except OSError:

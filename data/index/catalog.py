@@ -15,7 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data.index.columns import STEPS, WIDTHS, ColumnFile, DamagedFileError, write_columns
+from data.index.columns import (
+    BYTES,
+    STEPS,
+    WIDTHS,
+    ColumnFile,
+    DamagedFileError,
+    write_columns,
+)
 from data.index.shard_index import COLUMNS, ENTRY
 from data.index.shards import Shard
 
@@ -49,6 +56,8 @@ class Catalog:
         file = ColumnFile(path)
         file.check()
         try:
+            if any(file.specs[name]["dtype"] != BYTES for name in ("shards", "entries")):
+                raise ValueError("its texts are none")
             names, sizes, versions = json.loads(file.values("shards").tobytes())
             entries = file.values("entries").view(ENTRY)
             if not len(names) == len(sizes) == len(versions) == len(entries):
@@ -133,5 +142,7 @@ def _check_specs(entries: np.ndarray) -> None:
     if np.any(specs["offset"] + specs["count"] * WIDTHS[specs["dtype"]] > size):
         raise ValueError("a column ends after its file")
     for number, of in enumerate(COLUMNS.values()):
+        if of == "bytes" and np.any(specs["dtype"][:, number] != BYTES):
+            raise ValueError("a text is none")
         if of != "bytes" and np.any(specs["count"][:, number] != entries[of]):
             raise ValueError(f"a column of {of} has another length")

@@ -30,6 +30,7 @@ _MAX_HEADER = 2**20  # bytes, so that a damaged file does not take memory
 _MAX_NUMBER = 2**53  # numbers in a header are floats
 
 DTYPES = tuple(np.dtype(name) for name in ("<u1", "<u2", "<u4", "<i8", "<f8"))
+BYTES = 0  # the dtype of texts
 STEPS = len(DTYPES)  # the dtype of a column that is not stored: first, first + step, ...
 WIDTHS = np.array([dtype.itemsize for dtype in DTYPES] + [0])
 SPEC = np.dtype(
@@ -52,6 +53,10 @@ class DamagedFileError(ValueError):
             f"the index file {path} is damaged or of another version ({reason}); delete it, and "
             "the next run builds it again"
         )
+        self._given = str(path), reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DamagedFileError, self._given
 
 
 # ------------------------------------------------------------------------------ writing

@@ -18,7 +18,8 @@ from data.media.processor import Grid, Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.forms import parse_messages
 
-_MAX_OPEN_SHARDS = 256
+_MAX_OPEN_SHARDS = 256  # files; a URL takes no descriptor, but a request to look at it
+_MAX_OPEN_URLS = 2**16
 _MAX_PLANS = 4096
 _PART_COLUMNS = ("item_media", "item_size_0", "item_size_1", "item_frames", "item_fps")
 
@@ -83,12 +84,10 @@ class SampleReader:
         own = index.items_of_sample(sample)
         items = slice(own.start, own.stop)
         messages, key = self.messages(sample), index.key(sample)
-        parts = index.parts_of_sample(sample)
+        parts, rows = index.parts_of_sample(sample), index.column("item_rows", items).tolist()
         texts = [self._plan(item).text for item in parts]
         try:
-            encoded = self.chat.encode(
-                messages, index.column("item_rows", items).tolist(), key, texts
-            )
+            encoded = self.chat.encode(messages, rows, key, texts)
             media = [one.media for one in self.chat.mentions(messages, key)]
         except (ValueError, RecursionError) as error:
             raise self._unreadable(sample, None, str(error)) from error
@@ -109,8 +108,8 @@ class SampleReader:
                 sample,
                 None,
                 f"tokens, loss tokens, item offsets and media are {got}, the index says "
-                f"{expected}: the shard or the tokenizer changed since it was built; delete the "
-                "index folder",
+                f"{expected}: the shard or the tokenizer changed since it was built; run "
+                "`mimo data index`",
             )
         return encoded
 
@@ -144,7 +143,7 @@ class SampleReader:
                 sample,
                 file,
                 f"it has {media.size_text(size)}, the index says {media.size_text(expected)}: the "
-                "shard changed since it was built; delete the index folder",
+                "shard changed since it was built; run `mimo data index`",
             )
         if self._plan(item).num_items > 1:  # such as crops, which come one after the other
             self._kept = (file, decoded)
@@ -215,7 +214,8 @@ class SampleReader:
             if shard is None:
                 shard = self._open_shards[number] = ShardFile(self.index.state(number), self.cache)
             self._open_shards.move_to_end(number)
-            while len(self._open_shards) > _MAX_OPEN_SHARDS:
+            most = _MAX_OPEN_SHARDS if shard.is_file else _MAX_OPEN_URLS
+            while len(self._open_shards) > most:
                 self._open_shards.popitem(last=False)
             return shard
 

@@ -24,7 +24,7 @@ State = tuple[int, str]
 
 _TRIES = 5
 _PAUSE_SECONDS = 0.5  # after the first try; twice as long after each further one
-_TIMEOUT_SECONDS = 30.0  # of one try, and so long again for every 8 MiB that it asks for
+_TIMEOUT_SECONDS = 15.0  # of one try, and so long again for every 8 MiB that it asks for
 _MANY = 16  # requests under way at the same time
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, ValueError, ImportError)
 _RETRIED_STATUS = (408, 425, 429)  # and 500 to 599

@@ -196,6 +196,7 @@ class Index:
         spec = self._specs[shard, column]
         if spec["dtype"] != STEPS:
             starts = self._stored(shard, column)
+            local = min(local, int(starts[-1]))  # a narrow dtype may not hold more
             found = int(np.searchsorted(starts, starts.dtype.type(local), side="right")) - 1
         else:  # no step: all items are the last sample's
             found = min(int(local // spec["step"]), last) if spec["step"] else last

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.index.columns import SPEC, ColumnFile, DamagedFileError, write_columns
+from data.index.columns import BYTES, SPEC, ColumnFile, DamagedFileError, write_columns
 from data.index.shards import Shard
 
 COLUMNS = {  # what it has an entry for
@@ -104,6 +104,8 @@ def read_entry(path: Path, settings: str, shard: Shard, num_media: int) -> np.vo
             entry[name] = facts[name]
         for number, (name, of) in enumerate(COLUMNS.items()):
             spec = file.specs[name]
+            if of == "bytes" and spec["dtype"] != BYTES:
+                raise ValueError(f"{name} is no text")
             if of != "bytes" and spec["count"] != facts[of]:
                 raise ValueError(f"{spec['count']} entries of {name} for {facts[of]} {of}")
             entry["columns"][number] = spec

@@ -86,8 +86,11 @@ def pack(
     files, folder = find_files(source)
     media = MediaFolder(folder if media_root is None else media_root)
     out.mkdir(parents=True, exist_ok=True)
-    for path in [path for path in out.iterdir() if overwrite and _OURS.fullmatch(path.name)]:
-        path.unlink()
+    if overwrite:
+        former = [path for path in out.iterdir() if _OURS.fullmatch(path.name)]
+        # Catalogs of indexes would ask for shards that are no longer there.
+        for path in (*former, *out.glob(".index/*/*.catalog")):
+            path.unlink()
     if any(out.iterdir()) and not overwrite:
         raise ValueError(f"{out} is not empty: give another folder, or --overwrite")
     packed, rows = Packed(), 0

@@ -212,6 +212,7 @@ class ChatTokenizer:
                 (name, str(token)) for name, token in self._tokenizer.special_tokens_map.items()
             ),
             (sorted(self.media_text.items()), self.eos_token_id, self.pad_token_id),
+            sorted(self.stop_token_ids),
             _VERSION,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -29,7 +29,7 @@ _ROLES = {
 }
 _KEYS = {"image": ("image", "images"), "video": ("video", "videos"), "audio": ("audio", "audios")}
 _MOST_MESSAGES = 2048
-_MOST_FRAMES = 2**20  # of one video
+_MOST_FILES = 2**16  # of one chat
 _TOKEN = re.compile("<(image|video|audio)>")
 
 
@@ -184,8 +184,10 @@ class _Reader:
             if self._fps is not None:
                 own.setdefault("fps", self._fps)
         frames = own.get("frames", 1)  # anything, until it is checked
-        unnamed = [None] * (frames if type(frames) is int and frames < _MOST_FRAMES else 1)
-        files = value if _is_list(value) else unnamed if value is None else [value]
+        count = frames if type(frames) is int and value is None else 1
+        if len(self.files) + count > _MOST_FILES:
+            raise ValueError(f"it mentions more than {_MOST_FILES} files")
+        files = value if _is_list(value) else [value] * count
         self.files += [_embedded(one) for one in files]
         return {"type": media, **own}
 

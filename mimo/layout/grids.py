@@ -116,6 +116,18 @@ class Layout:
         return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
 
 
+def encode_group(recipe: Recipe) -> int | None:
+    """Microbatches that colocated encoders encode in one go; None for all."""
+    return min(
+        (
+            encoder.encode_group
+            for encoder in recipe.encoders.values()
+            if encoder.placement == "colocated" and encoder.encode_group != "all"
+        ),
+        default=None,
+    )
+
+
 def num_microbatches(recipe: Recipe, layout: Layout) -> int:
     """Microbatches per step, equal on every lane of the language model."""
     return recipe.train.global_batch_size // (recipe.train.micro_batch_size * layout.language.dp)

@@ -39,7 +39,7 @@ from mimo.families.registry import (
 )
 from mimo.hf.initial import InitialWeights
 from mimo.layout.defaults import overlap_of
-from mimo.layout.grids import LANGUAGE, posted_ahead, run_ahead
+from mimo.layout.grids import LANGUAGE, encode_group, posted_ahead, run_ahead
 from mimo.layout.groups import Topology
 from mimo.layout.padding import fixed_tokens
 from mimo.model.flops import learning_names
@@ -78,11 +78,6 @@ def build_model(
         tokens, tp = fixed_tokens(recipe, topology.layout), recipe.language.grid.tp
         assert tokens is not None, "the overlap is checked with the layout"
         make_user_buffers(tokens, settings.hidden_size, tp, dtype)
-    groups_of_microbatches = {
-        encoder.encode_group
-        for encoder in recipe.encoders.values()
-        if encoder.placement == "colocated" and encoder.encode_group != "all"
-    }
     partition = None
     if topology.owns(LANGUAGE):
         groups = topology.modules[LANGUAGE]
@@ -91,7 +86,7 @@ def build_model(
         modules={},
         device=local_device(),
         partition=partition,
-        encode_group=min(groups_of_microbatches, default=None),
+        encode_group=encode_group(recipe),
         # On a GPU waiting does not block the host.
         watch=TransferWatch() if has_gpu() else None,
         trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),

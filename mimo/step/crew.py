@@ -14,7 +14,7 @@ import numpy as np
 
 from data.handover import write_arrays
 from data.index.reader import UnreadableSample
-from data.worker_process import decode
+from data.worker_process import WITH_NURSERY, decode
 from data.workers import Worker
 from mimo.step.decoding import Decoding, read_arrays
 from mimo.step.tasks import Task
@@ -22,6 +22,7 @@ from mimo.step.tasks import Task
 logger = logging.getLogger(__name__)
 
 _TRIES = 2
+_MOST_ENDS = 10  # whatever they were
 
 Outcome = tuple[Task, list[np.ndarray] | UnreadableSample]
 
@@ -103,12 +104,14 @@ class Crew:
     def _ended(self, task: Task, how: str) -> None:
         """A worker ended over a task: another one tries; if that ends too, it is unreadable."""
         task.ends.append(how)
-        if len(task.ends) < _TRIES:
+        own = len(task.ends) - task.ends.count(WITH_NURSERY)  # that the task may have caused
+        if own < _TRIES and len(task.ends) < _MOST_ENDS:
             self._again.append(task)
             logger.warning("a decode worker %s; another one tries: %s", how, task.error("again"))
             return
         self._end(
-            task, task.error(f"{_TRIES} workers ended over it: one {', one '.join(task.ends)}")
+            task,
+            task.error(f"{len(task.ends)} workers ended over it: one {', one '.join(task.ends)}"),
         )
 
     def _end(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
@@ -118,5 +121,6 @@ class Crew:
 
     def _kill(self, worker: Worker) -> None:
         assert self._pool is not None, "workers come from a pool"
-        os.kill(worker.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended with the process that started it
+            os.kill(worker.pid, signal.SIGKILL)
         self._pool.bury(worker)

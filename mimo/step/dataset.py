@@ -12,6 +12,7 @@ from typing import Any
 from data.batch import GlobalMicrobatch
 from data.index.block_cache import BlockCache, default_cache_directory
 from data.index.build import Progress, build_here
+from data.index.columns import DamagedFileError
 from data.index.reader import SampleReader
 from data.index.samples import Index, Processors, check_lengths, check_rows, check_skipped
 from data.index.shards import ShardChangedError
@@ -134,10 +135,10 @@ def block_cache(recipe: Recipe) -> BlockCache | None:
 
 @contextmanager
 def changed_shards_named() -> Iterator[None]:
-    """Inside, a shard that changes ends the run as any bad input does."""
+    """Inside, a shard or an index that changes ends the run as any bad input does."""
     try:
         yield
-    except ShardChangedError as error:
+    except (ShardChangedError, DamagedFileError) as error:
         raise InputError(str(error)) from error
 
 

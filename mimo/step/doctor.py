@@ -19,17 +19,18 @@ from data.index.lookup import column, items_of_samples
 from data.index.reader import SampleReader, UnreadableSample
 from data.text.chat import ChatTokenizer, EncodedSample
 from mimo.layout.build import build_layout
-from mimo.layout.grids import Layout, num_microbatches
+from mimo.progress import progress_of
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import (
     Dataset,
+    changed_shards_named,
     item_processors,
-    linear_tokens,
     open_dataset,
     open_tokenizer,
-    token_budget,
 )
+from mimo.step.indexing import build_in_processes
 from mimo.step.plan import StepPlan, StepPlanner
+from mimo.step.planner import step_planner
 
 LOOKED_AT = 200_000  # samples: the index of more is looked at in random places
 _PLANNED_SAMPLES, _PLANNED_STEPS = 20_000, 16
@@ -152,26 +153,8 @@ def histograms(looked: Looked) -> dict[str, dict[str, Any]]:
     return {name: one for name, one in found.items() if one is not None}
 
 
-def plans(recipe: Recipe, layout: Layout, dataset: Dataset) -> list[StepPlan]:
-    """The first steps, without their bridges."""
-    groups = [
-        encoder.encode_group
-        for encoder in recipe.encoders.values()
-        if encoder.placement == "colocated" and encoder.encode_group != "all"
-    ]
-    planner = StepPlanner(
-        layout,
-        {name: tuple(one.media_tokens) for name, one in recipe.encoders.items()},
-        dataset.indexes,
-        dataset.order,
-        recipe.train.micro_batch_size,
-        num_microbatches(recipe, layout),
-        encode_group=min(groups, default=None),
-        packed=recipe.data.packing,
-        links=(),
-        budget=token_budget(recipe),
-        linear_tokens=linear_tokens(recipe),
-    )
+def plans(recipe: Recipe, planner: StepPlanner) -> list[StepPlan]:
+    """The first steps."""
     found, samples = list[StepPlan](), 0
     for step in range(min(_PLANNED_STEPS, recipe.train.steps)):
         found.append(planner.finish(planner.microbatches(step)))
@@ -181,14 +164,15 @@ def plans(recipe: Recipe, layout: Layout, dataset: Dataset) -> list[StepPlan]:
     return found
 
 
-def packing(recipe: Recipe, layout: Layout, steps: Sequence[StepPlan]) -> dict[str, Any]:
+def packing(recipe: Recipe, planner: StepPlanner, steps: Sequence[StepPlan]) -> dict[str, Any]:
     """How full lanes' microbatches are, and how even lanes and encoders are loaded.
 
     full: real tokens by all, padding included. of_budget: by `data.tokens_per_microbatch`.
     imbalance: most loaded lane by the mean of those that wait for each other, so a step takes that
     much longer than it need; its mean and worst.
     """
-    linear, lanes = linear_tokens(recipe), layout.language.dp
+    layout = planner.layout
+    linear, lanes = planner.linear_tokens, layout.language.dp
     real, padded = list[np.ndarray](), list[np.ndarray]()
     loads: dict[str, list[float]] = {name: [] for name in ("language", *layout.encoders)}
     for planned in (one for step in steps for one in step.microbatches):
@@ -198,9 +182,8 @@ def packing(recipe: Recipe, layout: Layout, steps: Sequence[StepPlan]) -> dict[s
         padded.append(samples.lane_tokens)
         cost = length * (linear + length)
         loads["language"].append(imbalance(np.bincount(samples.lane, cost, lanes)))
-        for name, items in planned.encoders.items():
-            cost = samples.item_cost[items.item]
-            loads[name].append(imbalance(np.bincount(items.lane, cost, layout.encoders[name].dp)))
+    for step, name in itertools.product(steps, layout.encoders):
+        loads[name] += map(imbalance, planner.encoder_loads(name, step.microbatches))
     tokens, budget = np.concatenate(real), recipe.data.tokens_per_microbatch
     return {
         "steps": len(steps),
@@ -314,10 +297,14 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
     Builds the index where there is none. Raises RecipeError.
     """
     layout = build_layout(recipe, num_ranks)
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    with progress_of("indexing sources") as progress:
+        dataset = open_dataset(recipe, "sources", chat, processors, progress, build_in_processes)
     assert dataset is not None, "the recipe schema asks for at least one source"
     looked = look(dataset)
-    shown, unreadable, read = read_some(dataset, looked)
+    planner = step_planner(recipe, layout, dataset, links=())
+    with changed_shards_named():
+        shown, unreadable, read = read_some(dataset, looked)
     skipped = itertools.chain.from_iterable(one.skipped_samples() for one in dataset.indexes)
     tokens = int(looked.tokens.sum())
     return {
@@ -329,7 +316,7 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
         "tokens_per_sample": tokens / len(looked.sample),
         "loss_token_fraction": float(looked.loss.sum() / tokens),
         "modality_mix": modality_mix(looked),
-        "packing": packing(recipe, layout, plans(recipe, layout, dataset)),
+        "packing": packing(recipe, planner, plans(recipe, planner)),
         "largest": largest(dataset, looked),
         "bad": {
             "in_index": sum(index.num_skipped for index in dataset.indexes),

@@ -239,7 +239,8 @@ class StepLoader:
                 task = step.awaited[0]
                 assert task.path is not None, "what is shared has a file"
                 if not task.path.exists():
-                    self._check_patience(task)
+                    if step is self._steps[0]:
+                        self._check_patience(task)
                     return
                 self._have(step, step.awaited.popleft(), read_arrays(task.path))
 

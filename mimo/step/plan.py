@@ -227,19 +227,21 @@ class StepPlanner:
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
             num_tokens=int(sum(m.samples.length.sum() for m in finished)),
             encoder_imbalance=max(
-                (self._imbalance(name, finished) for name in self.layout.encoders), default=1.0
+                (imbalance(self.encoder_loads(name, finished)) for name in self.layout.encoders),
+                default=1.0,
             ),
             bridges=bridges,
         )
 
-    def _imbalance(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> float:
+    def encoder_loads(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> np.ndarray:
+        """(groups, lanes): what each lane has to encode in one go."""
         lanes = self.layout.encoders[encoder].dp
         loads = np.zeros((-(-len(microbatches) // self._group_size(encoder)), lanes))
         for m, planned in enumerate(microbatches):
             own = planned.encoders[encoder]
             cost = planned.samples.item_cost[own.item]
             loads[m // self._group_size(encoder)] += np.bincount(own.lane, cost, lanes)
-        return imbalance(loads)
+        return loads
 
 
 def first_samples(microbatches: Sequence[PlannedMicrobatch]) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge import assign_items
-from data.index.reader import SampleReader, UnreadableSample
+from data.index.reader import SampleReader, UnreadableSample, plans_of_items
 from data.worker_process import ITEM, TEXT
 from mimo.layout.grids import LANGUAGE
 from mimo.step.decoding import Decoding
@@ -80,15 +80,22 @@ def tasks_of_step(
                 cost = samples.item_cost[number]
             sharer = assign_items(cost, len(ranks), loads[module])
             np.add.at(loads[module], sharer, cost)
-            columns = (number, sample, samples.source[sample], address, sharer, cost)
-            for n, i, source, at, by, size in zip(*(c.tolist() for c in columns), strict=True):
-                reader = readers[source]
-                num_bytes = size * _TOKEN_BYTES
-                if kind == ITEM:
-                    wire = reader.media(at).wire
-                    num_bytes = math.prod(reader.grid(at)) * wire.width * wire.dtype.itemsize
+            source = samples.source[sample]
+            if kind == TEXT:
+                sizes = (cost * _TOKEN_BYTES).tolist()
+            else:
+                media = [samples.media[one] for one in samples.item_media[number].tolist()]
+                pairs = zip(media, plans_of_items(readers, source, address), strict=True)
+                wires = {one: readers[0].processors[one].wire for one in set(media)}
+                sizes = [
+                    math.prod(part.grid) * wires[one].width * wires[one].dtype.itemsize
+                    for one, part in pairs
+                ]
+            columns = (own.tolist() for own in (number, sample, source, address, sharer))
+            for n, i, from_source, at, by, num_bytes in zip(*columns, sizes, strict=True):
+                reader = readers[from_source]
                 path = decoding.path(f"{name}.{step}.{m}.{kind}.{n}")
                 shared = len(ranks) > 1
                 yield Task(
-                    step, reader, kind, m, n, i, source, at, ranks[by], num_bytes, path, shared
+                    step, reader, kind, m, n, i, from_source, at, ranks[by], num_bytes, path, shared
                 )

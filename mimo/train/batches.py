@@ -31,18 +31,17 @@ from torch import Tensor
 from bridge import SampleKeys
 from data.packing import Used
 from mimo.device import Staging, copy_stream, local_device, send
-from mimo.engines.megatron.acceleration import fp8_multiple
-from mimo.layout.grids import LANGUAGE, num_microbatches
+from mimo.layout.grids import LANGUAGE
 from mimo.layout.groups import Topology
-from mimo.layout.padding import fixed_tokens
 from mimo.model.flops import StepFlops
 from mimo.model.inputs import EncoderBatch, LanguageBatch
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset, linear_tokens, token_budget
+from mimo.step.dataset import Dataset
 from mimo.step.decoding import Decoding
 from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
-from mimo.step.plan import StepPlan, StepPlanner
+from mimo.step.plan import StepPlan
+from mimo.step.planner import step_planner
 from mimo.train.bad_samples import leave_note
 
 logger = logging.getLogger(__name__)
@@ -111,23 +110,13 @@ class Batches:
         self.used = used
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
-        self._planner = StepPlanner(
+        self._planner = step_planner(
+            recipe,
             topology.layout,
-            {name: tuple(one.media_tokens) for name, one in recipe.encoders.items()},
-            dataset.indexes,
-            dataset.order,
-            recipe.train.micro_batch_size,
-            num_microbatches(recipe, topology.layout),
-            delivery=recipe.bridge.delivery,
-            encode_group=model.encode_group,
+            dataset,
             done=(steps.start, used),
-            packed=recipe.data.packing,
             links=topology.bridges,
             rank=topology.rank,
-            tokens_on_rank=fp8_multiple(recipe.train.fp8),
-            budget=token_budget(recipe),
-            linear_tokens=linear_tokens(recipe),
-            fixed_tokens=fixed_tokens(recipe, topology.layout),
         )
         self._num_prepared = num_prepared
         self._loader = StepLoader(self._planner, dataset.readers, decoding, steps.start, steps.stop)

@@ -19,16 +19,7 @@ def continue_order(dataset: Dataset, progress: Progress) -> tuple[Dataset, Progr
     now, used, said = dataset.order, progress.used, list[str]()
     if used.end == 0:
         return dataset, replace(progress, mixtures=now.mixtures), said
-    earlier = progress.mixtures
-    if not earlier:  # of a version in which null stood for blocks of one sample
-        (mixture,) = now.mixtures
-        old_blocks = tuple(replace(one, block=mixture.turn) for one in mixture.streams)
-        earlier = (replace(mixture, streams=old_blocks),)
-        if len(old_blocks) > 1:
-            said.append(
-                "an earlier version of mimo, which mixed sources by chance, wrote the checkpoint: "
-                "of the epochs that have begun, some samples may come twice and some not at all"
-            )
+    earlier = progress.mixtures or now.mixtures
     order = now.after(earlier, used.end)
     if order.mixtures[-1].first == used.end:
         epochs = ", ".join(f"{epoch:.3f}" for epoch in order.epochs(used.end))

@@ -72,11 +72,10 @@ class Trainer:
                 result = train_step(step, self.recipe, self.model, batches, observer)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used)
-                yield {
-                    "step": step,
-                    **step_metrics(result, layout, progress.skipped_samples),
-                    "epochs": dict(enumerate(dataset.order.epochs(batches.used.end))),
-                }
+                metrics = {"step": step, **step_metrics(result, layout, progress.skipped_samples)}
+                if self.topology.reports:
+                    metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
+                yield metrics
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")
                     yield {"step": done, "validation_loss": self.validate(validation, decoding)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from data.index.samples import Index
 from mimo.checkpoint.contents import begin, provided_names
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
@@ -23,6 +25,7 @@ from mimo.device import (
     release_memory,
     set_threads,
 )
+from mimo.errors import InputError
 from mimo.hf.initial import initial_weights
 from mimo.launch.environment import set_variables
 from mimo.launch.ranks import RankEnv, rank_environment
@@ -33,6 +36,7 @@ from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.train.bad_samples import BAD_SAMPLES, BadSamples
+from mimo.train.batches import sum_over_world
 from mimo.train.continuation import continue_order
 from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
@@ -144,9 +148,25 @@ def _train(
 
 
 def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
-    """A split. Rank 0 looks at the shards; the others open the catalogs that it has found."""
+    """A split. Rank 0 looks at the shards; the others open the catalogs that it has found.
+
+    Raises InputError, on all ranks, if one cannot open them.
+    """
     text_and_media = trainer.chat, trainer.processors
-    indexes = from_rank_0(lambda: open_indexes(recipe, split, *text_and_media))
+    indexes, problem = tuple[Index, ...](), ""
+
+    def find() -> bytes:
+        nonlocal indexes
+        indexes = open_indexes(recipe, split, *text_and_media)
+        return pickle.dumps(indexes)
+
+    found = from_rank_0(find)
+    try:
+        indexes = indexes or pickle.loads(found)
+    except (OSError, ValueError) as error:
+        problem = f"data.{split}: {error}; run `mimo data index` on each machine of the job"
+    if failed := sum_over_world([float(bool(problem))])[0]:
+        raise InputError(problem or f"data.{split}: {failed:g} ranks cannot open its index")
     return dataset_of(recipe, split, indexes, *text_and_media) if indexes else None
 
 

@@ -312,7 +312,9 @@ def test_a_fault_is_reported_with_the_first_parameter_that_differs(
 
 
 @pytest.mark.slow  # the same layouts are in `test_verify.py`
-@pytest.mark.parametrize("cell", dict.fromkeys(one.cell for one in CASES.values()), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "cell", dict.fromkeys(one.cell for one in CASES.values()), ids=lambda c: c.name
+)
 def test_without_a_fault_the_same_layouts_are_equal(verifier: Verifier, cell: SweepCell) -> None:
     result = run(verifier, cell, None)
     assert result.passed, result.failure or str(result.comparison and result.comparison.first)

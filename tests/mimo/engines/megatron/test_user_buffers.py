@@ -103,8 +103,8 @@ def test_sequences_of_one_length_give_the_steps_of_one_rank(
 
 def padded_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """Inside a rank: train on sequences padded as for the overlap; all lanes' tokens, too."""
+    from mimo.step import planner
     from mimo.step.plan import StepPlanner
-    from mimo.train import batches
 
     tokens: list[int] = []
     finish = StepPlanner.finish
@@ -115,7 +115,7 @@ def padded_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
         return plan
 
     StepPlanner.finish = watched  # type: ignore[method-assign]
-    batches.fixed_tokens = lambda recipe, layout: TOKENS
+    planner.fixed_tokens = lambda recipe, layout: TOKENS
     return tiny.run_layout_steps(rank, path, overrides) | {"tokens": tokens}
 
 

@@ -1,0 +1,32 @@
+"""The planner of a recipe's steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mimo.engines.megatron.acceleration import fp8_multiple
+from mimo.layout.grids import Layout, encode_group, num_microbatches
+from mimo.layout.padding import fixed_tokens
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import Dataset, linear_tokens, token_budget
+from mimo.step.plan import StepPlanner
+
+
+def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **given: Any) -> StepPlanner:
+    """It plans steps of ``dataset`` as the recipe says. given: further arguments of `StepPlanner`."""
+    return StepPlanner(
+        layout,
+        {name: tuple(one.media_tokens) for name, one in recipe.encoders.items()},
+        dataset.indexes,
+        dataset.order,
+        recipe.train.micro_batch_size,
+        num_microbatches(recipe, layout),
+        delivery=recipe.bridge.delivery,
+        encode_group=encode_group(recipe),
+        packed=recipe.data.packing,
+        tokens_on_rank=fp8_multiple(recipe.train.fp8),
+        budget=token_budget(recipe),
+        linear_tokens=linear_tokens(recipe),
+        fixed_tokens=fixed_tokens(recipe, layout),
+        **given,
+    )
