@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from mimo.bench.data_contest import Contestant, difference, timed_pass, watched
@@ -53,7 +54,9 @@ def measure(samples: int, rounds: int, workers: int, quick: bool) -> DataReport:
         write_index(shards, 1 if quick else _INDEX_SHARDS)
         resumes = [watched(partial(resume_seconds, shards))[0] for _ in range(rounds)]
     bounds = judge(cells, differences, resumes)
-    return DataReport(machine(), missing, image_bytes, cells, differences, resumes, bounds)
+    named = ("transformers", "webdataset", *(INSTALL[own] for own in INSTALL.keys() - missing))
+    found = machine() | {package: version(package) for package in sorted(named)}
+    return DataReport(found, missing, image_bytes, cells, differences, resumes, bounds)
 
 
 def main(

@@ -61,8 +61,8 @@ class Cell:
 class DataReport:
     """What was measured and judged, as written to `--json`.
 
-    missing: how to install rivals that were left out. image_bytes: mean, by workload. differences:
-    by rival, of pixel values, and samples with other tokens.
+    missing: packages of rivals that were left out, by their imports. image_bytes: mean, by
+    workload. differences: by rival, of pixel values, and samples with other tokens.
     """
 
     machine: dict[str, Any]
@@ -104,7 +104,9 @@ def print_data(report: DataReport, console: Console) -> None:
     """Print all tables, the notes, and every bound."""
     lines = [", ".join(f"{key} {value}" for key, value in report.machine.items())]
     lines += [f"{name}: {size / 1e6:.2f} MB a JPEG" for name, size in report.image_bytes.items()]
-    lines += [f"left out: {package} ({how})" for package, how in report.missing.items()]
+    lines += [
+        f"left out: {package} (pip install {name})" for package, name in report.missing.items()
+    ]
     for rival, (pixels, _) in report.differences.items():
         lines.append(f"{rival}: pixel values differ from ours by {pixels:.3g} at most")
     for ours in (cell for cell in report.cells if cell.contestant.backend is None):

@@ -19,7 +19,7 @@ from mimo.bench.data_workload import BATCH, PLACEHOLDER, Batch, Workload
 
 Backend = Literal["pil", "torchvision"]
 ENERGON = "megatron.energon"
-INSTALL = {ENERGON: "pip install megatron-energon", "torchvision": "pip install torchvision"}
+INSTALL = {ENERGON: "megatron-energon", "torchvision": "torchvision"}  # optional, by its import
 _IGNORED, _END = -100, "<|im_end|>"
 
 

@@ -66,7 +66,7 @@ def bench_train(
 def bench_data(
     samples: Annotated[
         int, typer.Option("--samples", min=1, max=2**20, help="Samples of a pass, at least.")
-    ] = 64,
+    ] = 32,
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, max=1000, help="Timed passes of each loader.")
     ] = 3,

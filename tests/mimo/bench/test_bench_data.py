@@ -26,8 +26,8 @@ def test_a_quick_run_gives_all_loaders_the_same_samples_and_writes_everything(
     assert text.splitlines()[-1].endswith("bounds_missed=0")
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(figures.read_text())
-    for package, how in INSTALL.items():
-        assert (how in text) != is_installed(package)
+    for package, name in INSTALL.items():
+        assert (f"pip install {name}" in text) != is_installed(package)
     cells = {one["cell"]: one["passes"] for one in found["cells"]}
     assert {passes[0]["samples"] for passes in cells.values()} == {16}
     assert all(len(passes) == 1 and passes[0]["peak_bytes"] > 0 for passes in cells.values())
