@@ -5,7 +5,7 @@ Exit code 2 and a message for bad input, before any process group exists; 1 for 
 
 import typer
 
-from mimo.commands.bench import bench_bridge, bench_train
+from mimo.commands.bench import bench_bridge, bench_data, bench_train
 from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf
 from mimo.commands.data import data_doctor, data_pack, index
@@ -38,6 +38,7 @@ app.add_typer(data, name="data")
 bench = typer.Typer(no_args_is_help=True, help="Measure what the parts promise.")
 bench.command("bridge")(bench_bridge)
 bench.command("train")(bench_train)
+bench.command("data")(bench_data)
 app.add_typer(bench, name="bench")
 
 

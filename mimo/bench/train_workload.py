@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +80,7 @@ class Workload:
         write_tiny(settings, self.checkpoint)
         _allow_larger_images(self.checkpoint / "preprocessor_config.json")
         for lengths in ("long-tailed", "equal"):
-            _write_shard(self.shard(lengths), self._samples(lengths))
+            write_shard(self.shard(lengths), self._samples(lengths))
 
     def recipe(self, lengths: Lengths, steps: int, mean_tokens: float, threads: int) -> Recipe:
         """Our recipe: one rank, one step per pass over the samples. mean_tokens: of a sample."""
@@ -127,21 +128,26 @@ class Workload:
         return found
 
 
-def _members(
-    number: int, num_words: int, images: list[tuple[int, ...]], rng: np.random.Generator
-) -> dict[str, Any]:
-    """A question about images of (h, w) rows, and an answer that is a third of the text."""
+def chat(num_words: int, num_images: int, rng: np.random.Generator) -> bytes:
+    """The JSON of a question about images, and an answer that is a third of the text."""
     vocabulary = [*DIGITS, *words()]
     text = [vocabulary[n] for n in rng.integers(len(vocabulary), size=num_words)]
     cut = num_words - max(1, num_words // 3)
-    content: list[dict[str, str]] = [{"type": "image"} for _ in images]
+    content: list[dict[str, str]] = [{"type": "image"} for _ in range(num_images)]
     content.append({"type": "text", "text": " ".join(text[:cut])})
     messages = [
         {"role": "user", "content": content},
         {"role": "assistant", "content": [{"type": "text", "text": " ".join(text[cut:])}]},
     ]
+    return json.dumps({"messages": messages}).encode()
+
+
+def _members(
+    number: int, num_words: int, images: list[tuple[int, ...]], rng: np.random.Generator
+) -> dict[str, Any]:
+    """A question about images of (h, w) rows, and an answer."""
     members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
-    members["json"] = json.dumps({"messages": messages}).encode()
+    members["json"] = chat(num_words, len(images), rng)
     for place, (h, w) in enumerate(images):
         pixels = rng.integers(0, 256, (h * _ROW_PIXELS, w * _ROW_PIXELS, 3), dtype=np.uint8)
         buffer = io.BytesIO()
@@ -150,7 +156,8 @@ def _members(
     return members
 
 
-def _write_shard(path: Path, samples: list[dict[str, Any]]) -> None:
+def write_shard(path: Path, samples: Iterable[dict[str, Any]]) -> None:
+    """One tar file with the members of each sample."""
     with TarWriter(str(path), encoder=False) as tar:
         for members in samples:
             tar.write(members)

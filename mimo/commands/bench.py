@@ -60,3 +60,31 @@ def bench_train(
     from mimo.bench.train import main as run
 
     return run(samples, rounds, threads, quick, json, picture)
+
+
+@readable_errors
+def bench_data(
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, max=2**20, help="Samples of a pass, at least.")
+    ] = 32,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, max=1000, help="Timed passes of each loader.")
+    ] = 3,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, max=2**12, help="Of each loader; default: all cores."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One round of tiny images; the speed is not judged.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure to this file.")
+    ] = None,
+    picture: Annotated[Path, typer.Option("--picture", help="Where the PNG goes.")] = Path(
+        "runs/bench_data.png"
+    ),
+) -> int | None:
+    """Compare the input path with webdataset and Megatron-Energon on the same photos."""
+    from mimo.bench.data import main as run
+
+    return run(samples, rounds, workers, quick, json, picture)

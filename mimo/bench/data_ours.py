@@ -1,0 +1,77 @@
+"""Our input path, from shards to what a rank gives its device: as `mimo train` has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from data.index.samples import Index
+from data.order import SampleOrder
+from data.packing import TokenBudget, Used
+from mimo.bench.data_workload import BATCH, Batch, Workload
+from mimo.device import Staging, copy_stream
+from mimo.families.wire import WirePatches
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.layout.hosts import SHARED_MEMORY, Host
+from mimo.recipe.schema import Data
+from mimo.step.decoding import Decoding
+from mimo.step.loader import StepLoader, gather_items, pack_language
+from mimo.step.plan import StepPlanner
+
+_VISION, _ENDLESS = "vision", 1_000_000  # steps
+
+
+def planner_of(
+    index: Index,
+    num_microbatches: int = 1,
+    done: tuple[int, Used] = (0, Used()),
+    budget: TokenBudget | None = None,
+) -> StepPlanner:
+    """Of a single rank that has an encoder and a language model."""
+    encoders = {_VISION: GridSpec(_VISION)}
+    layout = Layout(GridSpec(LANGUAGE), encoders, 1, frozenset(encoders))
+    order, micro_batch = SampleOrder([len(index)], [1.0], 0, None), 1 if budget else BATCH
+    media = {_VISION: ("image",)}
+    return StepPlanner(
+        layout, media, [index], order, micro_batch, num_microbatches, done=done, budget=budget
+    )
+
+
+def our_batches(workload: Workload, num_workers: int) -> Iterator[Batch]:
+    """Epoch after epoch."""
+    reader = workload.reader()
+    planner, readers = planner_of(reader.index), [reader]
+    free = shutil.disk_usage(SHARED_MEMORY).free if num_workers else 0
+    host = Host((0,), f"bench{os.getpid()}", free, len(os.sched_getaffinity(0)))
+    ahead = Data.model_fields["prefetch_mib"].default * 2**20
+    form, stream = reader.processors["image"].wire, copy_stream()
+    with Decoding(readers, planner.layout, 0, host, num_workers, ahead) as decoding:
+        loader = StepLoader(planner, readers, decoding, 0, _ENDLESS)
+        try:
+            while True:
+                loaded = loader.next()
+                plan = planner.finish(loaded.microbatches)
+                (lane,) = pack_language(loaded, plan, readers, 0, reader.chat.pad_token_id)
+                coords = planner.layout.encoders[_VISION].coords(0)
+                (items,) = gather_items(loaded, plan, readers, _VISION, coords, form)
+                assert items.patches is not None, "the first stage has patches"
+                staging = Staging(stream)
+                loss_at = np.flatnonzero(lane.loss_mask)
+                own = (lane.input_ids, lane.position_ids, lane.labels[loss_at], loss_at)
+                ids, *others = (staging.copy(torch.from_numpy(array)) for array in own)
+                wire = WirePatches.of(items.patches, staging.join, staging.copy)
+                samples = plan.microbatches[0].samples.sample.tolist()
+                yield Batch(
+                    keys=[reader.index.key(sample) for sample in samples],
+                    input_ids=ids,
+                    tokens=list(lane.real_lengths),
+                    pixels=wire.parts[0],
+                    patches=[len(patches) for _, patches in items.patches[1:]],
+                    others=[*others, torch.from_numpy(items.grids)],
+                )
+        finally:
+            loader.close()
