@@ -13,7 +13,7 @@ from mimo.step.plan import StepPlanner
 
 
 def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **given: Any) -> StepPlanner:
-    """It plans steps of ``dataset`` as the recipe says. given: further arguments of `StepPlanner`."""
+    """Plans the steps of a recipe. given: further arguments of `StepPlanner`."""
     return StepPlanner(
         layout,
         {name: tuple(one.media_tokens) for name, one in recipe.encoders.items()},

@@ -119,7 +119,12 @@ def test_a_source_of_another_size_begins_an_epoch_in_another_order() -> None:
 def test_a_source_that_was_moved_goes_on_and_one_that_was_replaced_does_not() -> None:
     before = SampleOrder([40, 60], [1.0, 1.0], 1, 1, ["a", "b"])
     moved = SampleOrder([40, 60], [1.0, 1.0], 1, 1, ["/new/a", "/new/b"])
-    assert moved.after(before.mixtures, 30).mixtures == before.mixtures
+    order = moved.after(before.mixtures, 30)
+    positions = np.arange(200)
+    assert all(map(np.array_equal, order.at(positions), before.at(positions)))
+    # It is known by its new name afterwards, wherever it then stands.
+    further = SampleOrder([5, 40, 60], [1.0] * 3, 1, 1, ["c", "/new/a", "/new/b"])
+    assert further.after(order.mixtures, 30).epochs(30)[1:] == before.epochs(30)
     replaced = SampleOrder([40, 61], [1.0, 1.0], 1, 1, ["a", "c"]).after(before.mixtures, 30)
     assert replaced.epochs(30) == [before.epochs(30)[0], 0.0]
     # It does not inherit the order of the source that is gone either.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data.handover import HandoverFolder, arrays_in, write_arrays
-from data.worker_process import ITEM
+from data.worker_process import ITEM, WITH_NURSERY
 from data.workers import WorkerPool
 from tests.ranks import running
 
@@ -118,3 +118,17 @@ def test_a_worker_that_died_while_it_had_nothing_to_do_is_replaced(
     assert pool.bury(another) == "was killed by SIGKILL"
     pool.close()
     assert running([worker.pid, another.pid]) == []
+
+
+def test_workers_of_a_nursery_that_died_do_not_take_the_next_one_with_them(tmp_path: Path) -> None:
+    pool = WorkerPool(tmp_path, [Hanging()], 2)  # type: ignore[list-item]
+    first, second = pool.take(), pool.take()
+    assert first is not None
+    assert second is not None
+    os.kill(pool._nursery.pid, signal.SIGKILL)
+    assert pool.bury(first) == WITH_NURSERY
+    third = pool.take()
+    assert third is not None
+    assert pool.bury(second) == WITH_NURSERY
+    assert running([third.pid]) == [third.pid]
+    pool.close()

@@ -60,6 +60,18 @@ def test_dtypes_and_lengths_are_as_documented(
     assert index.column("item_media").tolist() == [0] * index.num_items
 
 
+def test_items_of_the_last_sample_are_its_own_however_many_there_are(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+):
+    picture, members = make_image(), {}
+    for sample, count in enumerate((200, 55, 3)):
+        members |= {f"{sample}.json": ask(count)}
+        members |= {f"{sample}.{number}.png": picture for number in range(count)}
+    index = build_index(str(write_shard(tmp_path / "a.tar", members)), chat, processors)
+    found = [index.sample_of_item(item) for item in range(index.num_items)]
+    assert found == [0] * 200 + [1] * 55 + [2] * 3
+
+
 def test_unusable_samples_are_left_out_and_listed_with_their_reason(
     tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
 ):

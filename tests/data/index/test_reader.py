@@ -116,7 +116,7 @@ def test_a_sample_that_differs_from_the_index_is_reported(
     with unnoticed(shard):
         write_shard(shard, {"a.json": same_size, "a.0.bmp": make_image(56, 28, "BMP")})
     reader.close()
-    with pytest.raises(UnreadableSample, match=r"the index says .* delete the index folder"):
+    with pytest.raises(UnreadableSample, match=r"the index says .* run `mimo data index`"):
         reader.sample(0)
     with pytest.raises(UnreadableSample, match="56 x 28 pixels, the index says 28 x 56"):
         reader.patches(0)

@@ -249,9 +249,12 @@ def test_the_command_packs_once_and_refuses_what_it_may_not_replace(images: Path
     assert result.exit_code == 2
     assert "is not empty: give another folder, or --overwrite" in result.output
     (out / "notes.txt").write_text("mine")
+    (out / ".index" / "settings").mkdir(parents=True)
+    (out / ".index" / "settings" / "of_both.catalog").touch()
     write_lines(source, llava("a.png"))
     assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
-    assert sorted(os.listdir(out)) == ["notes.txt", "shard-000000.tar"]
+    assert sorted(os.listdir(out)) == [".index", "notes.txt", "shard-000000.tar"]
+    assert not list(out.rglob("*.catalog"))
     for wrong, message in (
         (["--shard-size", "5GB"], "need samples, as 2000, or a size, as 512MiB"),
         (["--media-root", str(source)], "is no folder"),

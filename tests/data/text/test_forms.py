@@ -191,3 +191,9 @@ def test_a_chat_that_contradicts_itself_is_refused_with_the_reason(document: Any
 def test_files_that_no_message_mentions_are_told():
     document = {"messages": [user(IMAGE), YES], "images": ["a", "b"], "videos": [["c"]]}
     assert read_chat(document).left == ["image", "video"]
+
+
+def test_a_chat_that_mentions_very_many_files_is_refused_at_once():
+    video = {"type": "video", "frames": 2**20}
+    with pytest.raises(ValueError, match="mentions more than 65536 files"):
+        parse_messages(json.dumps({"messages": [user(*[video] * 60), YES]}).encode())
