@@ -98,7 +98,7 @@ def test_lanes_become_the_fewest_with_the_same_kind_of_ratio(
 
 
 @given(layouts(), st.integers(2, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_covering_layouts_fit_and_have_every_axis_and_every_pair_that_fits(
     layout: Layout, max_ranks: int
 ) -> None:
