@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from data.index.shards import pattern_root
+from data.text.forms import unique_keys
 
 _MAX_ROW = 64 * 2**20  # bytes of JSON, or characters of an element
 _CHUNK = 2**20
@@ -83,7 +84,7 @@ def _of_lines(opened: IO[bytes], file: str, size: int) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                document = json.loads(line)
+                document = json.loads(line, object_pairs_hook=unique_keys)
             except (ValueError, RecursionError) as error:
                 problem = f"malformed JSON: {error}"
         yield Row(file, number, document, opened.tell() / size, problem)
@@ -91,8 +92,18 @@ def _of_lines(opened: IO[bytes], file: str, size: int) -> Iterator[Row]:
 
 def _of_array(opened: IO[bytes], file: str, size: int) -> Iterator[Row]:
     """The elements of an array; of the file, hardly more than one of them is in memory."""
-    decode, scan = codecs.getincrementaldecoder("utf-8")().decode, json.JSONDecoder().raw_decode
+    decode = codecs.getincrementaldecoder("utf-8")().decode
     text, number, ended = "", 0, False
+    problems: list[str] = []  # of the element, which ends where it ends all the same
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        try:
+            return unique_keys(pairs)
+        except ValueError as error:
+            problems.append(str(error))
+            return {}
+
+    scan = json.JSONDecoder(object_pairs_hook=read_object).raw_decode
 
     def more(least: int) -> None:
         nonlocal text, ended
@@ -115,6 +126,7 @@ def _of_array(opened: IO[bytes], file: str, size: int) -> Iterator[Row]:
             while True:
                 if not number and text[:1] == "]":
                     return
+                problems.clear()
                 try:
                     document, end = scan(text) if text else (None, 0)
                 except json.JSONDecodeError as error:
@@ -127,7 +139,7 @@ def _of_array(opened: IO[bytes], file: str, size: int) -> Iterator[Row]:
                     raise fail("the file is cut off")
                 more(max(_CHUNK, len(text)))
             number, text = number + 1, text[end:].lstrip()
-            yield Row(file, number, document, opened.tell() / size)
+            yield Row(file, number, document, opened.tell() / size, "; ".join(problems[:1]))
     except (UnicodeDecodeError, RecursionError) as error:
         raise fail(error) from error
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.index.tar_shards import MAX_JSON_BYTES
 from data.media.audio import AudioClips
 from data.media.image_files import image_size
 from data.pack.rows import Row, find_files, read_rows
-from data.text.forms import Embedded, read_chat
+from data.text.forms import Embedded, parse_messages, read_chat
 from data.text.messages import check_messages, mentions
 
 BAD_SAMPLES = "bad_samples.jsonl"
@@ -154,7 +155,10 @@ def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
             except ValueError as error:
                 raise ValueError(f"file {number}: {error}") from error
             sample[f"{number}.{suffix}"] = data
-        sample["json"] = json.dumps(document, ensure_ascii=False).encode()
+        sample["json"] = text = json.dumps(document, ensure_ascii=False).encode()
+        if len(text) > MAX_JSON_BYTES:
+            raise ValueError(f"its chat has {len(text)} bytes, at most {MAX_JSON_BYTES} are read")
+        parse_messages(text)  # what no reader would take is not packed
     except (ValueError, TypeError, RecursionError) as error:  # TypeError: bytes inside a message
         raise _BadRow(str(error)) from error
     return sample

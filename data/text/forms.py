@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from data.text.messages import short_text
+
 FORMS = """need one of these forms:
   {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}, \
 {"role": "assistant", "content": "..."}], "images": ["a.jpg"]}
@@ -61,7 +63,7 @@ def parse_messages(data: bytes) -> list[Any]:
     is recognised, or holds a file itself.
     """
     try:
-        document = json.loads(data, object_pairs_hook=_object)
+        document = json.loads(data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
     chat = read_chat(document)
@@ -73,11 +75,12 @@ def parse_messages(data: bytes) -> list[Any]:
     return chat.messages
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object for `json`. Raises ValueError when a key is there twice."""
     found = dict[str, Any]()
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {_short(key)} is there twice")
+            raise ValueError(f"the key {short_text(key)} is there twice")
         found[key] = value
     return found
 
@@ -90,7 +93,7 @@ def read_chat(document: object) -> Chat:
         turns = _parsed(document.get(name), name)
     if not isinstance(document, Mapping) or not _is_list(turns):
         shown = sorted(map(str, document)) if isinstance(document, Mapping) else document
-        raise ValueError(f"{_short(shown)} is no chat; {FORMS}")
+        raise ValueError(f"{short_text(shown)} is no chat; {FORMS}")
     reader = _Reader(document, turns)
     messages = [reader.message(turn) for turn in turns]
     tools = _parsed(document.get("tools"), "tools")
@@ -144,7 +147,9 @@ class _Reader:
     def _of_llava(self, turn: dict[str, Any]) -> dict[str, Any]:
         sender, value = turn.pop("from"), turn.pop("value", None)
         if sender not in _ROLES:
-            raise ValueError(f'a message is "from" {_short(sender)}; need one of {sorted(_ROLES)}')
+            raise ValueError(
+                f'a message is "from" {short_text(sender)}; need one of {sorted(_ROLES)}'
+            )
         if sender == "function_call":
             calls = _parsed(value, "a function_call")
             return {
@@ -176,8 +181,8 @@ class _Reader:
         own = {name: part[name] for name in ("frames", "fps") if name in part}
         if value is not None and _is_list(value) != (media == "video"):
             raise ValueError(
-                f"{media} {_short(value)}: need one file for each image or clip, and for a video "
-                'the list of its frames, ["0.jpg", "1.jpg", ...]; videos are not decoded'
+                f"{media} {short_text(value)}: need one file for each image or clip, and for a "
+                'video the list of its frames, ["0.jpg", "1.jpg", ...]; videos are not decoded'
             )
         if _is_list(value):
             own["frames"] = len(value)
@@ -224,7 +229,7 @@ def _embedded(value: Any) -> Any:
         return value
     kind, comma, data = value.partition(",")
     if not comma or not kind.endswith(";base64"):
-        raise ValueError(f"the URL {_short(value)}: need data:<type>;base64,<data>")
+        raise ValueError(f"the URL {short_text(value)}: need data:<type>;base64,<data>")
     return Embedded(data)
 
 
@@ -238,7 +243,7 @@ def _call(call: Any) -> dict[str, Any]:
             named = {"name": function["name"], "arguments": arguments}
             return {**own, "type": "function", "function": named}
     raise ValueError(
-        f"the call {_short(call)}: need "
+        f"the call {short_text(call)}: need "
         '{"type": "function", "function": {"name": "...", "arguments": {...}}}'
     )
 
@@ -250,7 +255,7 @@ def _parsed(value: Any, what: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is a text that is not JSON: {_short(value)}") from error
+        raise ValueError(f"{what} is a text that is not JSON: {short_text(value)}") from error
 
 
 def _text_of(turn: Mapping[str, Any]) -> str:
@@ -260,8 +265,3 @@ def _text_of(turn: Mapping[str, Any]) -> str:
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

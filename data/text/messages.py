@@ -75,12 +75,12 @@ def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
         frames, fps = part.get("frames", 1), part.get("fps", DEFAULT_FPS)
         if type(frames) is not int or frames < 1:
             raise MessagesError(
-                f"sample {key!r}: a part of type {part['type']!r} has frames {_short(frames)}; "
+                f"sample {key!r}: a part of type {part['type']!r} has frames {short_text(frames)}; "
                 "need the number of files that it takes, 1 or more"
             )
         if type(fps) not in (int, float) or not 0 < fps <= sys.float_info.max:
             raise MessagesError(
-                f"sample {key!r}: a part of type {part['type']!r} has fps {_short(fps)}; need "
+                f"sample {key!r}: a part of type {part['type']!r} has fps {short_text(fps)}; need "
                 "frames per second, above 0"
             )
         found.append(Mention(part["type"], frames, float(fps)))
@@ -98,23 +98,24 @@ def check_messages(messages: object, key: str) -> None:
         )
 
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise fail(f"messages is {_short(messages)}")
+        raise fail(f"messages is {short_text(messages)}")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise fail(f"message {number} is {_short(message)}, without a role")
+            raise fail(f"message {number} is {short_text(message)}, without a role")
         content = message.get("content")
         if isinstance(content, str):
             continue
         if not isinstance(content, Sequence):
-            raise fail(f"the content of message {number} is {_short(content)}")
+            raise fail(f"the content of message {number} is {short_text(content)}")
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
             has_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
             if not isinstance(kind, str) or (kind == "text" and not has_text):
-                shown = _short(part)
+                shown = short_text(part)
                 raise fail(f"message {number} has the content part {shown}, neither text nor item")
 
 
-def _short(value: object) -> str:
+def short_text(value: object) -> str:
+    """A value of a sample's own in a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -131,6 +131,8 @@ def test_every_bad_row_is_left_out_and_listed_with_its_line_and_reason(
         (llava(None), "the row does not say which file it is"),
         ({"messages": [{"role": "user", "content": data}]}, "file 0: is not Base64"),
         ({"prompt": "hello"}, "['prompt'] is no chat; need one of these forms"),
+        ('{"messages": [], "messages": []}', "the key 'messages' is there twice"),
+        ({"messages": [tool] * 3000}, "3000 messages, at most"),
         ({"messages": [{"role": "user"}]}, "the content of message 0 is None"),
         ({"messages": [tool, {**tool, "content": "\ud83d"}]}, "surrogates not allowed"),
         ("", ""),
@@ -217,6 +219,14 @@ def test_rows_of_an_array_are_read_in_pieces_and_one_that_is_too_large_is_told(
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(ValueError, match=r"rows\.json, after element [01]: "):
             list(rows.read_rows(str(path)))
+
+
+def test_an_element_of_an_array_with_a_key_twice_is_left_out_alone(images: Path, tmp_path: Path):
+    good = json.dumps(llava("a.png"))
+    (images / "rows.json").write_text(f'[{good}, {{"a": {{"b": 1, "b": 2}}}}, {good}]')
+    packed = pack(str(images / "rows.json"), tmp_path / "out", max_bad_fraction=1.0)
+    assert (packed.samples, packed.bad) == (2, 1)
+    assert "row 2: the key 'b' is there twice" in packed.first_bad
 
 
 def test_audio_and_frames_of_videos_are_packed(images: Path, tmp_path: Path):
