@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -107,23 +106,11 @@ class Catalog:
         """The index file of a shard."""
         return index_file(self.path.parent, self.names[shard])
 
-    def is_of(self, names: Sequence[str], shards: Sequence[Shard]) -> bool:
-        """Whether it describes just these shards, as they are."""
-        return self.names == tuple(names) and all(
-            (size, version) == (shard.size, shard.version)
-            for size, version, shard in zip(self.sizes, self.versions, shards, strict=True)
-        )
-
-    def has_files(self, sizes_and_times: np.ndarray) -> bool:
-        """Whether the index files are as they were, by size and time (S, 2)."""
-        seen = np.stack([self.entries["file_size"], self.entries["file_time"]], axis=1)
-        return np.array_equal(seen, sizes_and_times)
-
-    def has_shard(self, number: int, shard: Shard, size_and_time: np.ndarray) -> bool:
+    def has_shard(self, number: int, shard: Shard, size_and_time: tuple[int, int]) -> bool:
         """Whether a shard and its index file are as they were."""
         entry = self.entries[number]
         return (self.sizes[number], self.versions[number]) == (shard.size, shard.version) and (
-            (entry["file_size"], entry["file_time"]) == tuple(size_and_time)
+            (entry["file_size"], entry["file_time"]) == size_and_time
         )
 
 

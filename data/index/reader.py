@@ -14,7 +14,7 @@ from data.index.block_cache import BlockCache
 from data.index.build import count_loss_tokens
 from data.index.samples import Index, Processors, SkippedSample
 from data.index.shards import ShardFile
-from data.media.processor import Grid, Media, Part, PartPlan
+from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.forms import parse_messages
 
@@ -85,7 +85,7 @@ class SampleReader:
         items = slice(own.start, own.stop)
         messages, key = self.messages(sample), index.key(sample)
         parts, rows = index.parts_of_sample(sample), index.column("item_rows", items).tolist()
-        texts = [self._plan(item).text for item in parts]
+        texts = [self.plan(item).text for item in parts]
         try:
             encoded = self.chat.encode(messages, rows, key, texts)
             media = [one.media for one in self.chat.mentions(messages, key)]
@@ -145,7 +145,7 @@ class SampleReader:
                 f"it has {media.size_text(size)}, the index says {media.size_text(expected)}: the "
                 "shard changed since it was built; run `mimo data index`",
             )
-        if self._plan(item).num_items > 1:  # such as crops, which come one after the other
+        if self.plan(item).num_items > 1:  # such as crops, which come one after the other
             self._kept = (file, decoded)
         return decoded
 
@@ -160,17 +160,9 @@ class SampleReader:
             sample = self.index.sample_of_item(item)
             raise self._unreadable(sample, files[0], str(error)) from error
 
-    def grid(self, item: int) -> Grid:
-        """(t, h, w) in patches of an item, from the index alone."""
-        return self._plan(item).grid
-
-    def row_grid(self, item: int) -> Grid:
-        """(t, h, w) in rows of an item, from the index alone."""
-        return self._plan(item).row_grid
-
-    def time_step(self, item: int) -> float:
-        """Positions from one step in time of an item to the next, from the index alone."""
-        return self._plan(item).time_step
+    def plan(self, item: int) -> PartPlan:
+        """What the part of an item becomes, from the index alone."""
+        return self.plans(np.array([item]))[0]
 
     def plans(self, items: np.ndarray) -> list[PartPlan]:
         """What the parts of many items become, from the index alone."""
@@ -182,9 +174,6 @@ class SampleReader:
         with self._lock:
             self._open_shards.clear()
             self._kept = None
-
-    def _plan(self, item: int) -> PartPlan:
-        return self.plans(np.array([item]))[0]
 
     def _plan_of(self, media: int, *part: float) -> PartPlan:
         plan = self._plans.get((media, *part))

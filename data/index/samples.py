@@ -60,7 +60,7 @@ class SkippedSample:
 class Index:
     """All samples of a source. Safe to use from several threads; pickled by the catalog's path.
 
-    shards: paths. media: names, sorted. num_items, num_files: of all samples together.
+    shards: paths. media: names, sorted. num_items: of all samples together.
     most_tokens, most_rows: of any sample. num_skipped: samples that cannot be used.
     """
 
@@ -72,7 +72,6 @@ class Index:
         self._specs = entries["columns"]  # (S, C)
         self._starts = {of: _starts(entries[of]) for of in ("samples", "items", "files")}
         self.num_items = int(self._starts["items"][-1])
-        self.num_files = int(self._starts["files"][-1])
         self.num_skipped = int(entries["skipped"].sum())
         self.most_tokens = int(entries["most_tokens"].max(initial=0))
         self.most_rows = int(entries["most_rows"].max(initial=0))

@@ -23,6 +23,7 @@ import numpy as np
 from data.index.build import IndexTask, Progress, build_here
 from data.index.catalog import SUFFIX, Catalog, index_file
 from data.index.columns import DamagedFileError
+from data.index.remote import is_remote
 from data.index.samples import Index, Processors, settings_fingerprint
 from data.index.shard_index import ENTRY, read_entry
 from data.index.shards import Shard, find_shards, pattern_root
@@ -64,6 +65,11 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
     """
     root, shards = _absolute_root(pattern), find_shards(pattern)
     names = tuple(_inside(root, shard.path) for shard in shards)
+    if outside := [name for name in names if ".." in name.split("/")]:
+        raise ValueError(
+            f"{pattern!r} names shards outside of {root}, such as {outside[0]}: give those of each "
+            "folder as a source of its own"
+        )
     path = home / f"{_slug(pattern)}{SUFFIX}"
     old = _read_catalog(path, root, settings)
     if old is not None and (missing := sorted(set(old.names) - set(names))):
@@ -73,19 +79,19 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
             f"shards of the index {path} are missing: {paths}{more}; put them back, or delete that "
             "file to go on with the shards that are left"
         )
-    times = np.array([_size_and_time(index_file(home, name)) for name in names], np.int64)
-    if old is not None and old.is_of(names, shards) and old.has_files(times):
-        return Survey(old, (), is_written=True)
     known = {} if old is None else {name: number for number, name in enumerate(old.names)}
-    entries, tasks = np.zeros(len(shards), ENTRY), []
+    entries, tasks, num_known = np.zeros(len(shards), ENTRY), [], 0
     for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
         file, at = index_file(home, name), known.get(name)
-        if old is not None and at is not None and old.has_shard(at, shard, times[number]):
+        if old is not None and at is not None and old.has_shard(at, shard, _size_and_time(file)):
             entries[number] = old.entries[at]
+            num_known += 1
         elif (entry := _read_entry(file, settings, shard, len(media))) is not None:
             entries[number] = entry
         else:
             tasks.append(IndexTask(shard, file, settings))
+    if old is not None and num_known == len(names) == len(old.names):
+        return Survey(old, (), is_written=True)
     sizes, versions = zip(*((shard.size, shard.version) for shard in shards), strict=True)
     catalog = Catalog(path, root, settings, tuple(media), names, sizes, versions, entries)
     return Survey(catalog, tuple(tasks), is_written=False)
@@ -131,7 +137,7 @@ def load_or_build_index(
     """The index of the shards that `pattern` names; what is missing of it is built and stored.
 
     cache: a folder for the indexes of sources whose own folder cannot be written. Where that
-    cannot be either, the index is built each time, with a warning. build: how.
+    cannot be either, the index is built each time in this process, with a warning. build: how else.
 
     Raises ValueError as `survey` and `build_here` do.
     """
@@ -144,7 +150,7 @@ def load_or_build_index(
             "again every time",
             stacklevel=2,
         )
-        return build_index(pattern, chat, processors, progress, build)
+        return build_index(pattern, chat, processors, progress)
     _remove_former_version(pattern)
     if found.tasks:
         build(found.tasks, chat, processors, progress)
@@ -157,7 +163,6 @@ def build_index(
     chat: ChatTokenizer,
     processors: Processors,
     progress: Progress | None = None,
-    build: Build = build_here,
 ) -> Index:
     """The index of the shards that `pattern` names, built anew in a temporary folder.
 
@@ -166,7 +171,7 @@ def build_index(
     folder = tempfile.TemporaryDirectory(prefix="mimo-index-")
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
     tasks = survey(pattern, settings, media, Path(folder.name)).tasks
-    build(tasks, chat, processors, progress)
+    build_here(tasks, chat, processors, progress)
     return survey(pattern, settings, media, Path(folder.name)).open(keep=folder)
 
 
@@ -178,10 +183,11 @@ def find_survey(
     None if there is no such folder. Raises as `survey`.
     """
     homes = index_homes(pattern, settings, cache)
-    found = {home: survey(pattern, settings, media, home) for home in homes if home.is_dir()}
-    complete = [one for one in found.values() if one.is_written]
-    if complete:
-        return complete[0]
+    found: dict[Path, Survey] = {}
+    for home in filter(Path.is_dir, homes):
+        found[home] = survey(pattern, settings, media, home)
+        if found[home].is_written:
+            return found[home]
     for home in filter(_can_write, homes):
         return found.get(home) or survey(pattern, settings, media, home)
     find_shards(pattern)  # to say that there are none, before anything else
@@ -191,7 +197,7 @@ def find_survey(
 def index_homes(pattern: str, settings: str, cache: Path | None) -> list[Path]:
     """The folders where the index of a pattern may be, by preference."""
     root = _absolute_root(pattern)
-    homes = [] if _is_remote(root) else [Path(root) / ".index" / settings]
+    homes = [] if is_remote(root) else [Path(root) / ".index" / settings]
     if cache is not None:
         digest = hashlib.sha256(root.encode()).hexdigest()[:16]
         homes.append(Path(cache).absolute() / "index" / digest / settings)
@@ -207,18 +213,14 @@ def _can_write(home: Path) -> bool:
         return False
 
 
-def _is_remote(path: str) -> bool:
-    return "://" in path
-
-
 def _absolute_root(pattern: str) -> str:
     root = str(pattern_root(pattern))
-    return root if _is_remote(pattern) else os.path.abspath(root)
+    return root if is_remote(pattern) else os.path.abspath(root)
 
 
 def _inside(root: str, path: str) -> str:
     """A shard's path inside the root."""
-    if _is_remote(root):
+    if is_remote(root):
         return path.removeprefix(root).lstrip("/")
     return os.path.relpath(path, root)
 
@@ -235,7 +237,7 @@ def _remove_former_version(pattern: str) -> None:
     root = _absolute_root(pattern)
     slug = _inside(root, pattern).replace("*", "_all").replace("?", "_any")
     folder = Path(root) / ".index" / re.sub(r"[^A-Za-z0-9._-]", "_", slug)
-    if _is_remote(root) or not (folder / "meta.json").is_file():
+    if is_remote(root) or not (folder / "meta.json").is_file():
         return
     warnings.warn(f"{folder} is of a former version; the index is built again", stacklevel=3)
     try:

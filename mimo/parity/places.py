@@ -26,7 +26,7 @@ class Places:
         self._plan = plan
         self._token_start = _starts(index.column("token_length"))
         self._row_start = _starts(index.column("item_rows"))
-        self._patch_start = _starts([int(np.prod(reader.grid(item))) for item in items])
+        self._patch_start = _starts([int(np.prod(reader.plan(item).grid)) for item in items])
 
     def tokens(self, microbatch: int, lane: int, length: int) -> np.ndarray:
         """(T,) rows of the tokens of a lane, which has ``length`` of them."""

@@ -188,11 +188,11 @@ def _loss(
     chat = readers[0].chat
     lane = pack_lane(
         encoded,
-        [[reader.row_grid(item) for item in own] for reader, own in of_samples],
+        [[reader.plan(item).row_grid for item in own] for reader, own in of_samples],
         samples.loss_tokens.tolist(),
         int(samples.lane_tokens[0]),
         chat.pad_token_id,
-        time_steps=[[reader.time_step(item) for item in own] for reader, own in of_samples],
+        time_steps=[[reader.plan(item).time_step for item in own] for reader, own in of_samples],
     )
     is_kept = np.repeat(~np.isin(np.arange(len(lane.lengths)), blank), lane.lengths)
     rows = []
@@ -212,5 +212,5 @@ def _encode(local: LocalModel, encoder: str, items: Sequence[tuple[SampleReader,
     """Rows (N, H) of items in order, each with the reader of its data source."""
     # Values are made here on the host, and by the towers of a layout on their device.
     patches = [reader.media(item).wire.values(reader.patches(item)) for reader, item in items]
-    shapes = np.array([reader.grid(item) for reader, item in items], np.int64)
+    shapes = np.array([reader.plan(item).grid for reader, item in items], np.int64)
     return local.encode(encoder, np.concatenate(patches), shapes)

@@ -353,3 +353,15 @@ def test_columns_of_equal_steps_take_no_room(tmp_path: Path):
         np.testing.assert_array_equal(file.values(name, 9, 70), values[9:70])
     assert len(file.bytes) < n * (1 + 8 + 8 + 1) + 2000
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_shards_outside_of_the_folder_of_their_pattern_are_refused(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
+) -> None:
+    for folder in ("a/in", "b"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("a", "b"):
+        write_shard(tmp_path / folder / "x.tar", {"one.json": ask(0)})
+    pattern = str(tmp_path / "a" / "in" / "{../x.tar,../../b/x.tar}")
+    with pytest.raises(ValueError, match="names shards outside of .* as a source of its own"):
+        load_or_build_index(pattern, chat, processors)

@@ -50,9 +50,9 @@ def test_samples_and_patches_agree_with_the_index(reader: SampleReader):
             patches = reader.patches(item)
             wire, rows = reader.media(item).wire, index.column("item_rows", item)
             assert patches.dtype == wire.dtype
-            assert patches.shape == (np.prod(reader.grid(item)), wire.width)
+            assert patches.shape == (np.prod(reader.plan(item).grid), wire.width)
             assert len(patches) == rows * 2**2  # the processors merge 2 x 2
-            assert np.prod(reader.row_grid(item)) == rows
+            assert np.prod(reader.plan(item).row_grid) == rows
 
 
 def test_messages_and_item_bytes_are_those_of_the_shard(reader: SampleReader):
@@ -139,8 +139,8 @@ def test_items_are_cut_by_the_processor_of_their_media(
     write_shard(shard, members)
     index = build_index(str(shard), two_media_chat, two_media_processors)
     reader = SampleReader(index, two_media_chat, two_media_processors)
-    assert [reader.grid(item) for item in (0, 1)] == [(1, 8, 4), (1, 4, 2)]
-    assert [reader.row_grid(item) for item in (0, 1)] == [(1, 4, 2), (1, 2, 1)]
+    assert [reader.plan(item).grid for item in (0, 1)] == [(1, 8, 4), (1, 4, 2)]
+    assert [reader.plan(item).row_grid for item in (0, 1)] == [(1, 4, 2), (1, 2, 1)]
     for item, media in enumerate(("video", "image")):
         assert reader.patches(item).shape[1] == two_media_processors[media].wire.width
     ids = reader.sample(0).input_ids

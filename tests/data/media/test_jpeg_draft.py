@@ -114,4 +114,4 @@ def test_a_reader_finds_the_size_that_the_index_says(
     processors = {"image": replace(QWEN, jpeg_draft=True)}
     reader = SampleReader(index, chat, processors)
     assert reader.decoded(0, 0).size == (150, 200)
-    assert len(reader.patches(0)) == np.prod(reader.grid(0))
+    assert len(reader.patches(0)) == np.prod(reader.plan(0).grid)

@@ -217,7 +217,7 @@ def test_odd_files_go_through_index_and_reader(
     for item, data in enumerate(files.values()):
         patches = reader.patches(item)
         np.testing.assert_array_equal(QWEN.wire.values(patches), qwen(loaded_by_transformers(data)))
-        assert len(patches) == np.prod(reader.grid(item))
+        assert len(patches) == np.prod(reader.plan(item).grid)
 
 
 @pytest.mark.parametrize(

@@ -319,9 +319,9 @@ def test_videos_and_images_go_through_index_store_and_reader(
         plan = processor.plan(clip.part())
         got = []
         for number in range(plan.num_items):
-            assert reader.grid(item) == plan.grid
-            assert reader.row_grid(item) == plan.row_grid
-            assert reader.time_step(item) == plan.time_step
+            assert reader.plan(item).grid == plan.grid
+            assert reader.plan(item).row_grid == plan.row_grid
+            assert reader.plan(item).time_step == plan.time_step
             start = int(index.column("item_placeholder", item))
             assert start == sample.item_offsets[item - index.column("item_start", 1)]
             media = "video" if clip.is_video else "image"

@@ -59,17 +59,17 @@ def run_both(
     lengths = [len(sample.input_ids) for sample in samples]
     lane = pack_lane(
         samples,
-        [[reader.row_grid(item) for item in own] for own in items],
+        [[reader.plan(item).row_grid for item in own] for own in items],
         [0] * len(samples),
         sum(lengths),
         chat.pad_token_id,
-        time_steps=[[reader.time_step(item) for item in own] for own in items],
+        time_steps=[[reader.plan(item).time_step for item in own] for own in items],
     )
     local = LocalModel(recipe, chat.vocab_size, True, initial_weights(recipe))
     patches = [
         reader.media(item).wire.values(reader.patches(item)) for item in range(index.num_items)
     ]
-    grids = np.array([reader.grid(item) for item in range(index.num_items)], np.int64)
+    grids = np.array([reader.plan(item).grid for item in range(index.num_items)], np.int64)
     places = np.flatnonzero(np.isin(lane.input_ids, list(chat.placeholder_ids.values())))
     with torch.no_grad():
         rows = local.encode("vision", np.concatenate(patches), grids)
@@ -108,7 +108,7 @@ def given_to_transformers(
         if index.column("item_number", item) > 0:
             grids[media][-1][0] += 1
             continue
-        grids[media].append(list(reader.grid(item)))
+        grids[media].append(list(reader.plan(item).grid))
         if media == "video":
             seconds.append(frames / index.part(item).fps)
     given: dict[str, Any] = {}

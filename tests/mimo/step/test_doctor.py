@@ -52,7 +52,8 @@ def test_figures_are_those_of_the_samples_themselves(recipe: Path) -> None:
     tokens = [len(reader.sample(n).input_ids) for n in range(12)]
     learned = [reader.sample(n).loss_mask.sum() for n in range(12)]
     rows = [
-        sum(int(np.prod(reader.row_grid(i))) for i in index.items_of_sample(n)) for n in range(12)
+        sum(int(np.prod(reader.plan(i).row_grid)) for i in index.items_of_sample(n))
+        for n in range(12)
     ]
     assert (got["samples"], got["looked_at"], got["shards"]) == (12, 12, 1)
     assert got["items"] == sum(tiny.IMAGES_PER_SAMPLE) == index.num_items
@@ -82,7 +83,7 @@ def test_figures_are_those_of_the_samples_themselves(recipe: Path) -> None:
         "text tokens of a sample": np.subtract(tokens, rows).tolist(),
         "rows of a sample with items": [count for count in rows if count],
         "image: rows of an item": [
-            int(np.prod(reader.row_grid(i))) for i in range(index.num_items)
+            int(np.prod(reader.plan(i).row_grid)) for i in range(index.num_items)
         ],
         "image: first by second number (aspect ratio, or seconds)": [w / h for w, h in sizes],
         "image: size of a file, first number (width, or samples)": [w for w, _ in sizes],
@@ -160,7 +161,7 @@ def test_pieces_tell_special_tokens_and_what_is_learned(recipe: Path) -> None:
     assert sum(one.special for one in learned) == 1  # the end of the answer
     assert learned[-1].text == "<|im_end|>"
     rows = sum(one.times for one in found if one.text == "<|image_pad|>")
-    assert rows == sum(np.prod(reader.row_grid(i)) for i in reader.index.items_of_sample(0))
+    assert rows == sum(np.prod(reader.plan(i).row_grid) for i in reader.index.items_of_sample(0))
     special = Counter(one.text for one in found if one.special)
     assert special["<|im_start|>"] == 2
 

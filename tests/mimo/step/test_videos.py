@@ -126,7 +126,7 @@ def test_the_samples_have_items_of_several_frames_and_parts_of_several_items(
         dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
         assert dataset is not None
         (index,), (reader,) = dataset.indexes, dataset.readers
-        grids[name] = {reader.grid(item)[0] for item in range(index.num_items)}
+        grids[name] = {reader.plan(item).grid[0] for item in range(index.num_items)}
         numbers[name] = set(index.column("item_number").tolist())
     assert grids == {"qwen_vl": {1, 2, 3}, "qwen3_vl": {1}, "gemma3": {1}}
     assert numbers == {"qwen_vl": {0}, "qwen3_vl": {0, 1, 2}, "gemma3": {0, 1, 2, 3}}

@@ -44,7 +44,7 @@ def planned(recipe: Recipe) -> tuple[StepPlan, StepFlops, list[tuple[int, int, i
     )
     plan = planner.finish(planner.microbatches(0), [])
     items = [item for m in plan.microbatches for item in m.samples.item.tolist()]
-    grids = [dataset.readers[0].grid(item) for item in items]
+    grids = [dataset.readers[0].plan(item).grid for item in items]
     return plan, StepFlops(recipe, chat.vocab_size, dataset), grids
 
 
