@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -174,10 +175,12 @@ class Batches:
         The same message carries which samples each rank could not read; then their batch is
         prepared.
         """
-        sums = sum_over_world([*values, *self._flags()])
-        flags = iter(sums[len(values) :])
-        for loaded in self._read:
-            unusable = [n for n in range(loaded.num_samples) if next(flags) > 0]
+        own = [self._flags(loaded) for loaded in self._read]
+        sums = sum_over_world(values, own)
+        flags = np.array(sums[len(values) :])
+        ends = np.cumsum([len(one) for one in own])
+        for loaded, of_step in zip(self._read, np.split(flags, ends[:-1]), strict=False):
+            unusable = np.flatnonzero(of_step > 0).tolist()
             batch = self._preparer.submit(self._prepare, loaded, unusable)
             self._coming.append(_Coming(loaded.used, loaded.addresses(unusable), batch))
         self._read.clear()
@@ -217,17 +220,14 @@ class Batches:
         flops = {} if self._flops is None else self._flops.of(plan)
         return RankBatch(name, plan, language, encoders, sample_keys, flops), staging
 
-    def _flags(self) -> list[float]:
-        """For each sample that was read for the next message, 1 if this rank could not read it."""
-        flags: list[float] = []
-        for loaded in self._read:
-            own = [0.0] * loaded.num_samples
-            for number, bad in loaded.unusable.items():
-                own[number] = 1.0
-                logger.warning("skipped %s", bad)
-                if self.name == STEP:
-                    leave_note(loaded.step, number, self._rank, bad)
-            flags += own
+    def _flags(self, loaded: LoadedStep) -> np.ndarray:
+        """(n,) for each sample of a step, 1 if this rank could not read it."""
+        flags = np.zeros(loaded.num_samples)
+        for number, bad in loaded.unusable.items():
+            flags[number] = 1.0
+            logger.warning("skipped %s", bad)
+            if self.name == STEP:
+                leave_note(loaded.step, number, self._rank, bad)
         return flags
 
     @contextmanager
@@ -241,16 +241,19 @@ class Batches:
         self._preparer.shutdown(wait=True, cancel_futures=True)
 
 
-def sum_over_world(values: Sequence[float | Tensor]) -> list[float]:
+def sum_over_world(
+    values: Sequence[float | Tensor], arrays: Sequence[np.ndarray] = ()
+) -> list[float]:
     """Element-wise sum over all ranks, in fp64; every rank calls it with equally many values.
 
-    values: numbers of the host, and tensors () of the device. On a device the host waits once, for
-    all sums together.
+    values: numbers of the host, and tensors () of the device. arrays: further numbers (n,) of the
+    host, which follow. On a device the host waits once, for all sums together.
     """
-    if not values:
+    numbers = np.array([0.0 if isinstance(value, Tensor) else value for value in values])
+    numbers = np.concatenate([numbers, *arrays])
+    if not numbers.size:
         return []
-    numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
-    total = send(torch.tensor(numbers, dtype=torch.float64), local_device())
+    total = send(torch.from_numpy(numbers), local_device())
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
             total[place] = value

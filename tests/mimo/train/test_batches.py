@@ -108,9 +108,9 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
         _around("data.index.reader.SampleReader", "sample", lambda: time.sleep(0.01))
     summed = batches.sum_over_world
 
-    def note_and_sum(values: Any) -> list[float]:
+    def note_and_sum(values: Any, arrays: Any = ()) -> list[float]:
         messages.append((threading.current_thread().name, len(values)))
-        return summed(values)
+        return summed(values, arrays)
 
     batches.sum_over_world = note_and_sum
     bridge.transfer.time = SimpleNamespace(perf_counter=itertools.count().__next__)  # type: ignore[assignment]
