@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import astuple, fields
@@ -14,6 +15,9 @@ import numpy as np
 from PIL import Image
 
 from data.media.processor import Size
+
+# A broken EXIF block is neither a reason to lose an image nor one to say so for each of them.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
 
 # Only formats that people train on: fewer decoders, fewer ways for a hostile file to hurt.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

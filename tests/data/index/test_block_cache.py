@@ -19,6 +19,9 @@ from data.index.block_cache import BlockCache
 BLOCK, PART = 4096, 256
 SHARDS = {f"s{number}": np.random.default_rng(number).bytes(50_000 + number) for number in range(4)}
 
+# Decode workers are forks of processes without threads; here pytest has some.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 
 class Origin:
     """Where shards really are. asked: (shard, offset, size) of all that was fetched."""
