@@ -1,0 +1,1 @@
+"""Modules of transformers, unmodified, under FSDP2 and tensor parallelism by DTensor."""
