@@ -204,8 +204,8 @@ class Trainer:
     def _forward_step(self, batches: Iterator[Microbatch], chunk: Any) -> tuple[Any, Any]:
         from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
+        from mimo.engines.megatron.schedule import sum_losses
         from mimo.engines.megatron.segments import PackedSegments
-        from mimo.model.loss import sum_losses
 
         one, cp, tp = next(batches), self.groups.cp, self.groups.tp
         lengths = one.lengths or (one.ids.shape[1],)
@@ -232,11 +232,11 @@ class Trainer:
 
     def module(self) -> Any:
         """The model as a `Module`."""
-        from mimo.engines.megatron.module import Module
+        from mimo.engines.megatron.module import MegatronModule
 
         rate = self.job.learning_rate
         chunks: list[torch.nn.Module] = [*self.chunks]
-        return Module("language", self.groups, self.raw, chunks, self.optimizer, rate, True)
+        return MegatronModule("language", self.groups, self.raw, chunks, self.optimizer, rate, True)
 
     def waiting(self) -> int:
         """Gathers of updated weights that nobody has waited for."""

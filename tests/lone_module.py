@@ -224,10 +224,10 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     """This rank's part of every gradient, as `tiny.assemble` takes it."""
     import torch.distributed as dist
 
-    from mimo.engines.megatron.module import Module
+    from mimo.engines.megatron.module import MegatronModule
     from mimo.verify.run import shards_of
 
-    module = Module("", ctx.groups, [model], [model], None, 0.0, True)
+    module = MegatronModule("", ctx.groups, [model], [model], None, 0.0, True)
     found = []
     for shard, param in shards_of("", module, dist.get_rank()):
         shard.name = shard.name.removeprefix(".")

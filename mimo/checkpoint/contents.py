@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,10 +14,8 @@ from mimo.checkpoint.folder import Progress, latest_checkpoint, publish, read_pr
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
 from mimo.device import barrier
-from mimo.engines.megatron.checkpoint import Purpose, module_pieces, set_steps, with_masters
-from mimo.engines.megatron.module import Module
-from mimo.engines.megatron.parallel import follow_weights, wait_for_weights
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Module, Purpose
+from mimo.engines.piece import MASTER, Piece
 from mimo.families.lora import is_adapter
 from mimo.recipe.schema import Recipe, key_of
 from mimo.recipe.source import dotted
@@ -28,9 +27,23 @@ Modules = Mapping[str, Module]
 def _pieces(modules: Modules, purpose: Purpose, with_optimizer: bool = True) -> list[Piece]:
     pieces: list[Piece] = []
     for module in modules.values():
-        wait_for_weights(module.chunks)
-        pieces += module_pieces(module, purpose, with_optimizer)
+        module.settle()
+        pieces += module.pieces(purpose, with_optimizer)
     return pieces
+
+
+def _with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
+    """The wanted pieces, with master weights read from the weights if the checkpoint lacks them.
+
+    That of an fp32 run does.
+    """
+    beginning = f"optimizer.{MASTER}."
+    return [
+        replace(p, key=p.key.removeprefix(beginning))
+        if p.key.startswith(beginning) and p.key not in stored
+        else p
+        for p in pieces
+    ]
 
 
 def save_checkpoint(
@@ -87,7 +100,8 @@ def _load_weights(modules: Modules, checkpoint: Path) -> None:
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     wanted = _pieces(modules, "load", with_optimizer=False)
     read_pieces(checkpoint, stored, [p for p in wanted if p.key in stored or not is_adapter(p.key)])
-    _follow_weights(modules)
+    for module in modules.values():
+        module.follow_weights()
 
 
 def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collection[str]) -> None:
@@ -97,7 +111,7 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collec
     """
     adapters = [name for name in stored if is_adapter(name)]
     for name, module in modules.items():
-        adapts = any(is_adapter(p) for chunk in module.raw for p, _ in chunk.named_parameters())
+        adapts = any(is_adapter(piece.key) for piece in module.pieces("load", False))
         if not adapts and any(key.startswith(f"{name}.") for key in adapters):
             key = dotted(key_of(name))
             raise ValueError(
@@ -116,19 +130,13 @@ def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = T
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     wanted = _pieces(modules, "load", with_optimizer)
-    read_pieces(checkpoint, stored, with_masters(wanted, stored))
+    read_pieces(checkpoint, stored, _with_masters(wanted, stored))
     for module in modules.values():
-        if with_optimizer and module.optimizer is not None:
-            set_steps(module.optimizer, progress.step)
-    if not with_optimizer:
-        _follow_weights(modules)
+        if with_optimizer:
+            module.set_steps(progress.step)
+        else:
+            module.follow_weights()
     return progress
-
-
-def _follow_weights(modules: Modules) -> None:
-    for module in modules.values():
-        if module.optimizer is not None:
-            follow_weights(module.optimizer)
 
 
 def provided_names(start: Start) -> frozenset[str]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MASTER = "fp32_param"
+"""Kind of an optimizer's tensor: the master weight of a 16-bit parameter."""
+
 
 @dataclass(frozen=True)
 class Piece:

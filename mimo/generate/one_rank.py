@@ -23,7 +23,6 @@ from mimo.checkpoint.contents import load_checkpoint, provided_names
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromWeights
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
-from mimo.engines.megatron.deepstack import level_inputs
 from mimo.engines.megatron.segments import PackedSegments
 from mimo.hf.initial import InitialWeights
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
@@ -109,20 +108,20 @@ class LocalModel:
         local = cls(recipe, tokenizer_size, freeze=True, provided=provided)
         load_checkpoint(local.model.modules, checkpoint, with_optimizer=False)
         for module in local.model.modules.values():
-            module.raw[0].eval()
+            module.whole.eval()
         return local
 
     @property
     def language(self) -> nn.Module:
         """The language model, as a `GPTModel`."""
-        return self.model.modules[LANGUAGE].raw[0]
+        return self.model.modules[LANGUAGE].whole
 
     def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
         """patches (P, C) float32, grids (I, 3) int64 -> the encoder's rows (N, L·H).
 
         They hold the embeddings and the feature levels side by side.
         """
-        tower = self.model.modules[encoder].raw[0]
+        tower = self.model.modules[encoder].whole
         dtype = next(tower.parameters()).dtype
         inputs = torch.from_numpy(patches).to(self.device, dtype)
         return tower(inputs, torch.from_numpy(grids)).values
@@ -139,32 +138,24 @@ class LocalModel:
         rows: of each encoder that has items, (N, L·H) and their positions (N,).
         at: (n,) positions whose logits are wanted; with a large vocabulary all would be many.
         """
-        ids = torch.from_numpy(lane.input_ids).to(self.device)[None]
         rules = self.model.item_rules
-        positions = torch.from_numpy(rules.position_ids(lane)).to(self.device)[:, None, :]
-        hidden = self.language.embedding(input_ids=ids, position_ids=positions)  # type: ignore[operator]
-        size = hidden.shape[-1]
         arrived = [
-            Arrived.of(values, torch.from_numpy(places).to(self.device), size, has_embeddings=True)
+            Arrived.of(
+                values,
+                torch.from_numpy(places).to(self.device),
+                self.model.hidden_size,
+                has_embeddings=True,
+            )
             for values, places in rows
         ]
         return self.language(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=None,
-            decoder_input=place_embeddings(hidden, arrived),
-            labels=torch.from_numpy(lane.labels).to(self.device)[None] if with_labels else None,
+            input_ids=torch.from_numpy(lane.input_ids).to(self.device)[None],
+            position_ids=torch.from_numpy(rules.position_ids(lane)).to(self.device)[:, None, :],
             packed_seq_params=PackedSegments.from_lengths(
                 lane.lengths, self.device, items=rules.seen_whole(lane)
             ),
-            extra_block_kwargs=level_inputs(join_levels(arrived)),
-            output_processor=None if at is None else partial(_logits_at, torch.from_numpy(at)),
+            place=partial(place_embeddings, arrived=arrived),
+            levels=join_levels(arrived),
+            labels=torch.from_numpy(lane.labels).to(self.device)[None] if with_labels else None,
+            logits_at=None if at is None else torch.from_numpy(at).to(self.device),
         )
-
-
-def _logits_at(
-    at: Tensor, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any
-) -> Tensor:
-    """Replaces Megatron's logits of all positions: hidden (T, 1, H), at (n,) -> (1, n, V)."""
-    logits, _bias = output_layer(hidden_states[at.to(hidden_states.device)], weight=output_weight)
-    return logits.transpose(0, 1)

@@ -21,7 +21,7 @@ from mimo.device import has_gpu, local_device
 from mimo.engines.megatron.attention import kernels_in
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.module import MegatronModule
 from mimo.engines.megatron.parallel import (
     OptimizerSettings,
     build_optimizer,
@@ -85,6 +85,7 @@ def build_model(
     model = MimoModel(
         modules={},
         device=local_device(),
+        hidden_size=settings.hidden_size,
         partition=partition,
         encode_group=encode_group(recipe),
         # On a GPU waiting does not block the host.
@@ -151,12 +152,12 @@ def _module(
     groups: ProcessGroupCollection,
     chunks: list[nn.Module],
     dtype: torch.dtype,
-) -> Module:
+) -> MegatronModule:
     train = recipe.train
     learning_rate = part.learning_rate or train.learning_rate
     freeze_weights(recipe, name, chunks)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
-        return Module(name, groups, chunks, chunks, None, learning_rate, part.trains)
+        return MegatronModule(name, groups, chunks, chunks, None, learning_rate, part.trains)
     overlap = overlap_of(recipe.train, has_gpu())
     wrapped = wrap_data_parallel(
         chunks, groups, overlap.grad_reduce, train.distributed_optimizer, overlap.param_gather
@@ -179,7 +180,9 @@ def _module(
         dtype,
         groups,
     )
-    return Module(name, groups, chunks, list(wrapped), optimizer, learning_rate, part.trains)
+    return MegatronModule(
+        name, groups, chunks, list(wrapped), optimizer, learning_rate, part.trains
+    )
 
 
 def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:

@@ -1,17 +1,17 @@
 """The multimodal model of one rank: only the modules that this rank owns a part of.
 
-Each module runs its own Megatron schedule on its own grid; the bridge is the only thing between
-them. Disjoint: an encoder's forward ends in `BridgeSender.send`, and that of a language model's
-chunk begins with `LevelReceiver.receive`; both are autograd operations. Colocated: the items of a
-group of microbatches are encoded in one go, and rows and gradients are exchanged before and after
-the language model's schedule.
+Each module runs on its own grid, by its own engine; the bridge is the only thing between them.
+Disjoint: an encoder's forward ends in `BridgeSender.send`, and that of a language model's chunk
+begins with `LevelReceiver.receive`; both are autograd operations. Colocated: the items of a group
+of microbatches are encoded in one go, and rows and gradients are exchanged before and after the
+language model's run.
 
 Letters: B sequences (1 for packed) of S tokens on this lane, N rows, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,16 +36,11 @@ from bridge import (
 )
 from data.batch import PackedLane
 from mimo.device import Staging
-from mimo.engines.megatron.attention import forms_in
-from mimo.engines.megatron.deepstack import level_inputs
-from mimo.engines.megatron.module import Module
-from mimo.engines.megatron.parallel import finish_gradients, zero_gradients
-from mimo.engines.megatron.schedule import accumulate_only, hidden_shapes, run_schedule
+from mimo.engines.contract import Chunk, Module
 from mimo.families.item_rules import ItemRules
 from mimo.layout.grids import LANGUAGE
 from mimo.layout.levels import Link
 from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_lane
-from mimo.model.loss import pass_token, sum_losses
 from mimo.model.partition import PartitionAdapter
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
 from mimo.step.loader import EncoderItems
@@ -56,7 +51,7 @@ from mimo.step.plan import StepPlan
 class MimoModel:
     """The modules of this rank and its ends of the bridges.
 
-    item_rules: the language family's.
+    hidden_size: H. item_rules: the language family's.
     senders: of disjoint encoders, on their last stage. receivers: of disjoint encoders, on stages
     of the language model that need their rows. colocated: of colocated encoders.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
@@ -70,6 +65,7 @@ class MimoModel:
 
     modules: dict[str, Module]
     device: torch.device
+    hidden_size: int
     item_rules: ItemRules
     senders: dict[Link, BridgeSender] = field(default_factory=dict)
     receivers: dict[Link, LevelReceiver] = field(default_factory=dict)
@@ -98,7 +94,7 @@ class MimoModel:
                 replicas = None if colocated is None else colocated.encoder_gather
                 bridge.end.stage(planned, staging.copy, replicas)
         language = []
-        forms = forms_in(self.modules[LANGUAGE].raw) if lanes else ()
+        forms = self.modules[LANGUAGE].attention_forms() if lanes else ()
         for lane in lanes:
             assert self.partition is not None, "language ranks have a partition adapter"
             partition, rules = self.partition, self.item_rules
@@ -106,7 +102,7 @@ class MimoModel:
         encoders = {}
         for name, own in items.items():
             size = self._group_size(len(own)) if name in self._colocated_encoders() else 1
-            tower, starts = self.modules[name].raw[0], range(0, len(own), size)
+            tower, starts = self.modules[name].whole, range(0, len(own), size)
             encoders[name] = [stage_items(own[at : at + size], tower, staging) for at in starts]
         return language, encoders
 
@@ -129,10 +125,7 @@ class MimoModel:
         complete after `finish_gradients`.
         """
         for module in self.modules.values():
-            for chunk in module.chunks:
-                chunk.train(not forward_only)
-            if module.optimizer is not None and not forward_only:
-                zero_gradients(cast("Any", module.chunks), module.optimizer)
+            module.begin_step(forward_only)
         bridges = self._bridges()
         for link, bridge in bridges.items():
             plans = plan.bridges[link]
@@ -152,8 +145,7 @@ class MimoModel:
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Complete every module's gradients and divide them once by the global token count."""
         for module in self.modules.values():
-            if module.optimizer is not None:
-                finish_gradients(cast("Any", module.chunks), module.groups, num_loss_tokens)
+            module.finish_gradients(num_loss_tokens)
 
     def take_waited_seconds(self) -> float:
         """Seconds that the host waited for transfers of all bridges since the last call."""
@@ -171,31 +163,24 @@ class MimoModel:
         # Only the last stage has any.
         senders = {link: s for link, s in self.senders.items() if link.encoder == module.name}
 
-        def forward_step(batches: Iterator[tuple[int, EncoderBatch]], chunk: nn.Module):
-            number, own = next(batches)
-            output = chunk(own.patches, own.items)
+        def forward(batch: tuple[int, EncoderBatch], tower: nn.Module):
+            number, own = batch
+            output = tower(own.patches, own.items)
             if not senders:
-                return output, pass_token
+                return output
             rows = _flat_embeddings(output, senders, range(number, number + 1))
             tokens = [
                 sender.send(number, own_rows)
                 for sender, own_rows in zip(senders.values(), rows, strict=True)
             ]
-            return torch.stack(tokens).sum(), pass_token
+            return torch.stack(tokens).sum()
 
-        tower = cast("Any", module.raw[0])
-        shapes = []
-        if module.groups.pp.size() > 1:
-            shapes = [tower.stage_shapes(own.items) for own in items]
         with torch.set_grad_enabled(module.trains and not forward_only):
-            run_schedule(
-                forward_step,
+            module.run_encoder(
+                forward,
                 list(enumerate(items)),
-                module.chunks,
-                module.groups,
-                shapes,
-                forward_only=forward_only or not module.trains,
-                run_ahead=module.run_ahead,
+                [own.items for own in items],
+                forward_only or not module.trains,
             )
 
     # --------------------------------------------- language model, colocated encoders
@@ -214,8 +199,8 @@ class MimoModel:
             group = range(start, min(start + size, len(batches)))
             with ExitStack() as stack:
                 if group.stop < len(batches) and not forward_only:
-                    trained = [m for m in self.modules.values() if m.optimizer is not None]
-                    stack.enter_context(accumulate_only([c for m in trained for c in m.chunks]))
+                    for one in self.modules.values():
+                        stack.enter_context(one.accumulate_only())
                 rows = {
                     name: self._encode(name, items[name][start // size], group, forward_only)
                     for name in self._colocated_encoders()
@@ -249,7 +234,7 @@ class MimoModel:
         """
         module = self.modules[name]
         with torch.set_grad_enabled(module.trains and not forward_only):
-            made = module.chunks[0](items.patches, items.items)
+            made = module.encode(items.patches, items.items)
             bridges = self._colocated_of(name)
             rows = _flat_embeddings(made, bridges, group)
         for bridge, own_rows in zip(bridges.values(), rows, strict=True):
@@ -259,63 +244,46 @@ class MimoModel:
     def _run_language(
         self, module: Module, batches: Sequence[LanguageBatch], group: range, forward_only: bool
     ) -> float | Tensor:
-        raw_of = dict(zip(map(id, module.chunks), module.raw, strict=True))
         trains = module.trains or self.trains_encoders
 
-        def forward_step(numbers: Iterator[int], chunk: nn.Module):
-            number = next(numbers)
-            gpt = cast("Any", raw_of[id(chunk)])
+        def forward(number: int, chunk: Chunk) -> Tensor:
             own = batches[number]
-            arrived = self._receive(gpt, number)
-            embed = gpt.pre_process
-            output = chunk(
+            arrived = self._receive(chunk, number)
+            return chunk.run(
                 input_ids=own.input_ids,
                 position_ids=own.position_ids,
-                attention_mask=None,
-                decoder_input=self._embed(gpt, own, arrived) if embed else None,
                 labels=own.labels,
                 loss_at=own.loss_at,
                 packed_seq_params=own.segments,
-                extra_block_kwargs=level_inputs(self._levels(own, arrived)),
+                place=partial(self._place, own, arrived) if chunk.is_first else None,
+                levels=self._levels(own, arrived),
             )
-            return output, sum_losses
 
-        config = cast("Any", module.raw[0]).config
-        shapes = [
-            hidden_shapes(config, module.groups, *own.position_ids.shape[:0:-1])
-            for own in (batches[number] for number in group)
-        ]
+        sizes = [batches[number].position_ids.shape[:0:-1] for number in group]
         with torch.set_grad_enabled(trains and not forward_only):
-            logged = run_schedule(
-                forward_step,
-                list(group),
-                module.chunks,
-                module.groups,
-                shapes,
-                forward_only=forward_only or not trains,
+            logged = module.run_language(
+                forward, list(group), cast("Any", sizes), forward_only or not trains
             )
         counts = module.groups.tp.rank() == 0
         return torch.stack(logged).sum().double() if logged and counts else 0.0
 
-    def _receive(self, gpt: Any, number: int) -> list[Arrived]:
+    def _receive(self, chunk: Chunk, number: int) -> list[Arrived]:
         """What all encoders deliver to a chunk for a microbatch."""
-        chunk, size = gpt.vp_stage or 0, gpt.config.hidden_size
         found = [
-            receiver.receive(number, chunk)
+            receiver.receive(number, chunk.number)
             for link, receiver in self.receivers.items()
-            if chunk in link.chunks
+            if chunk.number in link.chunks
         ]
         for link, bridge in self.colocated.items():
-            if bridge.receives and chunk in link.chunks:
+            if bridge.receives and chunk.number in link.chunks:
                 rows, places = bridge.receive(number)
-                found.append((take_chunk(rows, link.chunks, chunk), places))
-        first = gpt.pre_process
+                found.append((take_chunk(rows, link.chunks, chunk.number), places))
+        size, first = self.hidden_size, chunk.is_first
         return [Arrived.of(rows, at, size, has_embeddings=first) for rows, at in found]
 
-    def _embed(self, gpt: Any, own: LanguageBatch, arrived: Sequence[Arrived]) -> Tensor:
+    def _place(self, own: LanguageBatch, arrived: Sequence[Arrived], text: Tensor) -> Tensor:
         """Text embeddings with the rows of all encoders in place: this rank's (S', B, H)."""
-        hidden = gpt.embedding(input_ids=own.input_ids, position_ids=own.position_ids)
-        hidden = place_embeddings(hidden, arrived)
+        hidden = place_embeddings(text, arrived)
         if self.whole_rows:
             assert self.partition is not None, "language ranks have a partition adapter"
             hidden = self.partition.shard_embeddings(hidden, own.segments)

@@ -12,7 +12,7 @@ from typing import override
 import numpy as np
 from torch import Tensor
 
-from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.module import MegatronModule as Module
 from mimo.families.registry import language_settings
 from mimo.hf.initial import initial_weights
 from mimo.layout.grids import LANGUAGE, Layout

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.module import MegatronModule as Module
 from mimo.parity.results import LOGITS, PIXELS, POSITIONS, TOKENS
 
 ROWS = "rows"
@@ -41,6 +41,9 @@ def record_language(module: Module) -> list[Recording]:
     for chunk in module.raw:
         gpt, own = cast("Any", chunk), Recording()
         gpt.register_forward_pre_hook(partial(_keep_inputs, own), with_kwargs=True)
+        if gpt.pre_process:
+            watch = partial(_keep_embedding, own, "language.embedding")
+            gpt.decoder.register_forward_pre_hook(watch, with_kwargs=True)
         for layer in gpt.decoder.layers:
             point = f"language.layers.{layer.layer_number - 1}"
             layer.register_forward_hook(partial(_keep_hidden, own, point))
@@ -59,7 +62,9 @@ def record_tower(module: Module) -> Recording:
     stage, stages = module.groups.pp.rank(), module.groups.pp.size()
     if stage == 0:
         tower.register_forward_pre_hook(lambda _, args: own.keep(PIXELS, tower.values(args[0])))
-        tower.blocks.register_forward_pre_hook(partial(_keep_embedding, own), with_kwargs=True)
+        tower.blocks.register_forward_pre_hook(
+            partial(_keep_embedding, own, "vision.embedding"), with_kwargs=True
+        )
     for layer in tower.blocks.layers:
         point = f"vision.blocks.{layer.layer_number - 1}"
         layer.register_forward_hook(partial(_keep_hidden, own, point))
@@ -69,17 +74,17 @@ def record_tower(module: Module) -> Recording:
 
 
 def _keep_inputs(own: Recording, gpt: nn.Module, args: object, given: dict[str, Any]) -> None:
-    """Keep input_ids (1, S), position_ids (3, 1, S), decoder_input (S, 1, H) on the first stage."""
+    """Keep input_ids (1, S) and position_ids (3, 1, S)."""
     own.lengths.append(given["packed_seq_params"].lengths)
     own.keep(TOKENS, given["input_ids"].T)
     own.keep(POSITIONS, given["position_ids"][:, 0].T)
-    if given["decoder_input"] is not None:
-        own.keep("language.embedding", given["decoder_input"][:, 0])
 
 
-def _keep_embedding(own: Recording, blocks: nn.Module, args: object, given: dict[str, Any]) -> None:
-    """Keep hidden_states (P, 1, D)."""
-    own.keep("vision.embedding", given["hidden_states"][:, 0])
+def _keep_embedding(
+    own: Recording, point: str, blocks: nn.Module, args: object, given: dict[str, Any]
+) -> None:
+    """Keep hidden_states (S, 1, H)."""
+    own.keep(point, given["hidden_states"][:, 0])
 
 
 def _keep_hidden(own: Recording, point: str, layer: nn.Module, args: object, output: Any) -> None:

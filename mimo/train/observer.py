@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # so that watching needs no engine
-    from mimo.engines.megatron.module import Module
+    from mimo.engines.contract import Module
     from mimo.step.plan import StepPlan
 
 ACTIVITIES = (

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from bridge import BridgeError, SampleKeys
-from mimo.engines.megatron.module import Module
-from mimo.engines.megatron.parallel import squared_gradient_norm, step_optimizer
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe, Train
 from mimo.train.batches import Batches, RankBatch
@@ -57,7 +55,7 @@ def train_step(
     batches.read_ahead()
     idle = sum(sender.end.clock.seconds for sender in model.senders.values())
     observer.at(step, "norm and loss")
-    own_part = _squared_norm(model.modules)
+    own_part = sum(module.squared_norm() for module in model.modules.values())
     waited = batches.take_waited_seconds()
     asked = time.perf_counter()
     squared_norm, loss, idle, *data_waits = batches.sum_over_world(
@@ -71,9 +69,7 @@ def train_step(
     observer.at(step, "update")
     factor = _clip_factor(recipe.train, norm)
     for module in model.modules.values():
-        if module.optimizer is not None:
-            rate = learning_rate(recipe.train, module.learning_rate, step)
-            step_optimizer(module.optimizer, rate, factor)
+        module.update(learning_rate(recipe.train, module.learning_rate, step), factor)
     observer.updated(step, model.modules)
 
     # ---- metrics
@@ -141,15 +137,6 @@ def _checks(recipe: Recipe, steps_done: int) -> bool:
     """Whether this step compares plans. steps_done: since the run began or was resumed."""
     check = recipe.bridge.check
     return check == "always" or (check == "first_steps" and steps_done < _CHECKED_STEPS)
-
-
-def _squared_norm(modules: Mapping[str, Module]) -> float | Tensor:
-    """This rank's share; summed over all ranks it is the squared norm of the whole gradient."""
-    return sum(
-        squared_gradient_norm(module.optimizer, module.groups)
-        for module in modules.values()
-        if module.optimizer is not None
-    )
 
 
 def _clip_factor(train: Train, norm: float) -> float:

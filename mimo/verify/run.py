@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mimo.engines.megatron.initialize import global_name
-from mimo.engines.megatron.module import Module
+from mimo.engines.megatron.module import MegatronModule as Module
 from mimo.engines.megatron.parallel import wait_for_weights
 from mimo.layout.grids import Layout
 from mimo.layout.groups import build_topology

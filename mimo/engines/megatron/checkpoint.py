@@ -6,57 +6,86 @@ of the whole model is written by one rank, and every rank reads what it holds: s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Literal, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
+from mimo.engines.contract import Purpose
 from mimo.engines.megatron.cut import Cut
+from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.initialize import global_name, stored_name
-from mimo.engines.megatron.module import Module
-from mimo.engines.megatron.optimizer_state import MASTER, share_of
+from mimo.engines.megatron.optimizer_state import share_of
 from mimo.engines.piece import Piece
-
-Purpose = Literal["save", "load"]
 
 _SHARED_BYTES = 1 << 20
 """Replicas share the writing of larger parameters; smaller ones are written by one of them each."""
 
 
-def module_pieces(module: Module, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
+def module_pieces(
+    module: str,
+    chunks: Sequence[nn.Module],
+    groups: ProcessGroupCollection,
+    optimizer: MegatronOptimizer | None,
+    purpose: Purpose,
+) -> Iterator[Piece]:
     """The pieces of a module that this rank writes, or those that it wants. No collective.
 
     Keys are ``<module>.<parameter>`` and ``optimizer.<kind>.<module>.<parameter>``. A distributed
     optimizer's have the same form as a plain one's, so either can load what the other saved.
     """
-    optimizer = module.optimizer if with_optimizer else None
     if optimizer is not None:
         assert optimizer.optimizer is not None, "a module that trains has parameters"
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    tp, replicas = module.groups.tp, module.groups.dp_cp
-    for number, chunk in enumerate(module.raw):
-        virtual = number if len(module.raw) > 1 else None
+    replicas = groups.dp_cp
+    for order, (key, cut, param, is_copy) in enumerate(_parameters(module, chunks, groups)):
+        if purpose == "save" and (is_copy or (cut.dim is None and groups.tp.rank() > 0)):
+            continue  # another rank writes it
+        own = (0, param.numel())
+        if purpose == "save":
+            own = _written_by(param, order, replicas.rank(), replicas.size())
+        shape = cut.whole_shape(tuple(param.shape))
+        yield from _pieces(key, shape, cut, param.detach(), 0, own)
+        if optimizer is None or not param.requires_grad:
+            continue
+        share = share_of(optimizer, param)
+        part = own if share.is_replicated else (share.start, share.end)
+        for kind, tensor in share.tensors.items():
+            key_of_kind = f"optimizer.{kind}.{key}"
+            yield from _pieces(key_of_kind, shape, cut, tensor, share.start, part)
+
+
+def gradient_pieces(
+    module: str, chunks: Sequence[nn.Module], groups: ProcessGroupCollection
+) -> Iterator[Piece]:
+    """The gradients of all parameters here that learn, under the parameters' keys."""
+    for key, cut, param, _ in _parameters(module, chunks, groups):
+        if param.requires_grad:
+            shape, every = cut.whole_shape(tuple(param.shape)), (0, param.numel())
+            yield from _pieces(key, shape, cut, cast("Any", param).main_grad, 0, every)
+
+
+def learning_keys(
+    module: str, chunks: Sequence[nn.Module], groups: ProcessGroupCollection
+) -> frozenset[str]:
+    """Keys of the parameters here that learn."""
+    found = _parameters(module, chunks, groups)
+    return frozenset(key for key, _, param, _ in found if param.requires_grad)
+
+
+def _parameters(
+    module: str, chunks: Sequence[nn.Module], groups: ProcessGroupCollection
+) -> Iterator[tuple[str, Cut, nn.Parameter, bool]]:
+    """Each with its key, and whether it is the last stage's copy of a tied embedding."""
+    for number, chunk in enumerate(chunks):
+        virtual = number if len(chunks) > 1 else None
         config = cast("Any", chunk).config
-        for order, (local, param) in enumerate(chunk.named_parameters()):
-            whole = global_name(local, config, module.groups.pp.rank(), virtual)
+        for local, param in chunk.named_parameters():
+            whole = global_name(local, config, groups.pp.rank(), virtual)
             name = stored_name(whole, chunk)
-            cut = Cut.of(param, tp)
-            if purpose == "save" and (name != whole or (cut.dim is None and tp.rank() > 0)):
-                continue  # another rank writes it
-            own = (0, param.numel())
-            if purpose == "save":
-                own = _written_by(param, order, replicas.rank(), replicas.size())
-            key, shape = f"{module.name}.{name}", cut.whole_shape(tuple(param.shape))
-            yield from _pieces(key, shape, cut, param.detach(), 0, own)
-            if optimizer is None or not param.requires_grad:
-                continue
-            share = share_of(optimizer, param)
-            part = own if share.is_replicated else (share.start, share.end)
-            for kind, tensor in share.tensors.items():
-                key_of_kind = f"optimizer.{kind}.{key}"
-                yield from _pieces(key_of_kind, shape, cut, tensor, share.start, part)
+            yield f"{module}.{name}", Cut.of(param, groups.tp), param, name != whole
 
 
 def _written_by(param: Tensor, order: int, rank: int, size: int) -> tuple[int, int]:
@@ -85,20 +114,6 @@ def _pieces(
         values = flat[position:end].view(own.rows, own.columns)
         yield Piece(key, shape, own.row, own.column, values)
         position = end
-
-
-def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
-    """The wanted pieces, with master weights read from the weights if the checkpoint lacks them.
-
-    That of an fp32 run does.
-    """
-    beginning = f"optimizer.{MASTER}."
-    return [
-        Piece(p.key.removeprefix(beginning), p.shape, p.row, p.column, p.values)
-        if p.key.startswith(beginning) and p.key not in stored
-        else p
-        for p in pieces
-    ]
 
 
 def set_steps(optimizer: MegatronOptimizer, step: int) -> None:

@@ -80,3 +80,17 @@ def losses(
         return output_layer(hidden_states, output_weight, labels=labels, at=at)[0]
     found = output_layer(hidden_states, output_weight, labels=labels.t().flatten())[0]
     return found.view(labels.shape[::-1]).t()
+
+
+def logits(
+    at: Tensor,
+    /,
+    *,
+    hidden_states: Tensor,
+    output_layer: Head,
+    output_weight: Tensor | None,
+    **_: Any,
+) -> Tensor:
+    """What stands for the logits of all positions: hidden (T, 1, H), at (n,) -> (1, n, V/t)."""
+    found, _bias = output_layer(hidden_states.index_select(0, at), weight=output_weight)
+    return found.transpose(0, 1)

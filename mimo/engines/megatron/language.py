@@ -14,7 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from mimo.engines.megatron.config import ModuleContext
-from mimo.engines.megatron.head import Head, losses
+from mimo.engines.megatron.deepstack import level_inputs
+from mimo.engines.megatron.head import Head, logits, losses
 from mimo.engines.megatron.lora import let_backward_into_layers
 from mimo.engines.megatron.stack import layer_spec, layers_here, stack_spec
 
@@ -29,16 +30,18 @@ class LanguageModel(GPTModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         loss_at: Tensor | None = None,
+        logits_at: Tensor | None = None,
+        place: Callable[[Tensor], Tensor] | None = None,
+        levels: tuple[Tensor, Tensor] | None = None,
         **given: Any,
     ) -> Tensor:
-        """As `GPTModel`, but the last stage's losses are those of chosen tokens.
+        """As `GPTModel`, but see `mimo.engines.contract.Chunk` for what it takes and gives.
 
-        labels: (n,) int64 of the tokens at ``loss_at`` (n,) int64, where s·B + b is token s of
-            sequence b -> losses (n,); or, without ``loss_at``, (B, S) -> losses (B, S). At least
-            fp32. None -> logits (B, S, V/tp).
+        Without ``loss_at``, labels are (B, S) -> losses (B, S). Without labels it gives logits
+        (B, S, V/tp) or, of one sequence at the positions ``logits_at`` (n,), (1, n, V/tp).
         Raises ValueError for a dense mask under context parallelism.
         """
         if attention_mask is not None and self.cp_group.size() > 1:
@@ -47,8 +50,15 @@ class LanguageModel(GPTModel):
                 f"{self.cp_group.size()}): ranks hold chunks of the sequence, which it does not "
                 f"describe; pack segments instead, or set cp to 1"
             )
+        if place is not None and self.pre_process:
+            text = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            given["decoder_input"] = place(text)
+        if levels is not None:
+            given["extra_block_kwargs"] = level_inputs(levels)
         if labels is not None:
             given["output_processor"] = partial(losses, labels, loss_at)
+        elif logits_at is not None:
+            given["output_processor"] = partial(logits, logits_at)
         return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
 
 

@@ -1,25 +1,52 @@
-"""One module's part on this rank, as the engine runs it."""
+"""One module's part on this rank, as Megatron runs it: the first implementation of the contract."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from mimo.device import local_device
+from mimo.engines.contract import Chunk, Purpose
+from mimo.engines.megatron.attention import forms_in
+from mimo.engines.megatron.checkpoint import (
+    gradient_pieces,
+    learning_keys,
+    module_pieces,
+    set_steps,
+)
 from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.parallel import MegatronOptimizer
+from mimo.engines.megatron.parallel import (
+    MegatronOptimizer,
+    finish_gradients,
+    follow_weights,
+    squared_gradient_norm,
+    step_optimizer,
+    wait_for_weights,
+    zero_gradients,
+)
+from mimo.engines.megatron.schedule import (
+    accumulate_only,
+    hidden_shapes,
+    pass_token,
+    run_schedule,
+    sum_losses,
+)
+from mimo.engines.megatron.segments import AttentionForm
+from mimo.engines.piece import Piece
 
 
 @dataclass
-class Module:
-    """One module's part on this rank.
+class MegatronModule:
+    """Implements `mimo.engines.contract.Module`, which says what its methods do.
 
     raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
     where this rank has weights to update. optimizer: None where it has none.
-    trains: whether the module has weights to update, on any stage: all of its stages then run
-    backward.
-    run_ahead: for a disjoint encoder, forward passes before its first backward.
     """
 
     name: str
@@ -32,7 +59,140 @@ class Module:
     run_ahead: int = 0
 
     @property
+    def learns(self) -> bool:
+        """Whether this rank has weights to update."""
+        return self.optimizer is not None
+
+    @property
     def sequence_parts(self) -> int:
         """How many ranks the module's output is cut over: 1 without sequence parallelism."""
         config = cast("Any", self.raw[0]).config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    @property
+    def whole(self) -> nn.Module:
+        """Its only chunk."""
+        return self.raw[0]
+
+    def attention_forms(self) -> frozenset[AttentionForm]:
+        """Of all layers here; Transformer Engine's need no plan."""
+        return forms_in(self.raw)
+
+    def begin_step(self, forward_only: bool) -> None:
+        """Clear gradients, and choose between training and evaluation."""
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+        if self.optimizer is not None and not forward_only:
+            zero_gradients(cast("Any", self.chunks), self.optimizer)
+
+    def run_language(
+        self,
+        forward: Callable[[int, Chunk], Tensor],
+        numbers: Sequence[int],
+        sizes: Sequence[tuple[int, int]],
+        forward_only: bool,
+    ) -> list[Tensor]:
+        """By the schedule of the pipeline."""
+        parts = {
+            id(chunk): Chunk(chunk, cast("Any", raw).vp_stage or 0, cast("Any", raw).pre_process)
+            for chunk, raw in zip(self.chunks, self.raw, strict=True)
+        }
+
+        def forward_step(rest: Iterator[int], chunk: nn.Module):
+            return forward(next(rest), parts[id(chunk)]), sum_losses
+
+        config = cast("Any", self.raw[0]).config
+        shapes = [hidden_shapes(config, self.groups, *size) for size in sizes]
+        return run_schedule(
+            forward_step, list(numbers), self.chunks, self.groups, shapes, forward_only
+        )
+
+    def run_encoder[T](
+        self,
+        forward: Callable[[T, nn.Module], Any],
+        batches: Sequence[T],
+        items: Sequence[Any],
+        forward_only: bool,
+    ) -> None:
+        """By the schedule of the pipeline, which warms up with `run_ahead` forward passes."""
+
+        def forward_step(rest: Iterator[T], chunk: nn.Module):
+            return forward(next(rest), chunk), pass_token
+
+        shapes = []
+        if self.groups.pp.size() > 1:
+            shapes = [cast("Any", self.whole).stage_shapes(own) for own in items]
+        run_schedule(
+            forward_step,
+            list(batches),
+            self.chunks,
+            self.groups,
+            shapes,
+            forward_only,
+            self.run_ahead,
+        )
+
+    def encode(self, patches: Any, items: Any) -> Any:
+        """One forward of a colocated encoder, which has one chunk."""
+        return self.chunks[0](patches, items)
+
+    def accumulate_only(self) -> AbstractContextManager[None]:
+        """Inside it gradients are accumulated and not reduced."""
+        return accumulate_only(self.chunks if self.learns else [])
+
+    def finish_gradients(self, num_loss_tokens: int) -> None:
+        """Complete the gradients, if this rank has any."""
+        if self.learns:
+            finish_gradients(cast("Any", self.chunks), self.groups, num_loss_tokens)
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the whole gradient."""
+        if self.optimizer is None:
+            return torch.zeros((), dtype=torch.float64, device=local_device())
+        return squared_gradient_norm(self.optimizer, self.groups)
+
+    def update(self, learning_rate: float, gradient_factor: float) -> None:
+        """Update the weights, if this rank has any that learn."""
+        if self.optimizer is not None:
+            step_optimizer(self.optimizer, learning_rate, gradient_factor)
+
+    def settle(self) -> None:
+        """Wait for weights that are being gathered."""
+        wait_for_weights(self.chunks)
+
+    def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
+        """The pieces that this rank writes, or those that it wants."""
+        optimizer = self.optimizer if with_optimizer else None
+        return module_pieces(self.name, self.raw, self.groups, optimizer, purpose)
+
+    def gradients(self) -> Iterator[Piece]:
+        """The complete gradients here; gathered first from a distributed optimizer's ranks."""
+        if not self.learns:
+            return iter(())
+        self._gather_gradients()
+        return gradient_pieces(self.name, self.raw, self.groups)
+
+    def learning(self) -> frozenset[str]:
+        """Keys of the parameters of this rank that are updated."""
+        return learning_keys(self.name, self.raw, self.groups)
+
+    def follow_weights(self) -> None:
+        """Refresh master copies of weights that were just loaded."""
+        if self.optimizer is not None:
+            follow_weights(self.optimizer)
+
+    def set_steps(self, step: int) -> None:
+        """Tell the optimizer how many updates its state has seen."""
+        if self.optimizer is not None:
+            set_steps(self.optimizer, step)
+
+    def _gather_gradients(self) -> None:
+        for chunk in self.chunks:
+            ddp = cast("Any", chunk)
+            if not ddp.ddp_config.use_distributed_optimizer:
+                continue
+            for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+                shards = group.intra_distributed_optimizer_instance_group
+                for bucket in group.buckets:
+                    own = bucket.grad_data.chunk(shards.size())[shards.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, own, group=shards)

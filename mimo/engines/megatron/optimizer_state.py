@@ -15,8 +15,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from mimo.engines.piece import MASTER
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER = "fp32_param"
 
 
 @dataclass(frozen=True)

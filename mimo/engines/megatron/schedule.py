@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -20,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[..., Any]]]
 
@@ -174,3 +175,20 @@ def accumulate_only(chunks: Sequence[nn.Module]) -> Iterator[None]:
         finally:
             for config, switch in switches:
                 config.no_sync_func = switch  # type: ignore[union-attr]
+
+
+def sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (n,) of all tokens that have one -> (sum, n, logged sum); n may be 0.
+
+    In the dtype of the losses, fp32 or fp64. A sum, not a mean: the division by the global token
+    count happens once, after the step.
+    """
+    total = losses.sum()
+    count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
+    # Megatron may scale what it differentiates in place, so the log is a copy.
+    return total, count, total.detach().clone()
+
+
+def pass_token(token: Tensor) -> tuple[Tensor, Tensor, None]:
+    """An encoder's loss function: its scalar token goes to the backward as it is."""
+    return token, torch.zeros((), dtype=torch.int), None
