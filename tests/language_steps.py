@@ -318,9 +318,8 @@ def resume(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, 
 
 def save(trainer: Trainer, directory: Path) -> None:
     from mimo.checkpoint.tensors import write_index, write_pieces
-    from mimo.engines.megatron.checkpoint import module_pieces
 
-    pieces = list(module_pieces(trainer.module(), "save", with_optimizer=True))
+    pieces = list(trainer.module().pieces("save", with_optimizer=True))
     write_pieces(directory, dist.get_rank(), pieces)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -329,13 +328,14 @@ def save(trainer: Trainer, directory: Path) -> None:
 
 
 def load(trainer: Trainer, directory: Path, step: int) -> None:
+    from mimo.checkpoint.contents import with_masters
     from mimo.checkpoint.tensors import read_index, read_pieces
-    from mimo.engines.megatron.checkpoint import module_pieces, set_steps, with_masters
 
     index = read_index(directory)
-    pieces = module_pieces(trainer.module(), "load", with_optimizer=True)
+    module = trainer.module()
+    pieces = module.pieces("load", with_optimizer=True)
     read_pieces(directory, index, with_masters(pieces, index))
-    set_steps(trainer.optimizer, step)
+    module.set_steps(step)
 
 
 # ------------------------------------------------------------------------- comparison

@@ -32,7 +32,7 @@ def _pieces(modules: Modules, purpose: Purpose, with_optimizer: bool = True) -> 
     return pieces
 
 
-def _with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
+def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
     """The wanted pieces, with master weights read from the weights if the checkpoint lacks them.
 
     That of an fp32 run does.
@@ -130,7 +130,7 @@ def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = T
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     wanted = _pieces(modules, "load", with_optimizer)
-    read_pieces(checkpoint, stored, _with_masters(wanted, stored))
+    read_pieces(checkpoint, stored, with_masters(wanted, stored))
     for module in modules.values():
         if with_optimizer:
             module.set_steps(progress.step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import override
+from typing import Any, override
 
 import numpy as np
 from torch import Tensor
@@ -44,7 +44,7 @@ def run_ours(
     trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
-    modules = trainer.model.modules
+    modules: Any = trainer.model.modules
     watched = _WatchedStep(modules, topology.rank, names)
     towers = {name: record_tower(m) for name, m in modules.items() if name != LANGUAGE}
     chunks = record_language(modules[LANGUAGE]) if LANGUAGE in modules else []

@@ -62,7 +62,7 @@ def reference_steps(
     parameters = {
         f"{name}.{key}": parameter
         for name, module in local.model.modules.items()
-        for key, parameter in module.raw[0].named_parameters()
+        for key, parameter in module.whole.named_parameters()
     }
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     optimizer = _optimizer(recipe, parameters)
@@ -113,8 +113,8 @@ def scheduled_rate(train: Train, peak: float, step: int) -> float:
 def _choose_trained(recipe: Recipe, local: LocalModel) -> None:
     """Mark the parameters that learn."""
     for name, module in local.model.modules.items():
-        module.raw[0].requires_grad_(True)
-        freeze_weights(recipe, name, module.raw)
+        module.whole.requires_grad_(True)
+        freeze_weights(recipe, name, [module.whole])
 
 
 def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -52,7 +52,8 @@ def layout_steps(
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     checked = None if check is None else partial(check, recipe, layout)
-    watched = WatchedSteps(trainer.model.modules, dist.get_rank(), checked)
+    modules: Any = trainer.model.modules
+    watched = WatchedSteps(modules, dist.get_rank(), checked)
     steps = trainer.train(dataset, None, watched)
     metrics = [next(steps) for _ in range(num_steps)]
     steps.close()

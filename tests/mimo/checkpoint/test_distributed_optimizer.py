@@ -148,11 +148,9 @@ def test_a_checkpoint_goes_on_in_another_layout(
 
 def masters_and_weights(rank: int, job: Job, directory: Path) -> list[tuple[str, torch.Tensor]]:
     """By parameter, the fp32 numbers that a fresh 16-bit model has after loading."""
-    from mimo.engines.megatron.checkpoint import module_pieces
-
     trainer = language_steps.Trainer(job)
     language_steps.load(trainer, directory, 1)
-    pieces = module_pieces(trainer.module(), "load", with_optimizer=True)
+    pieces = trainer.module().pieces("load", with_optimizer=True)
     beginning = "optimizer.fp32_param."
     return [
         (p.key.removeprefix(beginning), p.values) for p in pieces if p.key.startswith(beginning)

@@ -51,20 +51,17 @@ def _status(field: str) -> int:
 def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:
     """Bytes of what this rank holds and has written, and the growth while saving and loading."""
     from mimo.checkpoint.tensors import read_index
-    from mimo.engines.megatron.checkpoint import module_pieces
 
     trainer = language_steps.Trainer(job)
     module = trainer.module()
-    held = list(module_pieces(module, "load", with_optimizer=True))
+    held = list(module.pieces("load", with_optimizer=True))
     for piece in held:
         # Replicas hold the same.
         seed = crc32(f"{piece.key} {piece.row} {piece.column}".encode())
         piece.values.normal_(generator=torch.Generator().manual_seed(seed))
     sums = [piece.values.double().sum().item() for piece in held]
     saving = peak_growth(lambda: language_steps.save(trainer, directory))
-    written = sum(
-        p.values.numel() * p.values.element_size() for p in module_pieces(module, "save", True)
-    )
+    written = sum(p.values.numel() * p.values.element_size() for p in module.pieces("save", True))
     for piece in held:
         piece.values.zero_()
     loading = peak_growth(lambda: language_steps.load(trainer, directory, 1))

@@ -180,7 +180,7 @@ def run_ours(rank: int, path: Path, reference: Reference) -> dict[str, Any]:
     local = LocalModel(type(recipe).model_validate(data), text.NUM_TOKENS, freeze=True)
     params: dict[str, Weights] = {}
     for name, module in local.model.modules.items():
-        params[name] = dict(module.raw[0].requires_grad_(True).named_parameters())
+        params[name] = dict(module.whole.requires_grad_(True).named_parameters())
         assert params[name].keys() == reference.weights[name].keys()
         with torch.no_grad():
             for key, param in params[name].items():

@@ -74,7 +74,7 @@ def _logits_with_and_without_levels(rank: int, folder: Path) -> bool:
     generator.model.forward = lambda *a, **k: seen.append(forward(*a, **k)) or seen[-1]  # type: ignore[method-assign]
     (answer,) = generator.answer([request], max_new_tokens=3)
     assert isinstance(answer, str)
-    merger = generator.model.model.modules["vision"].raw[0].get_submodule("level_mergers.2.mlp")
+    merger = generator.model.model.modules["vision"].whole.get_submodule("level_mergers.2.mlp")
     with torch.no_grad():
         for parameter in merger.parameters():
             parameter.zero_()

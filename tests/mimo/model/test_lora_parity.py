@@ -182,7 +182,7 @@ def drawn_weights(rank: int, path: Path) -> dict[str, np.ndarray]:
     return {
         f"{module}.{name}": param.detach().numpy()
         for module, part in local.model.modules.items()
-        for name, param in part.raw[0].named_parameters()
+        for name, param in part.whole.named_parameters()
     }
 
 

@@ -106,7 +106,8 @@ def held_by_roles(rank: int, recipe: Recipe, layout: Layout) -> list[tuple[str, 
     from mimo.model.build import build_model
 
     found = []
-    for name, module in build_model(recipe, build_topology(layout), 100).modules.items():
+    modules: Any = build_model(recipe, build_topology(layout), 100).modules
+    for name, module in modules.items():
         params = [p for chunk in module.raw for p in chunk.parameters()]
         grads, state = 0, 0
         if module.optimizer is not None:

@@ -127,7 +127,8 @@ def steps_from_first_weights(rank: int, path: Path, overrides: list[str]) -> Ran
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
-    watched = WatchedSteps(trainer.model.modules, rank)
+    modules: Any = trainer.model.modules
+    watched = WatchedSteps(modules, rank)
     watched.note_weights()
     steps = trainer.train(dataset, None, watched)
     found = [next(steps) for _ in range(UPDATES)]

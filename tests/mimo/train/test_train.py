@@ -82,7 +82,7 @@ def _weights_follow_the_seed(rank: int, path: Path) -> None:
         return {
             f"{module}.{name}": parameter
             for module, one in modules.items()
-            for name, parameter in one.raw[0].named_parameters()
+            for name, parameter in one.whole.named_parameters()
         }
 
     first, same, other = weights(1), weights(1), weights(2)

@@ -31,7 +31,7 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
 def average_encoder_gradients() -> None:
     """An encoder's lanes are averaged, as plain DDP does, although each has other items."""
-    from mimo.model import modules as model
+    from mimo.engines.megatron import module as model
 
     finish = model.finish_gradients
 
@@ -112,7 +112,7 @@ def _one_segment(from_lengths: Callable[..., Any]) -> Callable[..., Any]:
 
 def normalise_loss_per_rank() -> None:
     """Each lane divides by its own tokens of a microbatch; the sum over lanes is rescaled."""
-    from mimo.model import modules
+    from mimo.engines.megatron import module as modules
 
     sum_losses = modules.sum_losses
 

@@ -38,7 +38,7 @@ def round_gradients_in_fp32() -> None:
 
 
 def _scale_gradients(concerns: Any) -> None:
-    from mimo.model import modules as model
+    from mimo.engines.megatron import module as model
 
     finish = model.finish_gradients
 
@@ -55,7 +55,7 @@ def lengthen_steps_of_distributed_optimizer() -> None:
     """A distributed optimizer's steps are a little too long, a plain one's are right."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from mimo.train import step as training
+    from mimo.engines.megatron import module as training
 
     step = training.step_optimizer
 

@@ -49,7 +49,7 @@ def ignore_rate_of_encoder() -> None:
 
 def step_first_parameter_group_only() -> None:
     """What does not decay, norms and biases, keeps the rate that the optimizer was built with."""
-    from mimo.train import step as training
+    from mimo.engines.megatron import module as training
 
     step = training.step_optimizer
 

@@ -194,6 +194,6 @@ def names_drawn_from_hf(rank: int, folder: Path) -> list[str]:
     finally:
         initialize._draw = original
     for module in local.model.modules.values():
-        for name, param in module.raw[0].named_parameters():
+        for name, param in module.whole.named_parameters():
             assert torch.isfinite(param).all(), name
     return names
