@@ -11,7 +11,7 @@ from mimo.families.registry import num_language_layers, num_levels
 from mimo.layout.checks import layout_problems
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link, level_places, links_of
-from mimo.recipe.schema import Grid, Recipe, key_of
+from mimo.recipe.schema import Recipe, key_of
 from mimo.recipe.source import dotted
 from mimo.recipe.unsupported import refusals
 
@@ -32,7 +32,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
     names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
     num_problems = len(problems)
-    grids = {name: _grid(name, recipe.module(name).grid) for name in names}
+    grids = {name: _grid(recipe, name) for name in names}
     if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
         culprit = max(grids, key=lambda name: grids[name].size)
         message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
@@ -75,10 +75,20 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
     return links
 
 
-def _grid(module: str, grid: Grid) -> GridSpec:
+def _grid(recipe: Recipe, module: str) -> GridSpec:
     """The grid of `module`, not yet placed, with one lane if `dp` is left out."""
+    part = recipe.module(module)
+    grid = part.grid
     return GridSpec(
-        module, tp=grid.tp, sp=grid.sp, cp=grid.cp, pp=grid.pp, vpp=grid.vpp, dp=grid.dp or 1
+        module,
+        tp=grid.tp,
+        sp=grid.sp,
+        cp=grid.cp,
+        pp=grid.pp,
+        vpp=grid.vpp,
+        dp=grid.dp or 1,
+        dp_replicate=grid.dp_replicate,
+        engine=part.engine,
     )
 
 
@@ -138,6 +148,6 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
 def _on_language(recipe: Recipe, name: str, language: GridSpec) -> GridSpec:
     """The grid of a colocated encoder: the language model's ranks, but the encoder's axes."""
     given = recipe.encoders[name].grid
-    grid = _grid(name, given)
+    grid = _grid(recipe, name)
     lanes = given.dp or max(1, language.size // grid.lane_size)
     return replace(grid, dp=lanes, rank_offset=language.rank_offset)

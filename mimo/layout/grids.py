@@ -32,7 +32,7 @@ class Coords(NamedTuple):
 
 @dataclass(frozen=True)
 class GridSpec:
-    """The axis sizes of one module, and the first of its consecutive ranks."""
+    """The axis sizes of one module, the first of its consecutive ranks, and what runs it."""
 
     module: str
     tp: int = 1
@@ -42,6 +42,8 @@ class GridSpec:
     vpp: int = 1
     dp: int = 1
     rank_offset: int = 0
+    dp_replicate: int = 1
+    engine: str = "megatron"
 
     @property
     def lane_size(self) -> int:
