@@ -1,4 +1,4 @@
-"""The configuration of a folder as transformers reads it, for modules that are transformers' own."""
+"""The configuration of a folder as transformers reads it."""
 
 from __future__ import annotations
 

@@ -31,6 +31,8 @@ from mimo.layout.groups import Topology
 from mimo.model.flops import learning_names
 from mimo.recipe.schema import LANGUAGE, Recipe, key_of
 
+_OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+
 
 def fsdp_module(
     recipe: Recipe,
