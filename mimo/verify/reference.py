@@ -32,8 +32,7 @@ from mimo.step.dataset import (
     token_budget,
 )
 from mimo.train.rank import join_world
-from mimo.verify.compare import update_floor
-from mimo.verify.results import Reference, ReferenceParameter
+from mimo.verify.compare import Reference, ReferenceParameter, update_floor
 from mimo.verify.workload import Workload
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, override
 
@@ -18,16 +17,11 @@ from mimo.engines.megatron.parallel import wait_for_weights
 from mimo.layout.grids import Layout
 from mimo.layout.groups import build_topology
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import open_dataset
-from mimo.step.plan import StepPlan
+from mimo.step.dataset import Dataset, open_dataset
 from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 from mimo.train.rank import collective_timeout, join_world
-from mimo.verify.minimums import check_minimums
-from mimo.verify.results import Fault, RankSteps, Shard
-
-Check = Callable[[Recipe, Layout, StepPlan], None]
-"""Gets the plan of the first step, and may refuse the data."""
+from mimo.verify.compare import Fault, RankSteps, Shard
 
 
 def run_layout(
@@ -37,22 +31,23 @@ def run_layout(
     if fault is not None:
         fault()
     join_world(recipe)
-    return layout_steps(recipe, layout, num_steps, check=check_minimums)
+    return layout_steps(recipe, layout, num_steps)
 
 
-def layout_steps(
-    recipe: Recipe,
-    layout: Layout,
-    num_steps: int,
-    check: Check | None = None,
-) -> RankSteps:
+def layout_steps(recipe: Recipe, layout: Layout, num_steps: int) -> RankSteps:
     """Train ``num_steps`` steps; every rank of the world calls it."""
     topology = build_topology(layout, collective_timeout(recipe))
     trainer = Trainer(recipe, topology, Path(recipe.train.run_dir))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
-    checked = None if check is None else partial(check, recipe, layout)
-    watched = WatchedSteps(trainer.model.modules, dist.get_rank(), checked)
+    watched = WatchedSteps(trainer.model.modules, dist.get_rank())
+    return train_watched(trainer, dataset, watched, num_steps)
+
+
+def train_watched(
+    trainer: Trainer, dataset: Dataset, watched: WatchedSteps, num_steps: int
+) -> RankSteps:
+    """Train ``num_steps`` steps from the beginning, and what was seen of them."""
     steps = trainer.train(dataset, None, watched)
     metrics = [next(steps) for _ in range(num_steps)]
     steps.close()
@@ -60,18 +55,9 @@ def layout_steps(
 
 
 class WatchedSteps(StepObserver):
-    """Copies every gradient before clipping, and every weight after the update.
+    """Copies every gradient before clipping, and every weight after the update."""
 
-    check: gets the plan of the first step, and may refuse the data.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[str, Module],
-        rank: int,
-        check: Callable[[StepPlan], None] | None = None,
-    ) -> None:
-        self.check = check
+    def __init__(self, modules: Mapping[str, Module], rank: int) -> None:
         self.parameters = [
             pair for name, module in modules.items() for pair in shards_of(name, module, rank)
         ]
@@ -85,12 +71,6 @@ class WatchedSteps(StepObserver):
         """Copy the weights as they are now."""
         for shard, parameter in self.parameters:
             shard.weights.append(numpy_copy(parameter))
-
-    @override
-    def planned(self, step: int, plan: StepPlan) -> None:
-        if self.check is not None:
-            self.check(plan)
-        self.check = None
 
     @override
     def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
@@ -133,8 +113,6 @@ def shards_of(name: str, module: Module, rank: int) -> Iterator[tuple[Shard, Any
                 tp_size=groups.tp.size() if is_split else 1,
                 dim=int(getattr(parameter, "partition_dim", 0)),
                 stride=int(getattr(parameter, "partition_stride", 1)),
-                gradients=[],
-                weights=[],
             )
             yield shard, parameter
 

@@ -10,8 +10,15 @@ from pathlib import Path
 from mimo.launch.processes import RanksFailed, RanksHung
 from mimo.launch.ranks import run_on_cpu
 from mimo.verify.cells import Cell
-from mimo.verify.compare import Comparison, IncomparableError, assembled, compare
-from mimo.verify.results import Fault, RankSteps, Reference
+from mimo.verify.compare import (
+    Comparison,
+    Fault,
+    IncomparableError,
+    RankSteps,
+    Reference,
+    assembled,
+    compare,
+)
 from mimo.verify.scale import (
     DOUBTFUL,
     NUM_STEPS,
@@ -136,8 +143,3 @@ def _undistributed(scaled: ScaledRecipe) -> ScaledRecipe:
     plain = {"distributed_optimizer": False, "overlap_param_gather": False}
     train = scaled.recipe.train.model_copy(update=plain)
     return replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
-
-
-def failed(results: Sequence[CellResult]) -> list[CellResult]:
-    """The layouts that differ from one rank or did not finish."""
-    return [result for result in results if not result.passed]

@@ -61,6 +61,14 @@ class Sample:
     question: str
     answer: str
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The chat as it is stored."""
+        content = [{"type": item.media} for item in self.items]
+        content.append({"type": "text", "text": self.question})
+        answer = [{"type": "text", "text": self.answer}]
+        return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -216,14 +224,8 @@ def write_shard(path: Path, samples: Sequence[Sample]) -> None:
     """A webdataset shard of these samples."""
     with TarWriter(str(path), encoder=False) as tar:
         for number, sample in enumerate(samples):
-            content: list[dict[str, str]] = [{"type": item.media} for item in sample.items]
-            content.append({"type": "text", "text": sample.question})
-            messages: list[dict[str, Any]] = [
-                {"role": "user", "content": content},
-                {"role": "assistant", "content": [{"type": "text", "text": sample.answer}]},
-            ]
             members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
-            members["json"] = json.dumps({"messages": messages}).encode()
+            members["json"] = json.dumps({"messages": sample.messages}).encode()
             for position, item in enumerate(sample.items):
                 members[f"{position}.{item.suffix}"] = item.content
             tar.write(members)

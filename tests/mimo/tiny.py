@@ -12,8 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data.digits.text import write_tokenizer
-from mimo.verify.compare import gradient_floor, tensor_error
-from mimo.verify.results import Shard
+from mimo.verify.compare import Shard, gradient_floor, tensor_error
 from mimo.verify.workload import Item, Sample, write_shard
 
 # Images per sample, four samples to a global microbatch: mixed, text only, mixed.

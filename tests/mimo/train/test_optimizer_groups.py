@@ -18,7 +18,7 @@ from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.step.dataset import open_dataset
-from mimo.verify.results import RankSteps, Shard
+from mimo.verify.compare import RankSteps, Shard
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import metrics

@@ -20,13 +20,13 @@ from mimo.step.dataset import (
 )
 from mimo.step.plan import StepPlan, StepPlanner
 from mimo.verify.cells import Cell, recipe_cells, sweep_cells
-from mimo.verify.minimums import check_minimums
 from mimo.verify.scale import ScaledRecipe, reference_recipe, scale_recipe
 from mimo.verify.shrink import place
 from mimo.verify.sweep import SWEEP, SweepCell, sweep_recipe
 from mimo.verify.verifier import Verifier
 from tests.cases import quick_values
 from tests.conftest import RunRanks
+from tests.mimo.verify.minimums import check_minimums
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 MIXED = ["data.sources=[{path: a.tar, weight: 9.0}, {path: b.tar}]"]

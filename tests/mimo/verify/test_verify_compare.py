@@ -10,6 +10,10 @@ import pytest
 from mimo.verify.compare import (
     Comparison,
     IncomparableError,
+    RankSteps,
+    Reference,
+    ReferenceParameter,
+    Shard,
     assembled,
     compare,
     largest,
@@ -17,7 +21,6 @@ from mimo.verify.compare import (
     tensor_error,
     update_floor,
 )
-from mimo.verify.results import RankSteps, Reference, ReferenceParameter, Shard
 
 EMBEDDING = "language.embedding.word_embeddings.weight"
 STEP = {"loss": 2.0, "loss_tokens": 10, "grad_norm": 3.0}
