@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mimo.errors import InputError
 from mimo.hf.transformers_processor import load_processor
-from mimo.parity.compare import LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
+from mimo.parity.compare import INPUTS, LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
 from mimo.verify.compare import Reference, ReferenceParameter
 from mimo.verify.workload import Sample
 
@@ -109,7 +109,7 @@ class _Watch:
     def __init__(self, model: Any) -> None:
         self._kept: dict[str, list[np.ndarray]] = {}
         self._config = model.config
-        self._order: Tensor | None = None
+        self._order: Tensor | None = None  # (P',) raster index of each patch of an image
         self._tokens = 0
         blocks, rows = (model.get_submodule(name) for name in _MODULES[model.config.model_type])
         blocks[0].register_forward_pre_hook(
@@ -129,32 +129,25 @@ class _Watch:
         language.norm.register_forward_hook(
             lambda _, __, output: self.keep("language.norm", output[0])
         )
-        levels = self._config.vision_config.to_dict().get("deepstack_visual_indexes", ())
-        self._names = [
-            *(TOKENS, PIXELS, POSITIONS, "vision.embedding"),
-            *(f"vision.blocks.{number}" for number in range(len(blocks))),
-            *(level_point(number) for number in range(1 + len(levels))),
-            *(f"language.{name}" for name in names),
-            *("language.norm", LOGITS),
-        ]
 
     def begin(self, inputs: dict[str, Tensor]) -> None:
         """Note a sample's inputs, before its forward pass."""
         self._tokens = inputs["input_ids"].shape[1]
         self.keep(TOKENS, inputs["input_ids"].T)
         pixels = inputs.get("pixel_values")
+        if pixels is not None and pixels.dim() == 4:
+            pixels = self._as_patches(pixels)
         if pixels is not None:
-            # Gemma-3's pixels are whole images (I, 3, S, S).
-            self._order = self._raster_order() if pixels.dim() == 4 else None
-            self.keep(PIXELS, self._as_patches(pixels) if pixels.dim() == 4 else pixels)
+            self.keep(PIXELS, pixels)
 
     def keep(self, point: str, values: Tensor) -> None:
         """Add rows to a point's tensor."""
         self._kept.setdefault(point, []).append(values.detach().numpy().copy())
 
     def points(self) -> dict[str, np.ndarray]:
-        """Whole tensors in forward order."""
-        return {name: np.concatenate(self._kept[name]) for name in self._names}
+        """Whole tensors in forward order, inputs first; the first sample has reached them all."""
+        names = sorted(self._kept, key=lambda name: name not in INPUTS)
+        return {name: np.concatenate(self._kept[name]) for name in names}
 
     def _keep_patches(self, point: str, module: object, args: object, hidden: Tensor) -> None:
         """Keep hidden: (P, D), or per image (I, P', D) with patches line by line."""
@@ -178,20 +171,15 @@ class _Watch:
         three = positions.reshape(-1, self._tokens)[-3:].expand(3, -1)
         self.keep(POSITIONS, three.T)
 
-    def _sizes(self) -> tuple[int, int, int]:
-        """Patches along a side of an image and of a pooled block, and pixels along a patch."""
-        vision = self._config.vision_config
-        side = vision.image_size // vision.patch_size
-        return side, side // round(self._config.mm_tokens_per_image**0.5), vision.patch_size
-
-    def _raster_order(self) -> Tensor:
-        """(P',) raster index of each patch in our order, which keeps a pooled block together."""
-        side, block, _ = self._sizes()
-        lines = torch.arange(side * side).view(side // block, block, side // block, block)
-        return lines.transpose(1, 2).flatten()
-
     def _as_patches(self, pixels: Tensor) -> Tensor:
-        """(I, 3, S, S) -> (I·P', 3·patch²) in our order."""
-        side, _, patch = self._sizes()
+        """Gemma-3's whole images (I, 3, S, S) -> (I·P', 3·patch²) in our order.
+
+        It keeps the patches of a pooled block together; theirs goes line by line.
+        """
+        vision = self._config.vision_config
+        patch, side = vision.patch_size, vision.image_size // vision.patch_size
+        block = side // round(self._config.mm_tokens_per_image**0.5)
+        lines = torch.arange(side * side).view(side // block, block, side // block, block)
+        self._order = lines.transpose(1, 2).flatten()
         cut = pixels.view(-1, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
         return cut.reshape(len(pixels), side * side, -1)[:, self._order].flatten(0, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from mimo.device import machine_memory
@@ -84,7 +83,7 @@ def _of_phases(
     notes: list[str] = []
     for phase, own in zip(phases, chosen, strict=True):
         prefix = f"{phase.name}: " if phase.name else ""
-        cells += [replace(cell, name=f"{prefix}{cell.name}") for cell in own.cells]
+        cells += [cell._replace(name=f"{prefix}{cell.name}") for cell in own.cells]
         notes += [phase.title] if phase.title else []
         notes += own.notes
         notes += [f"changed: {change}" for change in changes(phase.recipe, precision)]

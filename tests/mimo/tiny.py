@@ -166,13 +166,8 @@ def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, A
     return {"metrics": found.metrics, "shards": found.shards}
 
 
-def run_reference_steps(
-    rank: int, path: Path, overrides: list[str], unusable: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """The same steps on one rank: metrics by step, last gradient and weights by parameter.
-
-    unusable: keys of samples whose items and loss are left out.
-    """
+def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
+    """The same steps on one rank: metrics by step, last gradient and weights by parameter."""
     from mimo.hf.recipes import load_recipe
     from mimo.layout.build import build_layout
     from mimo.verify.reference import reference_steps
@@ -180,7 +175,7 @@ def run_reference_steps(
     recipe = load_recipe(path, overrides)
     together = recipe.train.micro_batch_size * build_layout(recipe).language.dp
     train = recipe.train.model_copy(update={"micro_batch_size": together})
-    found = reference_steps(recipe.model_copy(update={"train": train}), NUM_STEPS, unusable)
+    found = reference_steps(recipe.model_copy(update={"train": train}), NUM_STEPS)
     parameters = {
         name: {"gradient": one.gradients[-1] if one.gradients else None, "weight": one.weights[-1]}
         for name, one in found.parameters.items()
