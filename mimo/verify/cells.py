@@ -43,24 +43,9 @@ _OPTIONS = {
     "clipped": ("train.clip_grad_norm=0.5",),
 }
 # The matrix alone decides these.
-_RESET = (
-    "language.freeze=false",
-    "language.lora=null",
-    "language.recompute=none",
-    "bridge.delivery=sharded",
-    "train.overlap_grad_reduce=false",
-    "train.overlap_param_gather=false",
-    "data.packing=true",
-    "train.distributed_optimizer=false",
-    "train.precision=fp32",
-)
-_RESET_ENCODER = (
-    "freeze=false",
-    "lora=null",
-    "recompute=none",
-    "run_ahead=auto",
-    "encode_group=all",
-)
+_RESET = {"freeze": False, "lora": None, "recompute": "none"}
+_RESET_ENCODER = {**_RESET, "run_ahead": "auto", "encode_group": "all"}
+_RESET_TRAIN = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 
 
 class Cell(NamedTuple):
@@ -240,18 +225,20 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
     if not recipe.encoders:
         raise RecipeError("encoders: the sweep needs a recipe with at least one encoder")
     names = [*recipe.encoders, _SECOND][: len(cell.encoders)]
-    source = YamlSource(Path("sweep"), recipe.model_dump(mode="json"))
-    encoders = source.data["encoders"]
+    data = recipe.model_dump(mode="json")
     # The data of an encoder that is added are a separate media, whatever the first one's is.
     added = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
     added |= {"template_token": None, "other_media": {}}
-    source.data["encoders"] = {
-        name: encoders.get(name, {**encoders[names[0]], **added}) for name in names
+    first = data["encoders"][names[0]]
+    data["encoders"] = {
+        name: {**data["encoders"].get(name, first | added), **_RESET_ENCODER} for name in names
     }
-    reset = [f"encoders.{name}.{key}" for name in names for key in _RESET_ENCODER]
-    options = [text.format(first=names[0]) for option in cell.options for text in _OPTIONS[option]]
-    for override in (*_RESET, *reset, *options):
-        source.override(override)
+    data["language"] |= _RESET
+    data["bridge"]["delivery"], data["data"]["packing"] = "sharded", True
+    data["train"] |= dict.fromkeys(_RESET_TRAIN, False) | {"precision": "fp32"}
+    source = YamlSource(Path("sweep"), data)
+    for override in (text for option in cell.options for text in _OPTIONS[option]):
+        source.override(override.format(first=names[0]))
     assert not source.problems, source.problems
     return Recipe.model_validate(source.data), _sweep_layout(cell, names)
 

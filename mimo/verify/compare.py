@@ -172,12 +172,9 @@ def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
 def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
     """How far the optimizer moves a weight in one step for a gradient at `gradient_floor`.
 
-    A weight that starts at zero, such as a bias or the norms of some families, is the sum of its
-    updates: if its gradients are rounding noise, so is the weight. SGD moves it by rate · g, Adam
-    by about rate · g / (g + eps). The sum over all steps is the weight's floor, so that a weight is
-    judged no more strictly than the gradients that moved it.
-
-    gradient_norm: of all modules. eps: Adam's, or None for SGD.
+    SGD moves it by rate · g, Adam by about rate · g / (g + eps). A weight that starts at zero is
+    the sum of its updates, so the sum over all steps is its floor: it is judged no more strictly
+    than the gradients that moved it. gradient_norm: of all modules. eps: Adam's, None for SGD.
     """
     floor = _NOISE * gradient_norm
     return rate * floor if eps is None else rate * floor / (floor + eps)

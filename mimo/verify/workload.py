@@ -1,11 +1,9 @@
 """The data that layouts and one rank are compared on: small, but never a toy.
 
-Noise of several sizes in chats with answers of several lengths, in tar shards like any other data,
-and a tokenizer with a placeholder for each media. Every step has samples with several items, with
-one and with none, items of every media in one sample, a microbatch without any item, and one with
-a single item, which leaves all but one encoder lane empty.
-
-Several data sources take turns within a step, even in the middle of a microbatch.
+Noise of several sizes in chats, in tar shards like any other data. Every step has samples with
+several items, with one and with none, items of every media in one sample, a microbatch without any
+item, and one with a single item, which leaves all but one encoder lane empty. Several data sources
+take turns within a step, even in the middle of a microbatch.
 """
 
 from __future__ import annotations
