@@ -206,7 +206,7 @@ class _Places:
         found = [np.zeros(0, np.int64)]
         for planned in (self._plan.microbatches[m] for m in microbatches):
             items = planned.samples.item[planned.encoders[encoder].of_lane(lane)].tolist()
-            found += [np.arange(starts[item], starts[item + 1]) for item in items]
+            found += [np.arange(int(starts[item]), int(starts[item + 1])) for item in items]
         return np.concatenate(found)
 
 
