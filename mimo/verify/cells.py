@@ -244,7 +244,6 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
 
 
 def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
-    """Disjoint encoders first, then the language model."""
     language, encoders = _grid(LANGUAGE, cell.language), {}
     texts = dict(zip(names, cell.encoders, strict=True))
     colocated = [name for name, text in texts.items() if text.startswith(_COLOCATED)]
@@ -252,8 +251,7 @@ def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
         grid = _grid(name, text)
         lanes = language.size // grid.tp if name in colocated else grid.dp
         encoders[name] = replace(grid, dp=lanes)
-    disjoint = [name for name in names if name not in colocated]
-    return place(language, encoders, colocated, [*disjoint, LANGUAGE])
+    return place(language, encoders, colocated)
 
 
 def _grid(module: str, text: str) -> GridSpec:

@@ -7,7 +7,7 @@ several layouts, each with some of the parallel axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
@@ -55,25 +55,21 @@ def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
     return "non-dividing, " + ("more" if encoder_lanes > language_lanes else "fewer")
 
 
-def place(
-    language: GridSpec,
-    encoders: dict[str, GridSpec],
-    colocated: Iterable[str],
-    order: Iterable[str],
-) -> Layout:
-    """A layout of these grids, ignoring their offsets.
+def place(language: GridSpec, encoders: dict[str, GridSpec], colocated: Collection[str]) -> Layout:
+    """A layout of these grids without gaps.
 
-    order: the disjoint modules, in the order in which they take ranks.
+    Disjoint modules stand in the order of their offsets; where these are equal, encoders come
+    first.
     """
-    colocated = frozenset(colocated)
-    grids, start = {LANGUAGE: language, **encoders}, 0
-    for name in order:
+    grids, start = {**encoders, LANGUAGE: language}, 0
+    disjoint = [name for name in grids if name not in colocated]
+    for name in sorted(disjoint, key=lambda name: grids[name].rank_offset):
         grids[name] = replace(grids[name], rank_offset=start)
         start = grids[name].ranks.stop
+    language = grids.pop(LANGUAGE)
     for name in colocated:
-        grids[name] = replace(grids[name], rank_offset=grids[LANGUAGE].rank_offset)
-    placed = {name: grids[name] for name in encoders}
-    return Layout(grids[LANGUAGE], placed, start, colocated)
+        grids[name] = replace(grids[name], rank_offset=language.rank_offset)
+    return Layout(language, grids, start, frozenset(colocated))
 
 
 def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
@@ -104,7 +100,7 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
         if rest:
             return None
         encoders[name] = replace(encoders[name], dp=lanes)
-    return place(language, encoders, layout.colocated, _order(layout))
+    return place(language, encoders, layout.colocated)
 
 
 def shrink(layout: Layout) -> Layout:
@@ -119,7 +115,7 @@ def shrink(layout: Layout) -> Layout:
         encoders = {name: _shrink_encoder(layout, name, candidate) for name in layout.encoders}
         fitting = {name: grid for name, grid in encoders.items() if grid is not None}
         if len(fitting) == len(encoders):
-            placed = place(candidate, fitting, layout.colocated, _order(layout))
+            placed = place(candidate, fitting, layout.colocated)
             found[placed.world_size, sum(sizes), sizes] = placed
     return found[min(found)]  # the layout's own sizes are among them
 
@@ -146,12 +142,6 @@ def cover(layout: Layout, max_ranks: int) -> Cover:
         raise ValueError(f"the modules need {needed} ranks, but got {max_ranks}")
     pairs = combinations(axes, 2)
     return Cover(parts, [pair for pair in pairs if not any(part.axes >= {*pair} for part in parts)])
-
-
-def _order(layout: Layout) -> list[str]:
-    """The disjoint modules in the order of their ranks."""
-    names = [name for name in layout.grids if name not in layout.colocated]
-    return sorted(names, key=lambda name: layout.grids[name].rank_offset)
 
 
 def _sizes(size: int) -> tuple[int, ...]:

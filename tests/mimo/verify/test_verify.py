@@ -223,7 +223,6 @@ def scaled_to(
         GridSpec(LANGUAGE, dp=lanes),
         {"vision": GridSpec("vision", dp=encoder_lanes)},
         (),
-        ["vision", LANGUAGE],
     )
     return scale_recipe(load_recipe(RECIPE, overrides), layout, folder, "fp32")
 
