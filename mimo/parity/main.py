@@ -67,7 +67,7 @@ def print_table(console: Console, found: Parity, title: str) -> None:
         rows.append((name, f"{error:.1e}", _MEANING["relative"], "", passed))
     columns = ("compared", "error", "which is", "furthest off", "result")
     lines = [(*row, "equal" if passed else "DIFFERS") for *row, passed in rows]
-    print_rows(console, title, columns, lines)
+    print_rows(console, title, columns, lines, left=columns[2:])
 
 
 def verdict(found: Parity) -> str:

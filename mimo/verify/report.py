@@ -29,13 +29,17 @@ def log_console() -> Console:
 
 
 def print_rows(
-    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[str] = (),
 ) -> None:
-    """Print a table; its first column may fold, the others stand to the right."""
+    """Print a table; its first column may fold, the others stand right, or those of ``left``."""
     table = Table(title=title)
     table.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
