@@ -10,10 +10,9 @@ import pytest
 from mimo.hf.recipes import load_recipe
 from mimo.recipe.schema import Train
 from mimo.train.step import learning_rate
-from mimo.verify.cells import recipe_cells
+from mimo.verify.cells import SweepCell, recipe_cells
 from mimo.verify.reference import scheduled_rate
 from mimo.verify.scale import ScaledRecipe, scale_recipe
-from mimo.verify.sweep import SweepCell
 from mimo.verify.verifier import Verifier
 from tests.cases import quick
 from tests.conftest import RunRanks

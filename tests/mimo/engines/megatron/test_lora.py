@@ -20,7 +20,7 @@ from encoders.qwen_vl import PROJECTOR
 from mimo.families.lora import is_adapter, merged_weight
 from mimo.hf.recipes import load_recipe
 from mimo.recipe.schema import LoRA, RecipeError
-from mimo.verify.results import Reference
+from mimo.verify.compare import Reference
 from tests import language_steps
 from tests.conftest import RunRanks
 from tests.lone_module import noise, tensor_parallel_slice
