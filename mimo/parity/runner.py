@@ -21,7 +21,7 @@ from mimo.model.memory import check_memory
 from mimo.model.recipe_checks import check_recipe
 from mimo.parity.compare import TOLERANCE, Parity, Theirs, compare_points, compare_step
 from mimo.recipe.schema import Recipe
-from mimo.verify.compare import EMBEDDING, TIED_COPY, Fault
+from mimo.verify.compare import Fault
 from mimo.verify.workload import Item, Sample, write_shard
 
 # Named, not imported: only the fork server loads the engine and transformers.
@@ -118,7 +118,7 @@ class ParityRunner:
         everything = {f"{m}.{w.name}": w for m, own in initial.weights.items() for w in own}
         weights = _chosen(everything)
         theirs = self._run_theirs(recipe.train.global_batch_size, weights)
-        names = {*weights, *([TIED_COPY] if EMBEDDING in weights else [])}
+        names = set(weights)
         arguments = (recipe, layout, names, fault)
         results = run_on_cpu(_OURS, arguments, layout.world_size, self.timeout_seconds)
         return Parity(

@@ -89,7 +89,8 @@ class Difference:
     """Where a layout first departs from the one-rank run.
 
     step: counts from 1. what: "gradient", "weight", or the name of one of the step's metrics.
-    where: module, rank and pipeline stage. index: of the largest difference, in the whole tensor as a matrix.
+    where: module, rank and pipeline stage. index: of the largest difference in the whole tensor,
+    seen as a matrix.
     """
 
     step: int

@@ -139,7 +139,7 @@ def steps_from_first_weights(rank: int, path: Path, overrides: list[str]) -> Ran
 def by_hand(shard: Shard, factors: list[float], is_sgd: bool) -> list[np.ndarray]:
     """The weights of a tensor after each step: from its first ones, and clipped gradients."""
     weight, first, second = shard.weights[0], np.zeros(()), np.zeros(())
-    decay = DECAY if weight.ndim > 1 else 0.0
+    decay = DECAY if len(shard.shape) > 1 else 0.0
     found = []
     for step, (gradient, factor) in enumerate(zip(shard.gradients, factors, strict=True)):
         rate, gradient = expected_rate(step, PEAKS[shard.module]), factor * gradient
