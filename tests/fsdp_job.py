@@ -366,17 +366,17 @@ class Counted:
     """Counts collectives that reduce gradients over the lanes."""
 
     def __enter__(self) -> Counted:
-        self.reductions, self._real = 0, dist.reduce_scatter_tensor
+        self.reductions, self._real = 0, dist.reduce_scatter_single
 
         def count(*args: Any, **kwargs: Any) -> Any:
             self.reductions += 1
             return self._real(*args, **kwargs)
 
-        dist.reduce_scatter_tensor = count
+        dist.reduce_scatter_single = count
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.reduce_scatter_tensor = self._real
+        dist.reduce_scatter_single = self._real
 
 
 class planted:  # noqa: N801

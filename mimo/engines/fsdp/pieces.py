@@ -22,7 +22,7 @@ from mimo.engines.piece import Piece
 
 @dataclass(frozen=True)
 class Rows:
-    """``count`` rows of transformers' tensor ``key`` from ``start`` on; transposed, it is (C, R)."""
+    """``count`` rows of transformers' tensor ``key`` from ``start`` on. transposed: as (C, R)."""
 
     key: str
     start: int

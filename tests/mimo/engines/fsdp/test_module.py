@@ -48,7 +48,7 @@ def test_steps_on_two_ranks_equal_those_of_plain_transformers_on_one(run_ranks: 
         if job.plant == "always reduce":
             assert reductions == [job.microbatches * expected] * job.steps
             continue
-        assert reductions == [expected] * job.steps, job
+        assert reductions == [expected] * job.steps, (reductions, job)
         if not job.plant:
             assert_equals_one_rank(job, got)
             continue
