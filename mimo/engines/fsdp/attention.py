@@ -1,0 +1,138 @@
+"""Core attention of transformers' layers by the project's kernels, and the same by dense masks.
+
+The kernels stand in transformers' registry of attention functions under `NAME`. No function for
+masks is registered under it, and transformers then builds none. Segments of a packed sequence never
+see each other.
+
+Letters: B sequences (1 for packed) of S tokens (T packed), N heads, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from mimo.device import send
+from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
+from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm
+from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
+from mimo.engines.megatron.segments import PackedSegments, brought
+
+logger = logging.getLogger(__name__)
+
+NAME = "mimo_segments"
+"""As `attn_implementation`."""
+
+# What transformers hands to attention functions and no kernel of ours computes.
+_REFUSED = {
+    "softcap": "a soft cap on attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "dropout": "attention dropout",
+}
+
+
+class Segments:
+    """Which tokens a forward pass attends over; goes through the layers by keyword.
+
+    packed: None for a batch, whose sequences are segments of one length. recompute: whether core
+    attention is computed again in the backward pass.
+    No dataclass: FSDP2 copies those in what a layer is called with, without the plans in them.
+    """
+
+    def __init__(self, packed: PackedSegments | None, recompute: bool) -> None:
+        self.packed = packed
+        self.recompute = recompute
+
+
+@functools.cache
+def layer_form(head_size: int, window: int | None, dtype: torch.dtype) -> LayerForm:
+    """How layers attend that compute in ``dtype``. window: keys that a query sees, its own too."""
+    machine = this_machine()
+    # Its attention is a module of its own, not a kernel.
+    others = replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
+    case = AttentionCase(head_size, causal=True, window=window)
+    choice = choose_kernel(case, dtype, others)
+    slow = machine.capability is not None and choice.dense_mask
+    logger.log(logging.WARNING if slow else logging.INFO, "core attention, %s: %s", case, choice)
+    return LayerForm(choice.kernel, causal=True, window=window)
+
+
+@functools.lru_cache(maxsize=8)
+def _batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
+    copy = functools.partial(send, device=device)
+    return brought(form.plan((length,) * batch, ()), copy)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query (B, N, S, D), key and value (B, G, S, D) of this rank's heads -> (B, S, N, D).
+
+    Raises ValueError for what no kernel computes, such as a soft cap.
+    """
+    for name, what in _REFUSED.items():
+        if others.get(name):
+            raise ValueError(f"language.engine = fsdp: no kernel has {what} ({others[name]})")
+    assert attention_mask is None, "what a query sees follows from the segments"
+    batch, _, length, head_size = query.shape
+    form = layer_form(head_size, sliding_window, query.dtype)
+    packed = segments.packed
+    plan = _batch_plan(form, length, batch, query.device) if packed is None else packed.plan(form)
+    scale = head_size**-0.5 if scaling is None else scaling
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if segments.recompute:
+        out = checkpoint(form.attend, q, k, v, plan, scale, use_reentrant=False)
+    else:
+        out = form.attend(q, k, v, plan, scale)
+    return out.unflatten(0, (batch, length)), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def windows(config: Any) -> list[int | None]:
+    """Of every layer of a text model of transformers: keys that a query sees; None for all."""
+    kinds: Iterable[str] = getattr(config, "layer_types", None) or ()
+    found = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    return found or [None] * config.num_hidden_layers
+
+
+def dense_masks(packed: PackedSegments, config: Any, device: torch.device) -> Any:
+    """The same for transformers' own attention: what its text models take as `attention_mask`.
+
+    (1, 1, T, T) bool; by kind of layer if there are several. A query sees, of its own segment, the
+    keys up to its own in its window, and the rest of its item.
+    Source: transformers `create_masks_for_vision_model`, sliding AND (causal OR same item).
+    """
+    total = sum(packed.lengths)
+    place = torch.arange(total, device=device)
+    lengths = torch.tensor(packed.lengths, device=device)
+    segment = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    item = torch.full_like(place, -1)
+    for number, (start, length) in enumerate(packed.items):
+        item[start : start + length] = number
+    behind = place[:, None] - place
+    seen = (behind >= 0) | ((item[:, None] == item) & (item >= 0))
+    seen = (seen & (segment[:, None] == segment))[None, None]
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    if "sliding_attention" not in kinds:
+        return seen
+    return {"full_attention": seen, "sliding_attention": seen & (behind < config.sliding_window)}

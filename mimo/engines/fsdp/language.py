@@ -1,0 +1,243 @@
+"""A causal language model of transformers, from token ids to losses in one call.
+
+Letters: B sequences (1 for packed) of S tokens, S' of them on this rank, H hidden, V vocabulary,
+n chosen tokens or rows, k feature levels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form, windows
+from mimo.engines.fsdp.context import TP, FsdpContext
+from mimo.engines.fsdp.plans import Border, embed, local, parallelize, problems, seeing_slices
+from mimo.engines.megatron.layers.attention_plan import LayerForm
+from mimo.engines.megatron.layers.cross_entropy import linear_cross_entropy
+from mimo.engines.megatron.segments import PackedSegments
+
+
+class _Call:
+    """What the model is called with. FSDP2 does not look into it.
+
+    It would cast and copy what it finds, plans of attention included, and take the arrival of a
+    level's gradient for the end of the root's backward, before the embedding has its own.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+class LanguageModel(nn.Module):
+    """The text part of a model of transformers, with its head.
+
+    Weights are on meta and in at least fp32, buffers are right; see `materialize`. With tensor
+    parallelism weights are DTensors as `plans` says. Without a mesh it is transformers' module
+    with its own attention, and computes in the dtype of its weights.
+
+    units: its layers, in forward order. hf_names: parameter -> name in the whole model of
+    transformers. sums_over_tp: parameters whose gradients are to be summed over tp.
+    Call it as `run` says.
+    """
+
+    def __init__(self, config: PretrainedConfig, ctx: FsdpContext) -> None:
+        """Raises ValueError for a model that cannot run so (`plans.problems`)."""
+        super().__init__()
+        tp = 1 if ctx.tp is None else ctx.tp.size()
+        if found := problems(config, tp):
+            raise ValueError("\n".join(found))
+        whole = _on_meta(config, "sdpa" if ctx.mesh is None else NAME, ctx.dtype)
+        names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        self.text: Any = getattr(whole.model, "language_model", whole.model)
+        tied = whole.lm_head.weight is self.text.embed_tokens.weight
+        self.head: nn.Linear | None = None if tied else whole.lm_head
+        _restore_buffers(self.text)
+        own = dict(self.named_parameters())
+        self.hf_names = {name: names[id(parameter)] for name, parameter in own.items()}
+        self.units: list[nn.Module] = list(self.text.layers)
+        self.ctx = ctx
+        self.border = None
+        self.sums_over_tp: frozenset[str] = frozenset()
+        if ctx.tp is not None:
+            self.border = Border(ctx.tp, ctx.sequence_parallel)
+            parallelize(self.text, self.head, self.border)
+            partly = seeing_slices(self.text, self.border)
+            self.sums_over_tp = frozenset(f"text.{name}" for name in partly)
+        if ctx.recompute == "full":
+            self.text.activation_checkpointing_enable({"use_reentrant": False})
+
+    def materialize(self, device: torch.device) -> None:
+        """Memory for the weights, whose values are undefined, and the buffers on ``device``."""
+        self._apply(
+            lambda own: torch.empty_like(own, device=device) if own.is_meta else own.to(device)
+        )
+
+    def attention_forms(self) -> frozenset[LayerForm]:
+        """Of its layers, for `PackedSegments.prepare`; transformers' attention needs no plan."""
+        if self.ctx.mesh is None:
+            return frozenset()
+        text = self.text.config
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return frozenset(layer_form(head_size, window, self.ctx.dtype) for window in windows(text))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `run`, with what FSDP2 does before and after."""
+        return super().__call__(_Call(args, kwargs))
+
+    def forward(self, call: _Call) -> Tensor:
+        """For `torch.nn.Module`; see `run`."""
+        return self.run(*call.args, **call.kwargs)
+
+    def run(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        place: Callable[[Tensor], Tensor] | None = None,
+        levels: tuple[Tensor, Tensor] | None = None,
+        labels: Tensor | None = None,
+        loss_at: Tensor | None = None,
+        logits_at: Tensor | None = None,
+        packed_seq_params: PackedSegments | None = None,
+    ) -> Tensor:
+        """Embedding to loss. Every rank of tp calls it alike, with equal tokens.
+
+        input_ids (B, S), position_ids (3, B, S), packed_seq_params, place, levels, labels, loss_at:
+        as of `mimo.engines.contract.Chunk`; without ``loss_at``, labels (B, S) -> losses (B, S).
+        Without labels it gives logits (B, S, V) or, of one sequence at the positions ``logits_at``
+        (n,), (1, n, V), whole on every rank of tp.
+        """
+        parts = 1 if self.border is None else self.border.tp.size()
+        assert input_ids.shape[1] % parts == 0, "sequences are padded to a multiple of tp"
+        embeddings = self._embed(input_ids, place)
+        with ExitStack() as stack:
+            if levels is not None:
+                rows, places = levels
+                for layer, level in zip(self.units[: len(rows)], rows, strict=True):
+                    add = partial(_add_level, level, places)
+                    stack.enter_context(layer.register_forward_hook(add))
+            hidden = self.text(
+                inputs_embeds=embeddings,
+                position_ids=position_ids if self._has_mrope else position_ids[0],
+                use_cache=False,
+                **self._attention(packed_seq_params, input_ids.device),
+            ).last_hidden_state
+        if labels is None:
+            return self._logits(hidden, logits_at)
+        if loss_at is None:
+            found = self._losses(hidden, labels.t().flatten(), None)
+            return found.view(labels.shape[::-1]).t()
+        return self._losses(hidden, labels, loss_at)
+
+    @property
+    def _has_mrope(self) -> bool:
+        return hasattr(self.text.rotary_emb, "mrope_section")
+
+    def _attention(self, packed: PackedSegments | None, device: torch.device) -> dict[str, Any]:
+        if self.ctx.mesh is not None:
+            return {"segments": Segments(packed, self.ctx.recompute == "selective")}
+        if packed is None:
+            return {}
+        return {"attention_mask": dense_masks(packed, self.text.config, device)}
+
+    def _embed(self, ids: Tensor, place: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """ids (B, S) -> the first layer's input (B, S', H)."""
+        if self.border is None:
+            text = self.text.embed_tokens(ids)
+        elif self.ctx.scatter_embedding or place is None:
+            text = embed(self.text.embed_tokens, ids, self.border)
+        else:
+            whole = Border(self.border.tp, sequence_parallel=False)
+            text = embed(self.text.embed_tokens, ids, whole)
+        if place is None:
+            return text
+        return place(text.transpose(0, 1)).transpose(0, 1).contiguous()
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return local((self.text.embed_tokens if self.head is None else self.head).weight)
+
+    def _chosen(self, hidden: Tensor, at: Tensor | None) -> Tensor:
+        """hidden (B, S', H), at (n,) -> (n, H), or all (S·B, H), as the head takes it on a rank.
+
+        The gradient is a share on each rank of tp.
+        """
+        border = self.border
+        if border is not None and border.sequence_parallel:
+            hidden = border.enter(hidden)
+        found = hidden.transpose(0, 1).flatten(0, 1)
+        if at is not None:
+            found = found.index_select(0, at)
+        if border is not None and not border.sequence_parallel:
+            found = border.enter(found)
+        return found
+
+    def _losses(self, hidden: Tensor, labels: Tensor, at: Tensor | None) -> Tensor:
+        weight, chosen = self._head_weight, self._chosen(hidden, at)
+        if self.ctx.mesh is None:
+            logits = nn.functional.linear(chosen, weight)
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            return nn.functional.cross_entropy(wide, labels, reduction="none")
+        group = self.ctx.mesh[TP].get_group()
+        return linear_cross_entropy(chosen, weight, labels, self.text.config.vocab_size, group)
+
+    def _logits(self, hidden: Tensor, at: Tensor | None) -> Tensor:
+        logits = nn.functional.linear(self._chosen(hidden, at), self._head_weight)
+        if self.border is not None:
+            shards = DTensor.from_local(logits, self.border.tp, [Shard(1)], run_check=False)
+            logits = shards.full_tensor()
+        return (
+            logits[None]
+            if at is not None
+            else logits.unflatten(0, (-1, len(hidden))).transpose(0, 1)
+        )
+
+
+def _add_level(
+    level: Tensor, places: Tensor, layer: nn.Module, args: object, hidden: Tensor
+) -> Tensor:
+    """A hook, outside what a layer computes again: level (n, H) to hidden (B, S', H) at (n,).
+
+    Even with no rows the result depends on them, so that the backward reaches the bridge.
+    """
+    flat = hidden.flatten(0, 1)  # place b·S' + s is token s of sequence b
+    return flat.index_add(0, places, level.to(hidden.dtype)).view(hidden.shape)
+
+
+def _on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
+    """The whole model of a configuration, which is not changed."""
+    config = copy.deepcopy(config)
+    text_only = config.get_text_config() is config
+    kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+    wide = dtype if dtype == torch.float64 else torch.float32
+    with torch.device("meta"):
+        return kind.from_config(
+            config, dtype=wide, attn_implementation=attention, trust_remote_code=False
+        )
+
+
+@torch.no_grad()
+def _restore_buffers(text: Any) -> None:
+    """Buffers that no checkpoint has, such as rotary frequencies, off meta and with their values.
+
+    By the code with which transformers itself does so when it loads a model.
+    """
+    for name, module in text.named_modules():
+        lost = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for key in lost:
+            module._buffers[key] = torch.full_like(module.get_buffer(key), torch.nan, device="cpu")
+        if lost:
+            text._init_weights(module)
+        for key in lost:
+            if module.get_buffer(key).isnan().any():
+                raise ValueError(
+                    f"language.engine = fsdp: transformers does not say what {name}.{key} is"
+                )

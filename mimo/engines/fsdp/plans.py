@@ -1,0 +1,211 @@
+"""Tensor and sequence parallelism of transformers' language models, by module names.
+
+Weights are DTensors, cut over tp; layers compute on local tensors. Hidden states between layers are
+whole on every rank or, with sequence parallelism, cut along the sequence in equal parts. They enter
+what is cut over tp after a norm, and leave it as the sum of the ranks' shares (Shoeybi et al. 2019;
+with sequence parallelism Korthikanti et al. 2022). A parameter that is not cut is a plain tensor;
+if it sees only this rank's heads or tokens, its gradient has to be summed over tp.
+
+Letters: B sequences of S tokens, S' of them on this rank, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+
+_SEQUENCE = 1  # dimension
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a decoder layer is cut; names of modules in it.
+
+    norms: after them, hidden states enter what is cut. columns: linears cut by outputs; from one of
+    them each rank has its heads, or its part of the MLP. rows: cut by inputs. per_head: norms of
+    queries and keys, which see this rank's heads.
+    """
+
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    columns: tuple[str, ...] = (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        *("mlp.gate_proj", "mlp.up_proj"),
+    )
+    rows: tuple[str, ...] = ("self_attn.o_proj", "mlp.down_proj")
+    per_head: tuple[str, ...] = ()
+
+
+_LLAMA = Plan()
+_QWEN3 = replace(_LLAMA, per_head=("self_attn.q_norm", "self_attn.k_norm"))
+PLANS = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen2_5_vl_text": _LLAMA,
+    "qwen3": _QWEN3,
+    "qwen3_vl_text": _QWEN3,
+    "gemma3_text": replace(_QWEN3, norms=("input_layernorm", "pre_feedforward_layernorm")),
+}
+"""By `model_type` of the text part's configuration."""
+
+
+def problems(config: Any, tp: int) -> list[str]:
+    """Why a language model of this configuration of transformers cannot run; one sentence each."""
+    text = config.get_text_config()
+    given = f"language.grid.tp = {tp}"
+    found = []
+    if tp > 1 and text.model_type not in PLANS:
+        found.append(
+            f"{given}: there is no table for model_type {text.model_type!r}, only for "
+            f"{', '.join(PLANS)}; use dp alone, or add one to mimo/engines/fsdp/plans.py"
+        )
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        size = getattr(text, key, None)
+        if isinstance(size, int) and size % tp:
+            found.append(f"{given} does not divide {key} = {size} of the model; change tp")
+    for key, what in (
+        ("attn_logit_softcapping", "a soft cap on attention scores"),
+        ("final_logit_softcapping", "a soft cap on logits"),
+        ("attention_dropout", "attention dropout"),
+        ("use_bidirectional_attention", "attention to later text"),
+    ):
+        if value := getattr(text, key, None):
+            found.append(f"language.engine = fsdp: the model has {what} ({key} = {value})")
+    return found
+
+
+@dataclass(frozen=True)
+class Border:
+    """Between hidden states of layers (B, S', H) and what is cut over tp.
+
+    Every rank of tp calls `enter` and `leave` alike, and takes part in their backward.
+    """
+
+    tp: DeviceMesh
+    sequence_parallel: bool
+
+    @property
+    def _outside(self) -> Shard | Replicate:
+        return Shard(_SEQUENCE) if self.sequence_parallel else Replicate()
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """(B, S', H) -> (B, S, H), equal on all ranks; all-gathered if it was cut.
+
+        The gradient is a share on each rank: it is summed, and cut if the input was.
+        """
+        outside = DTensor.from_local(hidden, self.tp, [self._outside], run_check=False)
+        return outside.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def leave(self, share: Tensor) -> Tensor:
+        """This rank's share (B, S, H) of a sum -> the sum (B, S', H); its gradient is whole."""
+        shares = DTensor.from_local(share, self.tp, [Partial()], run_check=False)
+        return shares.redistribute(placements=[self._outside]).to_local()
+
+
+class ColumnLinear(nn.Linear):
+    """Each rank has some of the outputs; all inputs on every rank."""
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear, tp: DeviceMesh) -> None:
+        """Cut a linear and make it one of these."""
+        assert type(linear) is nn.Linear, f"a linear of {type(linear)}"
+        linear.__class__ = cls
+        cut(linear, "weight", tp, 0)
+        if linear.bias is not None:
+            cut(linear, "bias", tp, 0)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs/tp). No communication."""
+        bias = None if self.bias is None else local(self.bias)
+        return nn.functional.linear(input, local(self.weight), bias)
+
+
+class RowLinear(nn.Linear):
+    """Each rank has some of the inputs; their shares of the outputs are summed."""
+
+    border: Border
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear, border: Border) -> None:
+        """Cut a linear and make it one of these. Its bias is not cut."""
+        assert type(linear) is nn.Linear, f"a linear of {type(linear)}"
+        row = cast("RowLinear", linear)
+        row.__class__, row.border = cls, border
+        cut(row, "weight", border.tp, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, S, inputs/tp) -> (B, S', outputs), as `Border.leave`."""
+        output = self.border.leave(nn.functional.linear(input, local(self.weight)))
+        return output if self.bias is None else output + self.bias
+
+
+def cut(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:
+    """Make a parameter of a module a DTensor that is cut over tp. No communication."""
+    whole = module.get_parameter(name)
+    own = distribute_tensor(whole.detach(), tp, [Shard(dim)], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(own, requires_grad=whole.requires_grad))
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that may be cut over tp."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def embed(embedding: nn.Embedding, ids: Tensor, border: Border) -> Tensor:
+    """ids (B, S), equal on all ranks -> embeddings (B, S', H). Each rank has rows of the weight.
+
+    The module runs on them as it is, with its scale if it has one.
+    """
+    weight = local(embedding.weight)
+    own = ids - border.tp.get_local_rank() * weight.shape[0]
+    here = (own >= 0) & (own < weight.shape[0])
+    found = functional_call(embedding, {"weight": weight}, (own.where(here, 0),))
+    return border.leave(found.masked_fill(~here[..., None], 0))
+
+
+def parallelize(text: Any, head: nn.Linear | None, border: Border) -> None:
+    """Cut a text model of transformers and its head, in place; a tied head is None.
+
+    On a device or on meta. Raises ValueError as `problems` says.
+    """
+    tp = border.tp
+    if found := problems(text.config, tp.size()):
+        raise ValueError("\n".join(found))
+    plan = PLANS[text.config.model_type]
+    for layer in text.layers:
+        for name in plan.norms:
+            layer.get_submodule(name).register_forward_hook(partial(_enter, border))
+        for name in plan.columns:
+            ColumnLinear.adopt(layer.get_submodule(name), tp)
+        for name in plan.rows:
+            RowLinear.adopt(layer.get_submodule(name), border)
+    cut(text.embed_tokens, "weight", tp, 0)
+    padding = text.embed_tokens.padding_idx
+    if padding is not None:
+        # The row that gets no gradient is one rank's, under another number.
+        rows = text.config.vocab_size // tp.size()
+        mine = padding // rows == tp.get_local_rank()
+        text.embed_tokens.padding_idx = padding % rows if mine else None
+    if head is not None:
+        cut(head, "weight", tp, 0)
+
+
+def _enter(border: Border, norm: nn.Module, args: object, output: Tensor) -> Tensor:
+    return border.enter(output)
+
+
+def seeing_slices(text: Any, border: Border) -> Iterator[str]:
+    """Names of parameters that are whole on every rank, but see its heads or tokens only."""
+    per_head = PLANS[text.config.model_type].per_head
+    for name, parameter in text.named_parameters():
+        owner = name.rpartition(".")[0]
+        if isinstance(parameter, DTensor):
+            continue
+        if border.sequence_parallel or owner.endswith(per_head):
+            yield name

@@ -1,0 +1,336 @@
+"""Tiny language models of transformers on drawn lanes: the plain module against `LanguageModel`.
+
+The plain module takes one sample at a time, with attention and masks of its own.
+
+Letters: T tokens of a lane, L of a sample, n rows, H hidden, k levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mimo.engines.fsdp.context import FsdpContext
+from mimo.engines.fsdp.language import LanguageModel
+from mimo.engines.megatron.layers.rows import place_rows
+from mimo.engines.megatron.segments import PackedSegments
+
+_TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+NUM_LEVELS = {"qwen3_vl": 2}
+WITHOUT_ROWS = ("llama",)
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    """The whole configuration of a tiny model."""
+    import transformers as hf
+
+    text = {**_TEXT, **changes}
+    if name == "llama":
+        return hf.LlamaConfig(**text, attention_bias=True)
+    if name == "qwen3":
+        return hf.Qwen3Config(**text)
+    tied = text["tie_word_embeddings"]
+    if name == "qwen3_vl":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+        text["rope_parameters"] = {**rope, "mrope_interleaved": True}
+        vision = {**_VISION, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+        return hf.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    if name == "qwen2_5_vl":
+        text["head_dim"] = 8
+        text["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [1, 1, 2],
+        }
+        text |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+        vision = {**_VISION, "out_hidden_size": 32}
+        return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    assert name == "gemma3"
+    text |= {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 20}
+    text["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    # The row without a gradient is on the second rank of two.
+    text["pad_token_id"] = 50
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    return hf.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=True
+    )
+
+
+def plain_model(config: Any) -> Any:
+    """The module of transformers with drawn weights, the same on every rank."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    text_only = config.get_text_config() is config
+    kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    drawn = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=drawn))
+            weight += float("norm" in name)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A packed lane, or with `batch` that many sequences of one length.
+
+    lengths: of the segments; the last is padding. items: (start, length) in the lane, seen_whole: by
+    attention.
+    ids (T,), positions (3, T), rows (1 + k, n, H): embeddings and levels. at (m,): tokens with a
+    loss, in packed order. labels, factors (m,): the loss is the sum of factors times losses.
+    """
+
+    lengths: tuple[int, ...]
+    items: tuple[tuple[int, int], ...]
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    at: Tensor
+    labels: Tensor
+    factors: Tensor
+    batch: int = 1
+    seen_whole: bool = False
+
+    @property
+    def places(self) -> Tensor:
+        """(n,) of the rows in the lane."""
+        parts = [torch.arange(start, start + length) for start, length in self.items]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+
+    @property
+    def segments(self) -> PackedSegments:
+        """What layers get of a packed lane."""
+        return PackedSegments.from_lengths(
+            self.lengths, torch.device("cpu"), items=self.items if self.seen_whole else ()
+        )
+
+    @property
+    def sequence_first(self) -> Tensor:
+        """``at`` as the model takes it: s·B + b."""
+        length = len(self.ids) // self.batch
+        return self.at % length * self.batch + self.at // length
+
+
+LAYOUTS = (
+    ((11, 7, 10, 4), ((2, 5), (20, 3)), 1),
+    ((16, 14, 2), ((18, 6),), 1),
+    ((16, 16), ((3, 2), (5, 2)), 2),
+)
+"""Two packed lanes, then a batch: its items are not seen whole."""
+
+
+def lane_of(name: str, number: int) -> Lane:
+    """A lane, equal on every rank."""
+    lengths, items, batch = LAYOUTS[number]
+    if name in WITHOUT_ROWS:
+        items = ()
+    drawn = torch.Generator().manual_seed(30 + number)
+    total = sum(lengths)
+    ids = torch.randint(0, 96, (total,), generator=drawn)
+    ids[4] = 50  # the padding row of Gemma's embedding, in the middle of text
+    plain = torch.cat([torch.arange(length) for length in lengths])
+    positions = plain.repeat(3, 1)
+    if name.startswith("qwen"):
+        positions[1] += torch.randint(0, 3, (total,), generator=drawn)
+        positions[2] += torch.randint(0, 5, (total,), generator=drawn)
+    count = sum(length for _, length in items)
+    rows = torch.randn((1 + NUM_LEVELS.get(name, 0), count, 32), generator=drawn)
+    last = total if batch > 1 else total - lengths[-1]
+    at = torch.randperm(last, generator=drawn)[:13].sort().values
+    labels = torch.randint(0, 96, (13,), generator=drawn)
+    factors = torch.rand(13, generator=drawn) + 0.5
+    return Lane(lengths, items, ids, positions, rows, at, labels, factors, batch, name == "gemma3")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """losses (m,) of each lane; gradients by name of transformers; of each lane's rows."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    rows: list[Tensor]
+
+
+def plain_outcome(name: str, config: Any, lanes: list[Lane]) -> Outcome:
+    """Of the plain module, one sample at a time."""
+    model = plain_model(config)
+    text = getattr(model.model, "language_model", model.model)
+    losses, of_rows = [], []
+    for lane in lanes:
+        rows = lane.rows.clone().requires_grad_()
+        found, start = [], 0
+        for length in lane.lengths:
+            inside = slice(start, start + length)
+            own = (lane.places >= start) & (lane.places < start + length)
+            places = lane.places[own] - start
+            hidden = text.embed_tokens(lane.ids[None, inside])
+            if len(places):
+                hidden = hidden.index_put((torch.zeros_like(places), places), rows[0][own])
+            given: dict[str, Any] = {}
+            if name == "qwen3_vl":
+                mask = torch.zeros(1, length, dtype=torch.bool)
+                mask[0, places] = True
+                given["visual_pos_masks"] = mask
+                given["deepstack_visual_embeds"] = list(rows[1:, own])
+            if lane.seen_whole and lane.batch == 1:
+                given["attention_mask"] = _gemma_masks(text.config, hidden, lane, start)
+            positions = lane.positions[:, None, inside]
+            out = text(
+                inputs_embeds=hidden,
+                position_ids=positions if name.endswith("vl") else positions[0],
+                use_cache=False,
+                **given,
+            )
+            found.append(out.last_hidden_state[0])
+            start += length
+        logits = model.lm_head(torch.cat(found)[lane.at])
+        loss = nn.functional.cross_entropy(logits, lane.labels, reduction="none")
+        (loss * lane.factors).sum().backward()
+        losses.append(loss.detach())
+        of_rows.append(torch.zeros(0) if rows.grad is None else rows.grad)
+    gradients = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
+    return Outcome(losses, gradients, of_rows)
+
+
+def _gemma_masks(config: Any, hidden: Tensor, lane: Lane, start: int) -> Any:
+    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+    length = hidden.shape[1]
+    blocks = torch.full((1, length), -1)
+    for number, (first, count) in enumerate(lane.items):
+        if start <= first < start + length:
+            blocks[0, first - start : first - start + count] = number
+    return create_masks_for_vision_model(config, hidden, None, None, None, blocks)
+
+
+def fill(model: LanguageModel, plain: Any) -> None:
+    """Each rank's parts of the plain module's weights; before FSDP2."""
+    weights = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, own in model.named_parameters():
+            whole = weights[model.hf_names[name]]
+            if isinstance(own, DTensor):
+                (placement,) = own.placements
+                mesh = own.device_mesh
+                part = whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]  # type: ignore[attr-defined]
+                own.to_local().copy_(part)
+            else:
+                own.copy_(whole)
+
+
+def build(config: Any, ctx: FsdpContext) -> LanguageModel:
+    """A model with the plain module's weights."""
+    model = LanguageModel(config, ctx)
+    model.materialize(torch.device("cpu"))
+    fill(model, plain_model(config))
+    return model.train()
+
+
+def shard(model: LanguageModel) -> None:
+    """FSDP2 over the data-parallel dimensions, with sums."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    mesh = model.ctx.mesh
+    assert mesh is not None
+    for part in (*model.units, model):
+        fully_shard(part, mesh=mesh["dp_replicate", "dp_shard"])
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def place(text: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """A `place` that takes sharded rows."""
+    return place_rows(text, rows, places)
+
+
+def run_lane(model: LanguageModel, lane: Lane, **changes: Any) -> tuple[Tensor, Tensor]:
+    """One microbatch forward and backward -> losses (m,), and gradients (1 + k, n, H) of the rows,
+    whole on every rank of tp.
+    """
+    border, length = model.border, len(lane.ids) // lane.batch
+    cut = border is not None and border.sequence_parallel
+    places, mine = lane.places, torch.ones(len(lane.places), dtype=torch.bool)
+    if cut:
+        part = length // border.tp.size()
+        rank = border.tp.get_local_rank()
+        token, sequence = places % length, places // length
+        mine = (token >= rank * part) & (token < (rank + 1) * part)
+        places = (sequence * part + token - rank * part)[mine]
+    rows = lane.rows[:, mine].requires_grad_()
+    given = {
+        "place": partial(place, rows=rows[0], places=places) if len(lane.places) else None,
+        "levels": (rows[1:], places) if len(rows) > 1 else None,
+        "labels": lane.labels,
+        "loss_at": lane.sequence_first,
+        "packed_seq_params": lane.segments if lane.batch == 1 else None,
+        "position_ids": lane.positions.view(3, lane.batch, length),
+    }
+    losses = model(lane.ids.view(lane.batch, length), **{**given, **changes})
+    (losses * lane.factors).sum().backward()
+    gradient = torch.zeros_like(lane.rows)
+    if rows.grad is not None:
+        gradient[:, mine] = rows.grad
+    if cut:
+        dist.all_reduce(gradient, group=border.tp.get_group())
+    return losses.detach(), gradient
+
+
+def gradients(model: LanguageModel, sums: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """Whole gradients by transformers' name. sums: which are summed over tp; None: as it says."""
+    sums = model.sums_over_tp.__contains__ if sums is None else sums
+    found = {}
+    for name, own in model.named_parameters():
+        gradient = own.grad
+        assert gradient is not None, name
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+        if sums(name):
+            assert model.ctx.tp is not None
+            dist.all_reduce(whole, group=model.ctx.tp.get_group())
+        found[model.hf_names[name]] = whole
+    return found
+
+
+def errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
+    """Of every gradient: max|Δ| / max(max|ref|, 1e-6 · global norm)."""
+    assert set(got) == set(want), set(got) ^ set(want)
+    norm = torch.stack([own.double().norm() for own in want.values()]).norm()
+    return {
+        name: float((got[name] - ref).abs().max() / max(ref.abs().max(), 1e-6 * norm))
+        for name, ref in want.items()
+    }
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Of losses or of rows' gradients."""
+    return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0
