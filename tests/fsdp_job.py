@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-VOCABULARY, LAYERS = 62, 2
+LAYERS = 2
 PREFIX = "model."
 
 
@@ -41,7 +41,9 @@ class Job:
     steps: int = 2
     microbatches: int = 3
     dtype: torch.dtype = torch.float64
+    vocabulary: int = 99
     tied: bool = True
+    biases: bool = True
     frozen: tuple[str, ...] = ()
     reshard_after_forward: bool = True
     plant: str = ""
@@ -64,17 +66,17 @@ def plain_model(job: Job) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=24,
-        intermediate_size=36,
+        vocab_size=job.vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=6,
+        head_dim=16,
         max_position_embeddings=64,
         tie_word_embeddings=job.tied,
         attn_implementation="eager",
-        attention_bias=True,
+        attention_bias=job.biases,
     )
     return Qwen3ForCausalLM._from_config(config, dtype=job.stored)
 
@@ -96,6 +98,7 @@ class Wrapper(nn.Module):
         super().__init__()
         self.model = model
         self.units = list(model.model.layers)
+        self.asked: Any = None
         self.sums_over_tp: frozenset[str] = frozenset()
         if tp is not None:
             self._cut(tp)
@@ -167,10 +170,10 @@ def microbatches(job: Job, step: int, lane: int) -> list[Microbatch]:
     for number in range(job.microbatches):
         generator = torch.Generator().manual_seed(1000 * step + 10 * lane + number)
         length = 5 + 2 * lane + number
-        ids = torch.randint(0, VOCABULARY, (2, length), generator=generator)
+        ids = torch.randint(0, job.vocabulary, (2, length), generator=generator)
         count = 0 if (lane, number) == (1, job.microbatches - 1) else 3 + lane + number
         at = torch.randperm(2 * length, generator=generator)[:count].sort().values
-        labels = torch.randint(0, VOCABULARY, (count,), generator=generator)
+        labels = torch.randint(0, job.vocabulary, (count,), generator=generator)
         found.append(Microbatch(ids, labels, at))
     return found
 
@@ -248,7 +251,10 @@ def context(job: Job, mesh: Any) -> Any:
 
 
 def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> Any:
-    """The model as an `FsdpModule`, built on meta and loaded slice by slice."""
+    """The model as an `FsdpModule`, built on meta and loaded slice by slice.
+
+    plain: without a mesh. What was read is ``whole.asked``.
+    """
     from mimo.engines.fsdp.load import load
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.pieces import Names
@@ -262,8 +268,8 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     for name, param in wrapper.named_parameters():
         param.requires_grad_(not name.endswith(job.frozen or ("-",)))
     shard(wrapper, ctx)
-    asked = Asked(drawn)
-    load(wrapper, ctx, torch.device("cpu"), asked)
+    wrapper.asked = Asked(drawn)
+    load(wrapper, ctx, torch.device("cpu"), wrapper.asked)
     names = names or Names.same({key: tuple(one.shape) for key, one in drawn.items()})
     if job.plant == "no sum over tp":
         wrapper.sums_over_tp = frozenset()

@@ -1,4 +1,4 @@
-"""An encoder under fsdp: run-ahead, colocated groups, lanes without items, what backward reaches."""
+"""An encoder under fsdp: run-ahead, colocated groups, lanes without items."""
 
 from __future__ import annotations
 
