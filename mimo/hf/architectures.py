@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from mimo.families.contracts import (
     EncoderSettings,
+    LanguageFamily,
     LanguageSettings,
     PublishedEncoderFamily,
-    PublishedLanguageFamily,
 )
 from mimo.families.keymap import Weight
 from mimo.families.registry import encoder_settings, language_settings
@@ -58,11 +58,11 @@ class Architecture:
     layouts: tuple[KeyLayout, ...]
     language_prefix: str = LANGUAGE_MODEL
 
-    def language_family(self) -> PublishedLanguageFamily[LanguageSettings]:
+    def language_family(self) -> LanguageFamily:
         """`mimo.languages.<family>`."""
         return cast("Any", importlib.import_module(f"mimo.languages.{self.language}"))
 
-    def encoder_family(self) -> PublishedEncoderFamily[EncoderSettings]:
+    def encoder_family(self) -> PublishedEncoderFamily:
         """`encoders.<family>`."""
         assert self.encoder is not None, f"{self.model_type} has no encoder"
         return cast("Any", importlib.import_module(f"encoders.{self.encoder}"))

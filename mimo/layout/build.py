@@ -11,9 +11,8 @@ from mimo.families.registry import num_language_layers, num_levels
 from mimo.layout.checks import layout_problems
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link, level_places, links_of
-from mimo.recipe.schema import Grid, Recipe, key_of
+from mimo.recipe.schema import Grid, Recipe, key_of, refusals
 from mimo.recipe.source import dotted
-from mimo.recipe.unsupported import refusals
 
 
 def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
@@ -26,7 +25,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     another number of ranks, batch and sequence sizes that do not divide, a run-ahead that would
     deadlock, and what this version does not support yet.
     """
-    problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
+    problems = [*refusals(recipe)]
     if world_size is not None and not 1 <= world_size <= MAX_RANKS:
         raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}", *problems)
     colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}

@@ -91,7 +91,7 @@ def build_model(
         watch=TransferWatch() if has_gpu() else None,
         trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
         whole_rows=recipe.bridge.delivery == "replicated",
-        item_rules=language_family(recipe).ITEM_RULES,
+        item_rules=language_settings(recipe).item_rules,
     )
     for name, groups in topology.modules.items():
         part = recipe.module(name)

@@ -6,7 +6,7 @@ What only makes sense once the ranks are known is checked in `mimo.layout.build`
 """
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,10 +15,9 @@ from ruamel.yaml import YAML
 
 from mimo import bounds
 from mimo.errors import RecipeError, nearest
-from mimo.recipe.findings import PHASES, describe
+from mimo.recipe.findings import PHASES, descriptions
 from mimo.recipe.modules import MAX_ENTRIES, Encoder, Grid, Language, LoRA, MediaTokens, Section
 from mimo.recipe.source import Location, YamlSource, dotted, read_yaml
-from mimo.recipe.unsupported import refusals
 
 __all__ = [
     "LANGUAGE",
@@ -381,13 +380,24 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), fill: Fill = fill_not
 def parse_recipe(source: YamlSource, fill: Fill = fill_nothing) -> Recipe:
     """The recipe that `source` holds. Raises RecipeError like `read_recipe`."""
     problems = [*source.problems, *(source.problem(*found) for found in fill(source.data))]
-    recipe = None
     try:
         recipe = Recipe.model_validate(source.data)
     except ValidationError as error:
-        problems += [describe(source, details, Recipe) for details in error.errors()]
-    problems += [source.problem(location, message) for location, message in refusals(source.data)]
-    if recipe is None or problems:
-        raise RecipeError(*problems)
+        raise RecipeError(*problems, *descriptions(error, source.problem, Recipe)) from error
     recipe._source = source
+    problems += refusals(recipe)
+    if problems:
+        raise RecipeError(*problems)
     return recipe
+
+
+def refusals(recipe: Recipe) -> Iterator[str]:
+    """A line for every key whose value this version cannot do yet."""
+    not_yet = {"cp": "context parallelism", "vpp": "interleaved pipeline stages"}
+    for name, encoder in recipe.encoders.items():
+        for axis, feature in not_yet.items():
+            if (got := getattr(encoder.grid, axis)) != 1:
+                yield recipe.problem(
+                    ("encoders", name, "grid", axis),
+                    f"got {got}, but {feature} in an encoder is not supported yet; only 1 works",
+                )
