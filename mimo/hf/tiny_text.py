@@ -104,14 +104,10 @@ _GEMMA = _Form(
     template=_GEMMA_TEMPLATE,
     end_of_turn="<end_of_turn>",
 )
-_FORMS = {
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "gemma3": _GEMMA,
-    "qwen2": _QWEN,
-    "qwen3": _QWEN,
-    "gemma3_text": _GEMMA,
-}
+
+
+def _form(family: str) -> _Form:
+    return _GEMMA if family.startswith("gemma") else _QWEN
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -119,7 +115,7 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    form = _FORMS[family]
+    form = _form(family)
     ordered = dict.fromkeys((*form.specials, *DIGITS, *words(), *form.extra_words.split()))
     tokenizer = word_tokenizer(list(ordered), form.named["unk_token"])
     if bos := form.named.get("bos_token"):
@@ -141,5 +137,5 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def end_token_ids(family: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The ids at which an answer ends."""
-    form, ids = _FORMS[family], tokenizer.get_vocab()
+    form, ids = _form(family), tokenizer.get_vocab()
     return [ids[token] for token in dict.fromkeys((form.named["eos_token"], form.end_of_turn))]
