@@ -5,19 +5,17 @@ wrong types and values out of range are collected and raised once, each with its
 What only makes sense once the ranks are known is checked in `mimo.layout.build`.
 """
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
-from ruamel.yaml import YAML
 
 from mimo import bounds
 from mimo.errors import RecipeError, nearest
 from mimo.recipe.findings import PHASES, descriptions
 from mimo.recipe.modules import MAX_ENTRIES, Encoder, Grid, Language, LoRA, MediaTokens, Section
-from mimo.recipe.source import Location, YamlSource, dotted, read_yaml
+from mimo.recipe.source import Location, YamlSource, as_yaml, dotted, read_yaml
 
 __all__ = [
     "LANGUAGE",
@@ -346,11 +344,7 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """The resolved recipe, defaults included, as YAML that `read_recipe` reads back."""
-        stream = io.StringIO()
-        yaml = YAML()
-        yaml.default_flow_style = False
-        yaml.dump(self.model_dump(mode="json"), stream)
-        return stream.getvalue()
+        return as_yaml(self.model_dump(mode="json"))
 
 
 Fill = Callable[[dict[str, Any]], Iterable[tuple[Location, str]]]

@@ -4,6 +4,7 @@ Every value keeps its origin: a line of the file, or the override that set it. A
 later (a wrong type, a grid that does not tile the world) can so point at the place to mend.
 """
 
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,14 @@ def dotted(location: Location) -> str:
     """`("data", "sources", 0)` as people type it: `data.sources.0`."""
     parts = (str(part) for part in location)
     return ".".join(part if len(part) <= _SHOWN else f"{part[:_SHOWN]}..." for part in parts)
+
+
+def as_yaml(data: dict[str, Any]) -> str:
+    """Plain data as the text of a recipe."""
+    yaml, stream = YAML(), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.dump(data, stream)
+    return stream.getvalue()
 
 
 @dataclass
