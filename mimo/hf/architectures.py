@@ -115,6 +115,18 @@ _TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_en
 _IN_MEMORY = KeyLayout("the one in memory")
 
 
+def _gemma3_layout(name: str, tower: str) -> KeyLayout:
+    return KeyLayout(
+        name,
+        {
+            LANGUAGE_MODEL: "language_model.model.",
+            "model.vision_tower.": tower,
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "lm_head.": "language_model.lm_head.",
+        },
+    )
+
+
 def _of_text(model_type: str, language: str) -> Architecture:
     """The architecture of a causal language model without a tower."""
     return Architecture(model_type, language, None, (), {}, (_IN_MEMORY,), "model.")
@@ -156,24 +168,8 @@ ARCHITECTURES = {
                 "item_text": "\n\n<start_of_image>{placeholder}<end_of_image>\n\n",
             },
             (
-                KeyLayout(
-                    "transformers 5",
-                    {
-                        LANGUAGE_MODEL: "language_model.model.",
-                        "model.vision_tower.": "vision_tower.",
-                        "model.multi_modal_projector.": "multi_modal_projector.",
-                        "lm_head.": "language_model.lm_head.",
-                    },
-                ),
-                KeyLayout(
-                    "the published one",
-                    {
-                        LANGUAGE_MODEL: "language_model.model.",
-                        "model.vision_tower.": "vision_tower.vision_model.",
-                        "model.multi_modal_projector.": "multi_modal_projector.",
-                        "lm_head.": "language_model.lm_head.",
-                    },
-                ),
+                _gemma3_layout("transformers 5", "vision_tower."),
+                _gemma3_layout("the published one", "vision_tower.vision_model."),
                 KeyLayout(
                     "transformers 4.52",
                     {"model.vision_tower.": "model.vision_tower.vision_model."},

@@ -20,14 +20,9 @@ from mimo.recipe.source import dotted
 _OURS = {"init_std", "vocab_multiple"}
 # Of the image processor: their name by ours. Limits of pixels are written in several ways.
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-_IMAGE_KEYS = {
-    "image_mean": "image_mean",
-    "image_std": "image_std",
-    "pan_and_scan": "do_pan_and_scan",
-    "pan_and_scan_min_crop_size": "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops": "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate": "pan_and_scan_min_ratio_to_activate",
-}
+_CROPS = [f"pan_and_scan_{k}" for k in ("min_crop_size", "max_num_crops", "min_ratio_to_activate")]
+_SAME = ("image_mean", "image_std", *_CROPS)
+_IMAGE_KEYS = {"pan_and_scan": "do_pan_and_scan", **{key: key for key in _SAME}}
 
 
 def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -> dict[str, Any]:
