@@ -26,9 +26,8 @@ from encoders._patches import (
 from mimo.bounds import Patches, Pixels, RotaryBase
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
-from mimo.families.hf_config import Config, expect
+from mimo.families.hf_config import Config, expect, rope_settings
 from mimo.families.hf_preprocessing import Processors, check_agreement, normalisation, pixel_limits
-from mimo.families.hf_rope import rope_settings
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
@@ -179,14 +178,14 @@ def settings_of_all(
     }
     tokens = {key: config[key] for key in ("image_token_id", "video_token_id")}
     check_agreement(processors, **sizes, **tokens)
-    rope = rope_settings(vision["rope_parameters"], "vision_config.rope_parameters", "axial")
+    base, _ = rope_settings(vision["rope_parameters"], "vision_config.rope_parameters", "axial")
     return {
         "num_layers": vision["depth"],
         "hidden_size": vision["hidden_size"],
         "ffn_hidden_size": vision["intermediate_size"],
         "num_attention_heads": vision["num_heads"],
         **sizes,
-        "rotary_base": rope.base,
+        "rotary_base": base,
         "init_std": vision["initializer_range"],
         **pixel_limits(images),
         **_video_limits(processors, videos, video_processor, sizes),

@@ -22,7 +22,8 @@ from mimo.families.lora import adapter_names, adapter_shapes, is_adapter, merged
 from mimo.hf.architectures import Architecture
 from mimo.hf.folder import shards_of
 from mimo.hf.recipes import architecture_of_folder
-from mimo.recipe.schema import LoRA, Recipe
+from mimo.recipe.modules import LoRA
+from mimo.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

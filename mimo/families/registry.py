@@ -93,22 +93,3 @@ def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
         ("encoders", encoder, "model"),
         recipe,
     )
-
-
-def num_levels(recipe: Recipe, encoder: str) -> int:
-    """The number of feature levels that an encoder emits besides the embeddings.
-
-    0 if its family or settings are wrong, which is reported elsewhere.
-    """
-    try:
-        return encoder_settings(recipe, encoder).num_levels
-    except RecipeError:
-        return 0
-
-
-def num_language_layers(recipe: Recipe) -> int | None:
-    """The number of layers of the language model; None if its settings are wrong."""
-    try:
-        return language_settings(recipe).num_layers
-    except RecipeError:
-        return None

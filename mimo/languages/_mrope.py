@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from mimo.bounds import Channels, RotaryBase
-from mimo.families.hf_config import Config, expect
-from mimo.families.hf_rope import rope_settings
+from mimo.families.hf_config import Config, expect, rope_settings
 from mimo.families.item_rules import ItemRules
 from mimo.languages._decoder import DecoderSettings, decoder_sizes
 
@@ -60,7 +59,7 @@ def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]
         section = [*proportional((time, height, width), sizes["head_size"] // 2)]
     return {
         **sizes,
-        "rotary_base": rope_settings(rope, "text_config.rope_parameters", "default").base,
+        "rotary_base": rope_settings(rope, "text_config.rope_parameters", "default")[0],
         "mrope_section": list(rope.get("mrope_section", section)),
     }
 

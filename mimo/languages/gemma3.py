@@ -19,8 +19,7 @@ from torch.nn import functional
 from mimo.bounds import AttentionScalar, Layers, RotaryBase, RotaryFactor, Window
 from mimo.engines import megatron as engine
 from mimo.families.flops import causal_pairs
-from mimo.families.hf_config import Config, expect
-from mimo.families.hf_rope import rope_settings
+from mimo.families.hf_config import Config, expect, rope_settings
 from mimo.families.item_rules import ItemRules
 from mimo.families.keymap import Weight
 from mimo.languages._decoder import QK_NORMS, DecoderSettings, decoder_sizes, decoder_weights
@@ -144,8 +143,10 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
         use_bidirectional_attention=False,
     )
     where, rope = "text_config.rope_parameters", text["rope_parameters"]
-    local = rope_settings(rope["sliding_attention"], f"{where}.sliding_attention", "default")
-    whole = rope_settings(rope["full_attention"], f"{where}.full_attention", "default", "linear")
+    local, _ = rope_settings(rope["sliding_attention"], f"{where}.sliding_attention", "default")
+    base, factor = rope_settings(
+        rope["full_attention"], f"{where}.full_attention", "default", "linear"
+    )
     kinds = ["global" if kind == "full_attention" else "sliding" for kind in text["layer_types"]]
     found = {
         **decoder_sizes(config),
@@ -153,9 +154,9 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
         "sliding_window": text["sliding_window"],
         # Without any global layer, all that counts is that the first would come later.
         "sliding_window_pattern": (kinds.index("global") if "global" in kinds else len(kinds)) + 1,
-        "local_rotary_base": local.base,
-        "rotary_base": whole.base,
-        "rotary_factor": whole.factor,
+        "local_rotary_base": local,
+        "rotary_base": base,
+        "rotary_factor": factor,
     }
     if list(Settings(**found).layer_kinds()) != kinds:
         raise ValueError(

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from mimo.bounds import MAX_RANKS
 from mimo.errors import RecipeError
-from mimo.families.registry import num_language_layers, num_levels
+from mimo.families.registry import encoder_settings, language_settings
 from mimo.layout.checks import layout_problems
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link, level_places, links_of
-from mimo.recipe.schema import Grid, Recipe, key_of, refusals
+from mimo.recipe.modules import Grid
+from mimo.recipe.schema import Recipe, key_of, refusals
 from mimo.recipe.source import dotted
 
 
@@ -57,10 +58,14 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
     """The bridges of each encoder with feature levels; too many levels are added to `problems`."""
-    links, layers = {}, num_language_layers(recipe)
-    for name in recipe.encoders:
-        levels = num_levels(recipe, name)
-        if layers is not None and levels > layers:
+    links = {}
+    try:
+        layers = language_settings(recipe).num_layers
+        found = {name: encoder_settings(recipe, name).num_levels for name in recipe.encoders}
+    except RecipeError:
+        return links  # reported elsewhere
+    for name, levels in found.items():
+        if levels > layers:
             problems.append(
                 recipe.problem(
                     ("encoders", name, "model"),
@@ -68,7 +73,7 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
                     f"layers, but language.model.num_layers is {layers}; emit fewer levels",
                 )
             )
-        elif layers is not None and levels > 0:
+        elif levels > 0:
             places = level_places(language.pp, language.vpp, layers, levels)
             links[name] = links_of(name, places)
     return links

@@ -21,7 +21,9 @@ from typing import Any
 
 from mimo.bounds import PHASE_NAME
 from mimo.errors import RecipeError, shown
-from mimo.recipe.schema import PHASES, Fill, LoRA, Recipe, fill_nothing, parse_recipe
+from mimo.recipe.findings import PHASES
+from mimo.recipe.modules import LoRA
+from mimo.recipe.schema import Fill, Recipe, parse_recipe
 from mimo.recipe.source import Location, YamlSource, as_yaml, dotted, read_yaml
 
 _NAME = re.compile(PHASE_NAME)
@@ -94,9 +96,7 @@ class PhasedRecipe:
         return as_yaml(self.source.data)
 
 
-def read_phases(
-    path: Path, overrides: Sequence[str] = (), fill: Fill = fill_nothing
-) -> PhasedRecipe:
+def read_phases(path: Path, overrides: Sequence[str], fill: Fill) -> PhasedRecipe:
     """Read the recipe at `path`, with or without phases.
 
     An override such as `phases.0.train.steps=5` changes one phase. An override of a key outside

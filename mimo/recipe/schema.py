@@ -12,25 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from mimo import bounds
-from mimo.errors import RecipeError, nearest
+from mimo.errors import RecipeError
 from mimo.recipe.findings import PHASES, descriptions
-from mimo.recipe.modules import MAX_ENTRIES, Encoder, Grid, Language, LoRA, MediaTokens, Section
+from mimo.recipe.modules import MAX_ENTRIES, Encoder, Language, Section
 from mimo.recipe.source import Location, YamlSource, as_yaml, dotted, read_yaml
-
-__all__ = [
-    "LANGUAGE",
-    "Encoder",
-    "Grid",
-    "Language",
-    "LoRA",
-    "MediaTokens",
-    "Recipe",
-    "RecipeError",
-    "key_of",
-    "nearest",
-    "read_recipe",
-]
-
 
 LANGUAGE = "language"
 """The name of the language model's module; all others are encoders."""
@@ -231,16 +216,12 @@ class Train(Section):
     """CPU threads of each rank; null shares out the cores."""
 
     @model_validator(mode="after")
-    def _fp8_computes_for_bf16_weights(self) -> "Train":
+    def _settings_go_together(self) -> "Train":
         if self.fp8 != "none" and self.precision != "bf16":
             raise ValueError(
                 f"fp8: {self.fp8} works beside bf16 weights, but precision is {self.precision}; "
                 f"set precision: bf16, or remove fp8"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _state_can_be_distributed(self) -> "Train":
         if self.distributed_optimizer and self.optimizer != "adam":
             raise ValueError(
                 f"distributed_optimizer: true shares out Adam's state, but optimizer is "
@@ -251,19 +232,13 @@ class Train(Section):
                 "distributed_optimizer: true works in fp32 and bf16, but precision is fp64; "
                 "set precision: fp32, or remove distributed_optimizer"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_can_be_gathered_late(self) -> "Train":
-        if self.overlap_param_gather is not True:
-            return self
-        if not self.distributed_optimizer:
+        if self.overlap_param_gather is True and not self.distributed_optimizer:
             raise ValueError(
                 "overlap_param_gather: true is about the weights that a distributed optimizer "
                 "updates, but distributed_optimizer is false; set it to true, or remove "
                 "overlap_param_gather"
             )
-        if self.overlap_grad_reduce is False:
+        if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
             raise ValueError(
                 "overlap_param_gather: true needs overlap_grad_reduce, which is false; set it to "
                 "true, or remove overlap_param_gather"
@@ -351,12 +326,7 @@ Fill = Callable[[dict[str, Any]], Iterable[tuple[Location, str]]]
 """Completes a recipe's plain data in place; yields the location and message of every problem."""
 
 
-def fill_nothing(data: dict[str, Any]) -> Iterable[tuple[Location, str]]:
-    """Leave the data as it was written."""
-    return ()
-
-
-def read_recipe(path: Path, overrides: Sequence[str] = (), fill: Fill = fill_nothing) -> Recipe:
+def read_recipe(path: Path, overrides: Sequence[str], fill: Fill) -> Recipe:
     """Read the recipe at `path` with `overrides` such as `language.grid.tp=2` applied in order.
 
     `fill` adds what `init_from` says; `mimo.hf.recipes` has the one for Hugging Face folders.
@@ -371,7 +341,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), fill: Fill = fill_not
     return parse_recipe(source, fill)
 
 
-def parse_recipe(source: YamlSource, fill: Fill = fill_nothing) -> Recipe:
+def parse_recipe(source: YamlSource, fill: Fill) -> Recipe:
     """The recipe that `source` holds. Raises RecipeError like `read_recipe`."""
     problems = [*source.problems, *(source.problem(*found) for found in fill(source.data))]
     try:
