@@ -160,7 +160,7 @@ class Tower[P: PackedItems](nn.Module):
     It knows nothing of images: an item is a grid (t, h, w) of inputs, each a row of ``patches``.
     These may be patches of an image or, as (t, 1, 1), frames of a sound.
 
-    config: Megatron's, for the stack. tokens_per_row: consecutive tokens of an item that `project`
+    tokens_per_row: consecutive tokens of an item that `project`
     turns into one row. level_blocks: blocks, counted from 0 over all stages, whose outputs
     `project` needs besides the last one's. part: which tokens and rows this rank has.
     """
@@ -273,17 +273,10 @@ class Tower[P: PackedItems](nn.Module):
     def forward(
         self, patches: Tensor | WirePatches | None, items: Tensor | PreparedItems[P]
     ) -> Tensor | ItemRows:
-        """The items' rows on the last stage; under sequence parallelism this rank's part of them.
+        """The items' rows on the last stage, as `mimo.families.contracts.EncoderFamily` says.
 
         Other stages return hidden states (T', 1, (1 + l)·D): the last block's, then those of the l
-        ``level_blocks`` so far.
-
-        patches: as sent, or values (P, C) in the tower's dtype, on the first stage, else None.
-        items: as prepared, or their grids (I, 3) int64 on the host, which are then prepared here.
-        Under sequence parallelism every rank gets all of both.
-
-        With no items the rows are (0, (1 + L)·H) and still part of the graph, so that every
-        parameter gets its (zero) gradient and data-parallel hooks fire.
+        ``level_blocks`` so far. Grids (I, 3) int64 of the host are prepared here.
         """
         if isinstance(items, Tensor):
             items = self.prepare(items, partial(send, device=next(self.parameters()).device))

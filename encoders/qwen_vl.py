@@ -5,10 +5,8 @@ within whole frames; with `window_size`, most layers attend within windows of a 
 images of a microbatch run as one packed sequence, in which each frame is a segment: nothing is
 padded to the largest. With windows, a frame's rows are sorted by window from the first layer on.
 
-Under sequence parallelism rank t of the tensor-parallel group holds the t-th of tp equal parts of
-all patches and emits that part of the rows. Blank patches at the end, as a separate segment, make
-the parts equal. A rank's part of the sorted rows is not its part of the rows in order, so the ranks
-gather all rows after the merger and each takes its part.
+Under sequence parallelism a rank's part of the sorted rows is not its part of the rows in order, so
+the ranks gather all rows after the merger and each takes its part.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, H language hidden.

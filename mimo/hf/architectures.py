@@ -28,7 +28,6 @@ LANGUAGE_MODEL = "model.language_model."
 class KeyLayout:
     """How names begin on disk, by how they begin in memory; the first match counts."""
 
-    name: str
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def on_disk(self, key: str) -> str:
@@ -101,7 +100,7 @@ class Architecture:
 
     def _renamed(self, weight: Weight) -> Weight:
         """With this model's names in memory; families use the names of a model with a tower."""
-        names = KeyLayout(self.model_type, {LANGUAGE_MODEL: self.language_prefix})
+        names = KeyLayout({LANGUAGE_MODEL: self.language_prefix})
         runs = [
             replace(run, source=replace(run.source, key=names.on_disk(run.source.key)))
             for run in weight.runs
@@ -112,12 +111,11 @@ class Architecture:
 _IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
 # The time of each frame stands before it, so each frame needs its own marks.
 _TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
-_IN_MEMORY = KeyLayout("the one in memory")
+_IN_MEMORY = KeyLayout()
 
 
-def _gemma3_layout(name: str, tower: str) -> KeyLayout:
+def _gemma3_layout(tower: str) -> KeyLayout:
     return KeyLayout(
-        name,
         {
             LANGUAGE_MODEL: "language_model.model.",
             "model.vision_tower.": tower,
@@ -142,10 +140,8 @@ ARCHITECTURES = {
             ("model.visual.",),
             {**_IMAGE, "other_media": {"video": _VIDEO}},
             (
-                KeyLayout(
-                    "the published one",
-                    {LANGUAGE_MODEL: "model.", "model.visual.": "visual."},
-                ),
+                # The published one.
+                KeyLayout({LANGUAGE_MODEL: "model.", "model.visual.": "visual."}),
                 _IN_MEMORY,
             ),
         ),
@@ -168,12 +164,10 @@ ARCHITECTURES = {
                 "item_text": "\n\n<start_of_image>{placeholder}<end_of_image>\n\n",
             },
             (
-                _gemma3_layout("transformers 5", "vision_tower."),
-                _gemma3_layout("the published one", "vision_tower.vision_model."),
-                KeyLayout(
-                    "transformers 4.52",
-                    {"model.vision_tower.": "model.vision_tower.vision_model."},
-                ),
+                # Of transformers 5, the published one, and of transformers 4.52.
+                _gemma3_layout("vision_tower."),
+                _gemma3_layout("vision_tower.vision_model."),
+                KeyLayout({"model.vision_tower.": "model.vision_tower.vision_model."}),
                 _IN_MEMORY,
             ),
         ),

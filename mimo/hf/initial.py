@@ -82,8 +82,6 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
         architecture = architecture_of_folder(folder)
         weights = architecture.weights_of(recipe)
         return InitialWeights(HFCheckpoint(folder, architecture, weights), weights)
-    except RecipeError as error:
-        first, *others = error.problems
-        raise RecipeError(recipe.problem(("init_from",), first), *others) from error
     except InputError as error:
-        raise RecipeError(recipe.problem(("init_from",), str(error))) from error
+        first, *others = error.args
+        raise RecipeError(recipe.problem(("init_from",), first), *others) from error
