@@ -41,14 +41,13 @@ class PatchSettings(EncoderSettings):
 
 
 def patch_counts(grids: np.ndarray, merge: int) -> dict[str, float]:
-    """grids (I, 3) as (t, h, w) in patches -> how many patches and rows all items have."""
+    """grids (I, 3) as (t, h, w) in patches -> how many patches and rows all items have.
+
+    And how many pairs of patches of the same frame, in both orders, a patch with itself included.
+    """
     patches = float(np.prod(grids, axis=1).sum())
-    return {"patch": patches, "row": patches / merge**2}
-
-
-def frame_pairs(grids: np.ndarray) -> float:
-    """grids (I, 3) -> pairs of patches that are in the same frame, both orders and equal ones."""
-    return float((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
+    pairs = float((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
+    return {"attention pair": pairs, "patch": patches, "row": patches / merge**2}
 
 
 def check_processor(processor: Config, resample: int, kind: str, name: str) -> None:

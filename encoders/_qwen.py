@@ -20,7 +20,6 @@ from encoders._patches import (
     PatchSettings,
     PatchTower,
     check_processor,
-    frame_pairs,
     patch_counts,
 )
 from mimo.bounds import Patches, Pixels, RotaryBase
@@ -114,7 +113,7 @@ class QwenSettings(PatchSettings):
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         """Patches, rows, and pairs of patches of a frame."""
-        return {"attention pair": frame_pairs(grids), **patch_counts(grids, self.merge_size)}
+        return patch_counts(grids, self.merge_size)
 
 
 class QwenTower(PatchTower):

@@ -27,7 +27,6 @@ from encoders._patches import (
     PatchSettings,
     PatchTower,
     check_processor,
-    frame_pairs,
     patch_counts,
 )
 from encoders._tower import SequencePart, both, build_tower, gelu_stack
@@ -136,7 +135,7 @@ class Settings(PatchSettings):
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         """Patches, rows, and pairs of patches of an image."""
-        return {"attention pair": frame_pairs(grids), **patch_counts(grids, self.merge_size)}
+        return patch_counts(grids, self.merge_size)
 
 
 class Projector(nn.Module):

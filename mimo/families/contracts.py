@@ -229,15 +229,9 @@ class LanguageSettings(FamilySettings):
 class EncoderFamily(Protocol):
     """A family of encoders: a tower with its projector to the language model's width."""
 
-    @property
-    def Settings(self) -> type[EncoderSettings]:  # noqa: N802 - the name of a class in the module
-        """The settings' class."""
-        ...
-
-    @property
-    def PROJECTOR(self) -> tuple[str, ...]:  # noqa: N802 - a constant of the module
-        """How the names of the projector's parameters begin; all others are the tower's."""
-        ...
+    Settings: type[EncoderSettings]
+    PROJECTOR: tuple[str, ...]
+    """How the names of the projector's parameters begin; all others are the tower's."""
 
     def build(self, settings: Any, ctx: ModuleContext, output_size: int, seed: int) -> nn.Module:
         """This rank's part of tower and projector, with freshly drawn weights.
@@ -289,10 +283,7 @@ class PublishedEncoderFamily(EncoderFamily, Protocol):
 class LanguageFamily(Protocol):
     """A family of language models."""
 
-    @property
-    def Settings(self) -> type[LanguageSettings]:  # noqa: N802 - the name of a class in the module
-        """The settings' class."""
-        ...
+    Settings: type[LanguageSettings]
 
     def build(
         self,
