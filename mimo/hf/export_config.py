@@ -33,20 +33,19 @@ def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -
     """
     config, processors = read_config(folder), read_processors(folder)
     language = architecture.language_family()
-    trained: dict[str, FamilySettings] = {LANGUAGE: language_settings(recipe)}
-    said: dict[str, FamilySettings] = {
-        LANGUAGE: language.Settings.model_validate(language.settings_from_hf(config))
-    }
+    said: FamilySettings = language.Settings(**language.settings_from_hf(config))
+    modules: list[tuple[str, FamilySettings, FamilySettings]] = [
+        (LANGUAGE, language_settings(recipe), said)
+    ]
     if (tower := architecture.tower_of(recipe)) is not None:
         family = architecture.encoder_family()
-        trained[tower] = encoder_settings(recipe, tower)
-        said[tower] = family.Settings.model_validate(family.settings_from_hf(config, processors))
+        said = family.Settings(**family.settings_from_hf(config, processors))
+        modules.append((tower, encoder_settings(recipe, tower), said))
     found: dict[str, Any] = {}
     problems: list[str] = []
-    for name, own in trained.items():
-        expected = said[name].model_dump()
-        section = dotted((*key_of(name), "model"))
-        for key, value in own.model_dump().items():
+    for name, trained, said in modules:
+        expected, section = said.model_dump(), dotted((*key_of(name), "model"))
+        for key, value in trained.model_dump().items():
             if key in _OURS or value == expected[key]:
                 continue
             if name != LANGUAGE and key in (*_LIMITS, *_IMAGE_KEYS):
