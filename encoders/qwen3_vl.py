@@ -200,7 +200,7 @@ class Qwen3VLTower(QwenTower):
     def pack(self, grids: Tensor) -> PackedPatches:
         """On the first stage with the learned positions around each of this rank's patches."""
         packed = super().pack(grids)
-        if self.pos_embed is None:
+        if not isinstance(self.pos_embed, GridPositions):  # a later stage
             return packed
         sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
         own = (self.part.own(values, len(values)) for values in (packed.places, sizes))
