@@ -30,7 +30,8 @@ from mimo.model.build import build_model
 from mimo.model.memory import check_memory
 from mimo.model.modules import MimoModel
 from mimo.model.rows import Arrived, join_levels, place_embeddings
-from mimo.recipe.schema import Grid, Recipe
+from mimo.recipe.modules import Grid
+from mimo.recipe.schema import Recipe
 
 
 def join_world_of_one() -> None:

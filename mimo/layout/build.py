@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from mimo.bounds import MAX_RANKS
 from mimo.errors import RecipeError
-from mimo.families.registry import num_language_layers, num_levels
+from mimo.families.registry import encoder_settings, language_settings
 from mimo.layout.checks import layout_problems
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link, level_places, links_of
-from mimo.recipe.schema import Recipe, key_of
+from mimo.recipe.schema import Recipe, key_of, refusals
 from mimo.recipe.source import dotted
-from mimo.recipe.unsupported import refusals
 
 
 def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
@@ -26,7 +25,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     another number of ranks, batch and sequence sizes that do not divide, a run-ahead that would
     deadlock, and what this version does not support yet.
     """
-    problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
+    problems = [*refusals(recipe)]
     if world_size is not None and not 1 <= world_size <= MAX_RANKS:
         raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}", *problems)
     colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
@@ -58,10 +57,14 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
     """The bridges of each encoder with feature levels; too many levels are added to `problems`."""
-    links, layers = {}, num_language_layers(recipe)
-    for name in recipe.encoders:
-        levels = num_levels(recipe, name)
-        if layers is not None and levels > layers:
+    links = {}
+    try:
+        layers = language_settings(recipe).num_layers
+        found = {name: encoder_settings(recipe, name).num_levels for name in recipe.encoders}
+    except RecipeError:
+        return links  # reported elsewhere
+    for name, levels in found.items():
+        if levels > layers:
             problems.append(
                 recipe.problem(
                     ("encoders", name, "model"),
@@ -69,7 +72,7 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
                     f"layers, but language.model.num_layers is {layers}; emit fewer levels",
                 )
             )
-        elif layers is not None and levels > 0:
+        elif levels > 0:
             places = level_places(language.pp, language.vpp, layers, levels)
             links[name] = links_of(name, places)
     return links

@@ -92,7 +92,7 @@ def build_model(
         watch=TransferWatch() if has_gpu() else None,
         trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
         whole_rows=recipe.bridge.delivery == "replicated",
-        item_rules=language_family(recipe).ITEM_RULES,
+        item_rules=language_settings(recipe).item_rules,
         num_tokens=num_tokens,
     )
     for name in topology.modules:

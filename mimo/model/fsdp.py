@@ -25,7 +25,7 @@ from mimo.families.dtypes import DTYPES
 from mimo.families.keymap import Weight, num_elements
 from mimo.families.registry import language_settings
 from mimo.hf.initial import InitialWeights
-from mimo.hf.recipe_keys import architecture_of_folder
+from mimo.hf.recipes import architecture_of_folder
 from mimo.hf.transformers_config import transformers_config
 from mimo.layout.groups import Topology
 from mimo.model.flops import learning_names
