@@ -41,16 +41,19 @@ def recipe_keys() -> str:
     """The page, as Markdown."""
     parts = [_INTRO]
     for model, places in _sections(Recipe, "", {}).items():
-        parts.append(_section("##", model, places, _summary(model)))
+        heading = ", ".join(f"`{place}`" for place in places if place) or "The whole recipe"
+        summary = " ".join((model.__doc__ or "").split())
+        parts.append(f"## {heading}\n\n{summary}\n\n" + _table(model))
     for package, title, place in _FAMILIES:
         parts.append(f"## {title}\n\nKeys under `{place}`.\n")
-        for name, settings in _family_settings(package):
-            parts.append(_section("###", settings, [name], ""))
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if not module.name.startswith("_"):
+                settings = importlib.import_module(f"{package}.{module.name}").Settings
+                parts.append(f"### `{module.name}`\n\n" + _table(settings))
     parts.append(
         "## Settings of generators of example data\n\nKeys under `data.prepare_settings`.\n"
     )
-    for name, (_, settings) in GENERATORS.items():
-        parts.append(_section("###", settings, [name], ""))
+    parts += [f"### `{name}`\n\n" + _table(settings) for name, (_, settings) in GENERATORS.items()]
     return "\n".join(parts)
 
 
@@ -76,28 +79,15 @@ def _models_in(annotation: Any, suffix: str) -> Iterator[tuple[type[BaseModel], 
         yield from _models_in(argument, suffix)
 
 
-def _family_settings(package: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if not module.name.startswith("_"):
-            yield module.name, importlib.import_module(f"{package}.{module.name}").Settings
-
-
-def _section(level: str, model: type[BaseModel], places: list[str], summary: str) -> str:
-    heading = ", ".join(f"`{place}`" for place in places if place) or "The whole recipe"
-    schemas = model.model_json_schema()
-    lines = [f"{level} {heading}", ""]
-    lines += [summary, ""] if summary else []
-    lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+def _table(model: type[BaseModel]) -> str:
+    schemas = model.model_json_schema()["properties"]
+    lines = ["| key | takes | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        takes = _takes(schemas["properties"][name], schemas.get("$defs", {}))
+        takes = _takes(schemas[name])
         meaning = " ".join(_description(model, name).split())
         cells = [f"`{name}`", takes, _default(field), meaning]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _summary(model: type[BaseModel]) -> str:
-    return " ".join((model.__doc__ or "").split())
 
 
 def _description(model: type[BaseModel], name: str) -> str:
@@ -117,13 +107,13 @@ def _default(field: FieldInfo) -> str:
     return f"`{json.dumps(field.default)}`"
 
 
-def _takes(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+def _takes(schema: dict[str, Any]) -> str:
     """What a JSON schema accepts, in words."""
     if "$ref" in schema:
         return "mapping of keys"
     for combined in ("anyOf", "oneOf"):
         if combined in schema:
-            return " or ".join(_takes(one, definitions) for one in schema[combined])
+            return " or ".join(_takes(one) for one in schema[combined])
     if "const" in schema or "enum" in schema:
         choices = schema.get("enum", [schema.get("const")])
         return " or ".join(f"`{choice}`" for choice in choices)
@@ -134,9 +124,9 @@ def _takes(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
             return f"{kind} {_limits(schema)}".strip()
         case "array" if "prefixItems" in schema:
             entries = schema["prefixItems"]
-            return f"list of {len(entries)}: {_takes(entries[0], definitions)}"
+            return f"list of {len(entries)}: {_takes(entries[0])}"
         case "array":
-            return f"list of {_takes(schema['items'], definitions)}"
+            return f"list of {_takes(schema['items'])}"
         case "object":
             return "mapping"
         case kind:
