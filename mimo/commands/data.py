@@ -42,7 +42,7 @@ def data_doctor(
     json: JsonOption = None,
 ) -> int | None:
     """Look at the data before a job: one page of figures, bad samples and samples to look at."""
-    from mimo.step.doctor_page import main as run
+    from mimo.step.doctor import main as run
 
     return run(recipe, overrides or [], num_ranks, page, json)
 
