@@ -45,7 +45,7 @@ class Crew:
                 # Without the frames, which hold the sample's data.
                 self._end(task, error.with_traceback(None))
             else:
-                if task.shared and task.path is not None:
+                if task.shared:
                     write_arrays(task.path, arrays)
                 self._end(task, arrays)
             return True
@@ -53,7 +53,7 @@ class Crew:
         if worker is None:
             return False
         self._busy[worker.pipe] = (worker, task, time.monotonic())
-        reader = self._decoding.reader_number(task.reader)
+        reader = self._decoding.readers.index(task.reader)
         with suppress(OSError):  # it has died just now, as its pipe will say
             worker.pipe.send((reader, task.kind, task.address, task.path))
         return True
@@ -85,7 +85,7 @@ class Crew:
 
     def _hear(self, worker: Worker, task: Task) -> None:
         """Take a worker's answer, or what its end says. Raises what was raised there."""
-        assert self._pool is not None and task.path is not None, "workers come from a pool"
+        assert self._pool is not None, "workers come from a pool"
         try:
             answer, value = worker.pipe.recv()
         except (EOFError, OSError):
@@ -115,7 +115,7 @@ class Crew:
         )
 
     def _end(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
-        if isinstance(outcome, UnreadableSample) and task.shared and task.path is not None:
+        if isinstance(outcome, UnreadableSample) and task.shared:
             write_arrays(task.path, ())  # the others must not wait for it
         self._done.append((task, outcome))
 

@@ -126,7 +126,8 @@ class StepLoader:
         self.planner = planner
         self.readers = readers
         self.decoding = decoding
-        self._name = decoding.next_name()
+        self._prefix = str(decoding.num_loaders)
+        decoding.num_loaders += 1
         self._next = first_step
         self._last = last_step
         self._num_left = last_step - first_step
@@ -223,7 +224,7 @@ class StepLoader:
         for _ in microbatches:
             loaded.encoded.append({})
             loaded.patches.append({})
-        tasks = [*tasks_of_step(step, self._name, microbatches, self.readers, self.decoding)]
+        tasks = [*tasks_of_step(step, self._prefix, microbatches, self.readers, self.decoding)]
         own = [task.by == self.decoding.rank for task in tasks]
         return _Loading(
             loaded,
@@ -237,7 +238,6 @@ class StepLoader:
         for step in list(self._steps):
             while step.awaited:
                 task = step.awaited[0]
-                assert task.path is not None, "what is shared has a file"
                 if not task.path.exists():
                     if step is self._steps[0]:
                         self._check_patience(task)
@@ -252,7 +252,7 @@ class StepLoader:
             sample = first_samples(loaded.microbatches)[task.microbatch] + task.sample
             loaded.unusable[sample] = arrays.sample
             arrays = []
-        if task.shared and task.path is not None:
+        if task.shared:
             loaded.handed_over.append(task.path)
         self._count_bytes(step, -task.num_bytes)
         self._have(step, task, arrays)

@@ -24,8 +24,8 @@ class Task:
     """One text or item to decode.
 
     number, sample: its number, and its sample's, in the microbatch. address: its number in its
-    index. by: the rank that decodes it. num_bytes: about so many. path: of the file in which it is
-    handed over, if it is. shared: with other ranks. ends: how workers ended that were at it.
+    index. by: the rank that decodes it. num_bytes: about so many. path: of the file in which a
+    worker or another rank hands it over. ends: how workers ended that were at it.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Task:
     address: int
     by: int
     num_bytes: int
-    path: Path | None
+    path: Path
     shared: bool
     ends: list[str] = field(default_factory=list)
 
@@ -53,12 +53,12 @@ class Task:
 
 def tasks_of_step(
     step: int,
-    name: str,
+    prefix: str,
     microbatches: Sequence[PlannedMicrobatch],
     readers: Sequence[SampleReader],
     decoding: Decoding,
 ) -> Iterator[Task]:
-    """All texts and items that this rank needs, in order of use. name: of files.
+    """All texts and items that this rank needs, in order of use. prefix: of the names of files.
 
     What several ranks of the host need is shared out by its cost, equally on all of them.
     """
@@ -92,10 +92,7 @@ def tasks_of_step(
                     for one, part in pairs
                 ]
             columns = (own.tolist() for own in (number, sample, source, address, sharer))
-            for n, i, from_source, at, by, num_bytes in zip(*columns, sizes, strict=True):
-                reader = readers[from_source]
-                path = decoding.path(f"{name}.{step}.{m}.{kind}.{n}")
-                shared = len(ranks) > 1
-                yield Task(
-                    step, reader, kind, m, n, i, from_source, at, ranks[by], num_bytes, path, shared
-                )
+            for n, i, s, at, by, num_bytes in zip(*columns, sizes, strict=True):
+                path = decoding.folder / f"{prefix}.{step}.{m}.{kind}.{n}"
+                own = readers[s], kind, m, n, i, s, at, ranks[by], num_bytes, path, len(ranks) > 1
+                yield Task(step, *own)
