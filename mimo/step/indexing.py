@@ -23,11 +23,6 @@ _SMALL = 32 * 2**20  # bytes that one process indexes before others have started
 _LOOK_SECONDS = 0.2
 
 
-def num_cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def shares(tasks: Sequence[IndexTask], num: int) -> list[list[IndexTask]]:
     """The same tasks dealt out: the largest shards first, every ``num``-th to the same."""
     by_size = sorted(tasks, key=lambda task: -task.shard.size)
@@ -46,7 +41,7 @@ def build_in_processes(
     They end with this one; what they have finished stays. Raises as `build_here`.
     """
     total = sum(task.shard.size for task in tasks)
-    num = min(num_cores() if workers is None else workers, len(tasks))
+    num = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(tasks))
     if num < 2 or (workers is None and total < _SMALL):
         build_here(tasks, chat, processors, progress)
         return
@@ -121,18 +116,15 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
     problems: list[str] = []
     for split in SPLITS:
         for number, source in enumerate(sources_of(recipe, split)):
-            place = ("data", split, number, "path")
             try:
                 found = find_survey(source.path, settings, media, cache_folder(recipe))
+                if found is None:
+                    raise ValueError(
+                        f"got {source.path}, whose index can be stored neither beside its shards "
+                        "nor in data.cache_directory; give a folder there"
+                    )
             except ValueError as error:
-                problems.append(recipe.problem(place, str(error)))
-                continue
-            if found is None:
-                message = (
-                    f"got {source.path}, whose index can be stored neither beside its shards nor "
-                    "in data.cache_directory; give a folder there"
-                )
-                problems.append(recipe.problem(place, message))
+                problems.append(recipe.problem(("data", split, number, "path"), str(error)))
                 continue
             if found.tasks and recipe.data.build_index == "refuse":
                 message = (
