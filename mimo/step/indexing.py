@@ -15,7 +15,7 @@ from data.index.samples import Processors, settings_fingerprint
 from data.index.store import find_survey
 from data.text.chat import ChatTokenizer
 from mimo.errors import RecipeError
-from mimo.launch.processes import RankProcesses, warm_up
+from mimo.launch.processes import run_processes, warm_up
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import SPLITS, cache_folder, item_processors, open_tokenizer, sources_of
 
@@ -59,9 +59,8 @@ def build_in_processes(
         watcher.start()
         problems = Problems()
         try:
-            with RankProcesses(_index_share, args, num, dict(os.environ)) as processes:
-                for found in processes.results():
-                    problems.merge(found)
+            for found in run_processes(_index_share, args, num, os.environ):
+                problems.merge(found)
         finally:
             ended.set()
             watcher.join()
