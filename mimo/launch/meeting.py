@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -97,10 +98,10 @@ class Meeting:
                 text = f"did not join within {self._timeout.total_seconds():g} s"
             ranks_of.setdefault(text, []).append(rank)
         ranks_of.pop("", None)
-        lines = [
-            text if len(ranks) == self._size else f"{_names(ranks)}: {text}"
-            for text, ranks in ranks_of.items()
-        ]
+        lines = []
+        for text, ranks in ranks_of.items():
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
+            lines.append(text if len(ranks) == self._size else who + text)
         if lines:
             raise InputError("\n".join(lines))
 
@@ -112,7 +113,16 @@ class Meeting:
         self._rounds += 1
         key = f"from rank 0, {self._rounds}"
         if self._rank == 0:
-            self._words.set(key, pickle.dumps(self._outcome(do)).hex())
+            value, exit_code = None, 0
+            try:
+                value = do()
+            except InputError as error:
+                print(error, file=sys.stderr, flush=True)
+                exit_code = error.exit_code
+            except Exception:  # unexpected, but the others must not wait in vain
+                traceback.print_exc()
+                exit_code = 1
+            self._words.set(key, pickle.dumps((value, exit_code)).hex())
         else:
             # Rank 0 may wait for others.
             _Patience(self._words, 2 * self._timeout.total_seconds()).wait(key)
@@ -122,47 +132,31 @@ class Meeting:
             raise Refused(exit_code)
         return value
 
-    def _outcome[T](self, do: Callable[[], T]) -> tuple[T | None, int]:
-        """What ``do`` returns, and 0; or nothing and an exit code, with the reason printed."""
-        try:
-            return do(), 0
-        except InputError as error:
-            print(error, file=sys.stderr, flush=True)
-            return None, error.exit_code
-        except Exception:  # unexpected, but the others must not wait in vain
-            traceback.print_exc()
-            return None, 1
-
     def last_words(self, error: BaseException, log_dir: Path) -> None:
         """Report the ``error`` that ends this rank: to a file, and to stderr if it is the first.
 
         If several ranks fail with the same message, one prints it.
         """
-        text = "".join(traceback.format_exception_only(error))
+        text = summary = "".join(traceback.format_exception_only(error))
         if not isinstance(error, InputError):
             text = "".join(traceback.format_exception(error))
         if log_dir.is_dir():
             (log_dir / f"error_rank_{self._rank}.txt").write_text(text, encoding="utf-8")
-        if self._is_new("".join(traceback.format_exception_only(error))):
+        times = 1
+        with suppress(RuntimeError):  # the rank with the store is gone
+            times = self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1)
+        if times == 1:
             print(f"{text}rank {self._rank} failed", file=sys.stderr, flush=True)
         self._leave()
 
-    def _is_new(self, summary: str) -> bool:
-        try:
-            return self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1) == 1
-        except RuntimeError:  # the rank with the store is gone
-            return True
-
     def _leave(self) -> None:
         """Say that this rank no longer needs the store; rank 0 waits for the others to do so."""
-        try:
+        with suppress(RuntimeError):  # the rank with the store is gone
             here = self._words.add("left", 1)
             deadline = time.monotonic() + _LEAVE_SECONDS
             while self._hosts_store and here < self._size and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
                 here = self._words.add("left", 0)
-        except RuntimeError:
-            return
 
 
 class _Patience:
@@ -185,12 +179,6 @@ class _Patience:
                     self._progress, self._deadline = progress, time.monotonic() + self._seconds
                 elif time.monotonic() >= self._deadline:
                     raise
-
-
-def _names(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 # ------------------------------------------------------------------------- the store
@@ -239,12 +227,9 @@ def _open_door(host: str, port: int) -> socket.socket:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     for candidate in range(port, port + _NUM_DOORS):
-        try:
-            return socket.create_server(
-                ("", candidate), family=family, backlog=1024, dualstack_ipv6=both
-            )
-        except OSError:
-            continue
+        with suppress(OSError):
+            place = ("", candidate)
+            return socket.create_server(place, family=family, backlog=1024, dualstack_ipv6=both)
     raise _all_taken(host, port)
 
 
@@ -256,11 +241,8 @@ def _answer(door: socket.socket, answer: bytes) -> None:
         except OSError:  # a visitor that has left already, or no file is free: no reason to end
             time.sleep(_POLL_SECONDS)
             continue
-        with visitor:
-            try:
-                visitor.sendall(answer)
-            except OSError:
-                continue
+        with visitor, suppress(OSError):
+            visitor.sendall(answer)
 
 
 def _ask(host: str, port: int, password: str, timeout_seconds: float, rank: int) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import GlobalMicrobatch, PackedLane, pack_lane
+from data.batch import PackedLane, pack_lane
 from data.index.reader import SampleReader, UnreadableSample, plans_of_items
 from data.index.samples import SkippedSample
 from data.media.processor import WireForm
@@ -30,10 +30,9 @@ from data.packing import Used
 from data.text.chat import EncodedSample
 from data.worker_process import TEXT
 from mimo.layout.grids import Coords
-from mimo.step.crew import Crew
+from mimo.step.crew import Crew, Task, tasks_of_step
 from mimo.step.decoding import Decoding, read_arrays
 from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner, first_samples
-from mimo.step.tasks import Task, tasks_of_step
 
 _MOST_STEPS_AHEAD = 8  # beyond the next, however small they are
 _POLL_SECONDS = 0.005  # between two looks for a file of another rank
@@ -304,33 +303,25 @@ def pack_language(
     lane: int,
     pad_token_id: int,
 ) -> list[PackedLane]:
-    """The packed microbatches of one language lane.
-
-    Raises ValueError naming sample, placeholders and rows when a usable sample's placeholders
-    are not as many as the rows that will arrive for it.
-    """
-    packed = []
+    """The packed microbatches of one language lane."""
+    packed, nothing = [], np.zeros(0, np.int64)
     for m, planned in enumerate(plan.microbatches):
         samples = planned.samples
         mine = slice(*np.searchsorted(samples.lane, (lane, lane + 1)).tolist())
-        items = slice(*np.searchsorted(samples.item_sample, (mine.start, mine.stop)).tolist())
-        owner = samples.item_sample[items] - mine.start
+        bounds = np.arange(mine.start, mine.stop + 1)
+        cuts = np.searchsorted(samples.item_sample, bounds).tolist()
+        items = slice(cuts[0], cuts[-1])
+        source = samples.source[samples.item_sample[items]]
+        plans = plans_of_items(readers, source, samples.item[items])
+        by_sample = [plans[first - cuts[0] : last - cuts[0]] for first, last in pairwise(cuts)]
         encoded = [loaded.encoded[m][i] for i in range(mine.start, mine.stop)]
-        _check_placeholders(encoded, samples, mine, items, readers)
-        plans = plans_of_items(
-            readers, samples.source[samples.item_sample[items]], samples.item[items]
-        )
-        cuts = np.searchsorted(owner, np.arange(len(encoded) + 1)).tolist()
-        by_sample = [plans[start:stop] for start, stop in pairwise(cuts)]
-        # A blanked sample keeps its placeholders but has no items: plain text positions.
-        nothing = np.zeros(0, np.int64)
-        encoded = [
-            sample if own else replace(sample, item_offsets=nothing)
-            for sample, own in zip(encoded, by_sample, strict=True)
-        ]
         packed.append(
             pack_lane(
-                encoded,
+                # A blanked sample keeps its placeholders but has no items: plain text positions.
+                [
+                    sample if own else replace(sample, item_offsets=nothing)
+                    for sample, own in zip(encoded, by_sample, strict=True)
+                ],
                 [[part.row_grid for part in own] for own in by_sample],
                 samples.loss_tokens[mine],
                 int(samples.lane_tokens[lane]),
@@ -341,34 +332,6 @@ def pack_language(
             )
         )
     return packed
-
-
-def _check_placeholders(
-    encoded: Sequence[EncodedSample],
-    samples: GlobalMicrobatch,
-    mine: slice,
-    items: slice,
-    readers: Sequence[SampleReader],
-) -> None:
-    """Raise ValueError unless each usable sample has a placeholder for every row of its items.
-
-    encoded: those of ``mine``, which have these ``items``.
-    """
-    bounds = np.cumsum([0, *(len(sample.input_ids) for sample in encoded)])
-    ids = np.concatenate([sample.input_ids for sample in encoded])
-    owner, rows = samples.item_sample[items] - mine.start, samples.item_rows[items]
-    for media, token in readers[0].chat.placeholder_ids.items():
-        placeholders = np.diff(np.searchsorted(np.flatnonzero(ids == token), bounds))
-        own = rows * samples.is_of_media(media)[items]
-        planned = np.bincount(owner, own, len(encoded))
-        usable = samples.loss_tokens[mine] > 0
-        for i in np.flatnonzero(usable & (planned != placeholders))[:1].tolist():
-            source, sample = (int(of[mine][i]) for of in (samples.source, samples.sample))
-            raise ValueError(
-                f"sample {readers[source].index.key(sample)!r}: {placeholders[i]} {media} "
-                f"placeholder tokens, but its items encode to {int(planned[i])} rows; the index "
-                "does not fit the data"
-            )
 
 
 def gather_items(
