@@ -87,15 +87,13 @@ class Meeting:
 
     def _check_problems(self, name: str) -> None:
         """Raise InputError with the problems of all ranks, and the ranks that did not join."""
-        patience = _Patience(self._words, self._timeout.total_seconds())
-        ranks_of: dict[str, list[int]] = {}
-        for rank in range(self._size):
-            key = f"{name} {rank}"
-            try:
-                patience.wait(key)
+        keys, ranks_of = [f"{name} {rank}" for rank in range(self._size)], dict[str, list[int]]()
+        with suppress(RuntimeError):
+            self._wait(keys, self._timeout)
+        for rank, key in enumerate(keys):
+            text = f"did not join within {self._timeout.total_seconds():g} s"
+            if self._words.check([key]):
                 text = self._words.get(key).decode()
-            except RuntimeError:
-                text = f"did not join within {self._timeout.total_seconds():g} s"
             ranks_of.setdefault(text, []).append(rank)
         ranks_of.pop("", None)
         lines = []
@@ -124,13 +122,27 @@ class Meeting:
                 exit_code = 1
             self._words.set(key, pickle.dumps((value, exit_code)).hex())
         else:
-            # Rank 0 may wait for others.
-            _Patience(self._words, 2 * self._timeout.total_seconds()).wait(key)
+            self._wait([key], 2 * self._timeout)  # rank 0 may wait for others
         value, exit_code = pickle.loads(bytes.fromhex(self._words.get(key).decode()))
         if exit_code:
             self._leave()
             raise Refused(exit_code)
         return value
+
+    def _wait(self, keys: list[str], patience: datetime.timedelta) -> None:
+        """Raises RuntimeError after so long without all keys or progress of any rank."""
+        seen, deadline = 0, time.monotonic() + patience.total_seconds()
+        while True:
+            left = min(max(0.01, deadline - time.monotonic()), _PROGRESS_SECONDS)
+            try:
+                self._words.wait(keys, datetime.timedelta(seconds=left))
+                return
+            except RuntimeError:
+                progress = self._words.add("progress", 0)
+                if progress != seen:
+                    seen, deadline = progress, time.monotonic() + patience.total_seconds()
+                elif time.monotonic() >= deadline:
+                    raise
 
     def last_words(self, error: BaseException, log_dir: Path) -> None:
         """Report the ``error`` that ends this rank: to a file, and to stderr if it is the first.
@@ -157,28 +169,6 @@ class Meeting:
             while self._hosts_store and here < self._size and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
                 here = self._words.add("left", 0)
-
-
-class _Patience:
-    """Waits for words, all of them together for so long after the last progress of any rank."""
-
-    def __init__(self, words: Store, seconds: float) -> None:
-        self._words, self._seconds, self._progress = words, seconds, 0
-        self._deadline = time.monotonic() + seconds
-
-    def wait(self, key: str) -> None:
-        """Raises RuntimeError when the time is over."""
-        while True:
-            left = min(max(0.01, self._deadline - time.monotonic()), _PROGRESS_SECONDS)
-            try:
-                self._words.wait([key], datetime.timedelta(seconds=left))
-                return
-            except RuntimeError:
-                progress = self._words.add("progress", 0)
-                if progress != self._progress:
-                    self._progress, self._deadline = progress, time.monotonic() + self._seconds
-                elif time.monotonic() >= self._deadline:
-                    raise
 
 
 # ------------------------------------------------------------------------- the store

@@ -100,7 +100,8 @@ def warm_up(preload: Sequence[str], variables: Mapping[str, str] | None = None) 
         with _without_main():
             forkserver.ensure_running()
     finally:
-        os.environ.clear()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
         os.environ.update(before)
 
 
@@ -120,8 +121,9 @@ def run_processes(
     end of which ranks write their stacks to `stack_dir`.
     """
     context, payload = multiprocessing.get_context("forkserver"), pickle.dumps((target, args))
-    deadline = time.monotonic() + timeout_seconds
     processes, pipes = list[Any](), list[Connection]()
+    # Where ranks that hang write their stacks.
+    files = [stack_dir / f"rank {rank}" for rank in range(world_size)] if stack_dir else []
     try:
         with _without_main():
             for rank in range(world_size):
@@ -129,7 +131,7 @@ def run_processes(
                 pipes.append(reader)
                 own = dict(environment, RANK=str(rank), LOCAL_RANK=str(rank))
                 own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-                stacks = None if stack_dir is None else (deadline, _stack_file(stack_dir, rank))
+                stacks = (timeout_seconds, files[rank]) if files else None
                 process = context.Process(
                     target=_rank_main,
                     args=(rank, own, payload, writer, stacks),
@@ -138,19 +140,17 @@ def run_processes(
                 process.start()
                 processes.append(process)
                 writer.close()
-        results = _results(processes, pipes, deadline + _STACKS_SECONDS)
+        # From now on: the fork server may have taken its time to import what ranks need.
+        deadline = time.monotonic() + timeout_seconds + _STACKS_SECONDS
+        results = _results(processes, pipes, deadline)
         if hung := [rank for rank in range(world_size) if rank not in results]:
-            files = [] if stack_dir is None else [_stack_file(stack_dir, rank) for rank in hung]
-            texts = [f"--- {file.stem} ---\n{file.read_text()}" for file in files if file.exists()]
+            told = [file for rank, file in enumerate(files) if rank in hung and file.exists()]
+            texts = [f"--- {file.name} ---\n{file.read_text()}" for file in told]
             names = ", ".join(map(str, hung))
             raise RanksHung(f"ranks {names} hung for {timeout_seconds} s\n{''.join(texts)}")
         return [results[rank] for rank in range(world_size)]
     finally:
         _end(processes, pipes)
-
-
-def _stack_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank {rank}.stacks"
 
 
 def _results(
@@ -236,17 +236,16 @@ def _rank_main(
     pipe: Connection,
     stacks: tuple[float, Path] | None,
 ) -> None:
-    """The whole life of a rank process. stacks: when its stacks are written, and to which file."""
+    """The whole life of a rank. stacks: after how many seconds they are written to which file."""
     # The fork server has the environment of its own start, not that of this call.
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's to handle
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads
     if stacks is not None:
-        deadline, path = stacks
+        seconds, path = stacks
         file = path.open("w")  # open for as long as this process lives
-        left = min(max(0.01, deadline - time.monotonic()), _LONG_SECONDS)
-        faulthandler.dump_traceback_later(left, file=file)
+        faulthandler.dump_traceback_later(seconds, file=file)
     threading.Thread(target=_end_with_starter, name="end with starter", daemon=True).start()
     end_with_failed_thread(
         lambda error: _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)

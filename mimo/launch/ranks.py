@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -50,19 +49,22 @@ def launch(
     other exception of a rank, or 128 + the signal that ended this process.
     """
     warm_up(preload)
-    rendezvous_dir = Path(tempfile.mkdtemp(prefix="mimo-ranks-"))
     try:
-        with _signals_raise():
-            run_processes(target, args, world_size, _rank_variables(rendezvous_dir))
+        with _signals_raise(), _rendezvous_dir() as folder:
+            run_processes(target, args, world_size, _rank_variables(folder))
     except RanksFailed as failure:
         return _report(failure, log_dir)
     except _Signalled as signalled:
         (signum,) = signalled.args
         print(f"ended by {signal.Signals(signum).name}", file=sys.stderr)
         return 128 + signum
-    finally:
-        shutil.rmtree(rendezvous_dir, ignore_errors=True)
     return 0
+
+
+@contextmanager
+def _rendezvous_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mimo-ranks-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 # A machine's GPUs must be hidden from the fork server as well, which must not initialise CUDA.
@@ -84,8 +86,7 @@ def run_on_cpu(
 
     Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
     """
-    with tempfile.TemporaryDirectory(prefix="mimo-ranks-") as directory:
-        folder = Path(directory)
+    with _rendezvous_dir() as folder:
         variables = {**_rank_variables(folder), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
         return run_processes(target, args, world_size, variables, timeout_seconds, folder)
 
