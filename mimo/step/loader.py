@@ -13,9 +13,8 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, pairwise
+from itertools import pairwise
 from multiprocessing.connection import Pipe
-from operator import not_
 from pathlib import Path
 
 import numpy as np
@@ -224,13 +223,9 @@ class StepLoader:
             loaded.encoded.append({})
             loaded.patches.append({})
         tasks = [*tasks_of_step(step, self._prefix, microbatches, self.readers, self.decoding)]
-        own = [task.by == self.decoding.rank for task in tasks]
-        return _Loading(
-            loaded,
-            todo=deque(compress(tasks, own)),
-            awaited=deque(compress(tasks, map(not_, own))),
-            num_missing=len(tasks),
-        )
+        todo = deque(task for task in tasks if task.by == self.decoding.rank)
+        awaited = deque(task for task in tasks if task.by != self.decoding.rank)
+        return _Loading(loaded, todo, awaited, len(tasks))
 
     def _fetch(self) -> None:
         """Take what other ranks have decoded."""
@@ -238,8 +233,13 @@ class StepLoader:
             while step.awaited:
                 task = step.awaited[0]
                 if not task.path.exists():
-                    if step is self._steps[0]:
-                        self._check_patience(task)
+                    # Until somebody waits here, the other rank may be busy with earlier steps.
+                    since, limit = self._asked, self.decoding.peer_seconds
+                    if step is not self._steps[0] or since is None:
+                        return
+                    if time.monotonic() - since > limit:
+                        late = f"rank {task.by} has not decoded it for this rank within {limit:g} s"
+                        raise DecoderLate(str(task.error(late)), task.by)
                     return
                 self._have(step, step.awaited.popleft(), read_arrays(task.path))
 
@@ -262,13 +262,10 @@ class StepLoader:
         if task.kind == TEXT:
             length = int(loaded.microbatches[m].samples.length[task.number])
             loaded.encoded[m][task.number] = EncodedSample(*arrays) if arrays else _stand_in(length)
-            num_bytes = sum(array.nbytes for array in arrays)
         else:
-            num_bytes = 0
             for array in arrays:
                 loaded.patches[m][task.source, task.address] = torch.from_numpy(array)
-                num_bytes += array.nbytes
-        self._count_bytes(step, num_bytes)
+        self._count_bytes(step, sum(array.nbytes for array in arrays))
         with self._changed:
             step.num_missing -= 1
             self._changed.notify_all()
@@ -278,22 +275,11 @@ class StepLoader:
             step.num_bytes += num_bytes
             self._num_bytes += num_bytes
 
-    def _check_patience(self, task: Task) -> None:
-        """Only while this rank waits: until then the other one may be busy with earlier steps."""
-        asked, limit = self._asked, self.decoding.peer_seconds
-        if asked is not None and time.monotonic() - asked > limit:
-            late = task.error(f"rank {task.by} has not decoded it for this rank within {limit:g} s")
-            raise DecoderLate(str(late), task.by)
-
 
 def _stand_in(length: int) -> EncodedSample:
     """Tokens in place of a sample that could not be read; it is blanked before anyone uses it."""
-    return EncodedSample(
-        input_ids=np.zeros(length, np.int64),
-        labels=np.zeros(length, np.int64),
-        loss_mask=np.zeros(length, np.float32),
-        item_offsets=np.zeros(0, np.int64),
-    )
+    ids = np.zeros(length, np.int64)
+    return EncodedSample(ids, ids, np.zeros(length, np.float32), item_offsets=ids[:0])
 
 
 def pack_language(
