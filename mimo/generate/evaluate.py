@@ -192,8 +192,7 @@ def _batches(questions: Iterable[_Question], limit: int, longest: int) -> Iterat
 
     longest: tokens at which a question with its answer is cut.
     """
-    batch: list[_Question] = []
-    tokens = 0
+    batch, tokens = list[_Question](), 0
     for one in questions:
         own = min(one.prompt_tokens + limit, longest)
         if batch and tokens + own > BATCH_TOKENS:

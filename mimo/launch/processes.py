@@ -294,7 +294,7 @@ def _describe(rank: int, error: BaseException) -> RankError:
         exit_code=exit_code_of(error),
         time_seconds=time.monotonic(),
         is_consequence=is_consequence(error),
-        waits_for=_waits_for(error),
+        waits_for=tuple(getattr(error, "waits_for", ())),
     )
 
 
@@ -302,11 +302,7 @@ def is_consequence(error: BaseException) -> bool:
     """Whether ``error`` is caused by another rank that is gone or does not answer."""
     if not isinstance(error, RuntimeError | OSError):
         return False
-    return bool(_waits_for(error)) or _CONSEQUENCE.search(str(error)) is not None
-
-
-def _waits_for(error: BaseException) -> tuple[int, ...]:
-    return tuple(getattr(error, "waits_for", ()))
+    return bool(getattr(error, "waits_for", ())) or bool(_CONSEQUENCE.search(str(error)))
 
 
 def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:

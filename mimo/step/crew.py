@@ -38,7 +38,8 @@ class Task:
 
     number, sample: its number, and its sample's, in the microbatch. address: its number in its
     index. by: the rank that decodes it. num_bytes: about so many. path: of the file in which a
-    worker or another rank hands it over. ends: how workers ended that were at it.
+    worker or another rank hands it over. shared: with other ranks. ends: how workers ended that
+    were at it.
     """
 
     step: int
@@ -128,14 +129,12 @@ class Crew:
         """Begin with a task; False if nobody is free."""
         if self._pool is None:
             try:
-                arrays = decode(task.reader, task.kind, task.address)
-            except UnreadableSample as error:
-                # Without the frames, which hold the sample's data.
-                self._end(task, error.with_traceback(None))
-            else:
+                outcome = decode(task.reader, task.kind, task.address)
                 if task.shared:
-                    write_arrays(task.path, arrays)
-                self._end(task, arrays)
+                    write_arrays(task.path, outcome)
+            except UnreadableSample as error:
+                outcome = error.with_traceback(None)  # its frames hold the sample's data
+            self._end(task, outcome)
             return True
         worker = self._pool.take()
         if worker is None:

@@ -88,19 +88,10 @@ def open_decoding(
     workers = data.workers
     if workers is None:  # a rank's own threads need a core, too
         workers = max(0, host.cores_per_rank - 1)
-    seconds = recipe.bridge.timeout_seconds
-    decoding = Decoding(
-        readers,
-        layout,
-        rank,
-        host,
-        workers,
-        data.prefetch_mib * _MIB,
-        data.worker_timeout_seconds or seconds / _TRIES_PER_TIMEOUT,
-        seconds,
-    )
     logger.info("decodes in up to %d workers; ranks of this host: %s", workers, host.ranks)
-    return decoding
+    seconds, ahead_bytes = recipe.bridge.timeout_seconds, data.prefetch_mib * _MIB
+    worker_seconds = data.worker_timeout_seconds or seconds / _TRIES_PER_TIMEOUT
+    return Decoding(readers, layout, rank, host, workers, ahead_bytes, worker_seconds, seconds)
 
 
 def _root(host: Host, ahead_bytes: int) -> Path:
