@@ -31,7 +31,7 @@ from mimo.launch import preloaded
 
 END_SECONDS = 3.0  # that a rank gets between SIGTERM and SIGKILL
 _STACKS_SECONDS = 0.5  # that ranks get to write their stacks
-_LONG_SECONDS = 3600.0
+_LOOK_SECONDS = 0.5
 
 # Once a rank is gone, its peers fail in their next collective; those errors hide the cause.
 _CONSEQUENCE = re.compile(
@@ -112,11 +112,13 @@ def run_processes(
     environment: Mapping[str, str],
     timeout_seconds: float = math.inf,
     stack_dir: Path | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """What `target(*args)` returns in each of `world_size` ranks, which are gone afterwards.
 
     `target` is `module:function` or a function that can be imported by its name. Each rank has
-    `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
+    `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. `meanwhile` is called now
+    and then.
     Raises RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`, at the
     end of which ranks write their stacks to `stack_dir`.
     """
@@ -142,7 +144,7 @@ def run_processes(
                 writer.close()
         # From now on: the fork server may have taken its time to import what ranks need.
         deadline = time.monotonic() + timeout_seconds + _STACKS_SECONDS
-        results = _results(processes, pipes, deadline)
+        results = _results(processes, pipes, deadline, meanwhile)
         if hung := [rank for rank in range(world_size) if rank not in results]:
             told = [file for rank, file in enumerate(files) if rank in hung and file.exists()]
             texts = [f"--- {file.name} ---\n{file.read_text()}" for file in told]
@@ -154,7 +156,10 @@ def run_processes(
 
 
 def _results(
-    processes: Sequence[Any], pipes: Sequence[Connection], deadline: float
+    processes: Sequence[Any],
+    pipes: Sequence[Connection],
+    deadline: float,
+    meanwhile: Callable[[], None],
 ) -> dict[int, Any]:
     """What ranks have returned until `deadline`, by rank. Raises RanksFailed."""
     results: dict[int, Any] = {}
@@ -164,13 +169,14 @@ def _results(
         # The end of a process shows on its pipe as well, unless children of it hold that open.
         signs: dict[Any, int] = {pipes[rank]: rank for rank in open_ranks}
         signs |= {processes[rank].sentinel: rank for rank in open_ranks}
-        for rank in {signs[sign] for sign in wait(list(signs), min(left, _LONG_SECONDS))}:
+        for rank in {signs[sign] for sign in wait(list(signs), min(left, _LOOK_SECONDS))}:
             open_ranks.discard(rank)
             outcome = _outcome(rank, processes[rank], pipes[rank])
             if isinstance(outcome, RankError):
                 errors.append(outcome)
             else:
                 (results[rank],) = outcome
+        meanwhile()
         if errors:
             cause_is_told = any(e.traceback and not e.is_consequence for e in errors)
             linger = _EARLIER_CAUSE_SECONDS if cause_is_told else _ALL_TOLD_SECONDS

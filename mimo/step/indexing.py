@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import SPLITS, cache_folder, item_processors, open_tokenizer, sources_of
 
 _SMALL = 32 * 2**20  # bytes that one process indexes before others have started
-_LOOK_SECONDS = 0.2
 
 
 def shares(tasks: Sequence[IndexTask], num: int) -> list[list[IndexTask]]:
@@ -49,23 +47,15 @@ def build_in_processes(
     with tempfile.TemporaryDirectory(prefix="mimo-index-") as folder:
         done = np.memmap(Path(folder) / "done", np.int64, "w+", shape=(num,))
         args = (shares(tasks, num), chat, processors, done.filename)
-        ended = threading.Event()
 
         def show() -> None:
-            while progress is not None and not ended.wait(_LOOK_SECONDS):
+            if progress is not None:
                 progress(int(done.sum()), total)
 
-        watcher = threading.Thread(target=show, daemon=True)
-        watcher.start()
         problems = Problems()
-        try:
-            for found in run_processes(_index_share, args, num, os.environ):
-                problems.merge(found)
-        finally:
-            ended.set()
-            watcher.join()
-    if progress is not None:
-        progress(total, total)
+        for found in run_processes(_index_share, args, num, os.environ, meanwhile=show):
+            problems.merge(found)
+        show()
     if text := problems.text(chat, processors):
         raise ValueError(text)
 
