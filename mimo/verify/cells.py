@@ -256,8 +256,8 @@ def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
 
 def _grid(module: str, text: str) -> GridSpec:
     """A module's grid from shorthand."""
-    sizes = re.findall(r"\b(tp|cp|pp|vpp|dp)(\d+)", text)
-    return GridSpec(module, sp="sp" in text.split(), **{axis: int(size) for axis, size in sizes})
+    sizes: Any = {a: int(n) for a, n in re.findall(r"\b(tp|cp|pp|vpp|dp)(\d+)", text)}
+    return GridSpec(module, sp="sp" in text.split(), **sizes)
 
 
 def describe(layout: Layout) -> str:

@@ -76,10 +76,10 @@ def _attend(
     """query, key, value (1, N', T, D) -> (1, T, N', D); registered under `_PACKED`."""
     form = _form(query.shape[-1], query.dtype)
     plan = packings.of(cu_seq_lens_q).plan(form)
-    inputs = (*(x[0].transpose(0, 1) for x in (query, key, value)), plan, scaling)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packings.recompute:
-        return checkpoint(form.attend, *inputs, use_reentrant=False)[None], None
-    return form.attend(*inputs)[None], None
+        return checkpoint(form.attend, q, k, v, plan, scaling, use_reentrant=False)[None], None
+    return form.attend(q, k, v, plan, scaling)[None], None
 
 
 AttentionInterface.register(_PACKED, _attend)
