@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mimo.errors import InputError, RecipeError
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
