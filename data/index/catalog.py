@@ -14,18 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.index.columns import (
-    BYTES,
-    STEPS,
-    WIDTHS,
-    ColumnFile,
-    DamagedFileError,
-    write_columns,
-)
-from data.index.shard_index import COLUMNS, ENTRY
+from data.index.columns import ColumnFile, damaged, write_columns
+from data.index.shard_index import ENTRY
 from data.index.shards import Shard
-
-SUFFIX = ".catalog"
 
 
 @dataclass(frozen=True)
@@ -47,38 +38,15 @@ class Catalog:
     entries: np.ndarray
 
     @classmethod
-    def read(cls, path: Path, root: str, identity: str | None = None) -> Catalog:
-        """A catalog as it was written.
-
-        identity: of the one that is meant. Raises OSError, DamagedFileError.
-        """
+    def read(cls, path: Path, root: str) -> Catalog:
+        """A catalog as it was written. Raises OSError, DamagedFileError."""
         file = ColumnFile(path)
         file.check()
-        try:
-            if any(file.specs[name]["dtype"] != BYTES for name in ("shards", "entries")):
-                raise ValueError("its texts are none")
-            names, sizes, versions = json.loads(file.values("shards").tobytes())
-            entries = file.values("entries").view(ENTRY)
-            if not len(names) == len(sizes) == len(versions) == len(entries):
-                raise ValueError("it has not as many names as entries")
-            if any(os.path.isabs(name) or ".." in name.split("/") for name in names):
-                raise ValueError("it names files of other folders")
-            _check_specs(entries)
-            catalog = cls(
-                path,
-                root,
-                str(file.facts["settings"]),
-                tuple(map(str, file.facts["media"])),
-                tuple(map(str, names)),
-                tuple(map(int, sizes)),
-                tuple(map(str, versions)),
-                entries,
-            )
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise DamagedFileError(path, str(error)) from error
-        if identity is not None and catalog.identity != identity:
-            raise DamagedFileError(path, "it was replaced while it was in use")
-        return catalog
+        names, sizes, versions = map(tuple, json.loads(file.values("shards").tobytes()))
+        if any(os.path.isabs(name) or ".." in name.split("/") for name in names):
+            raise damaged(path, "it names files of other folders")
+        media, entries = tuple(file.facts["media"]), file.values("entries").view(ENTRY)
+        return cls(path, root, file.facts["settings"], media, names, sizes, versions, entries)
 
     def write(self) -> None:
         """Write it, or replace an older one at once. Raises OSError."""
@@ -106,30 +74,18 @@ class Catalog:
         """The index file of a shard."""
         return index_file(self.path.parent, self.names[shard])
 
-    def has_shard(self, number: int, shard: Shard, size_and_time: tuple[int, int]) -> bool:
+    def has_shard(self, number: int, shard: Shard) -> bool:
         """Whether a shard and its index file are as they were."""
+        try:
+            status = self.file(number).stat()
+        except OSError:
+            return False
         entry = self.entries[number]
         return (self.sizes[number], self.versions[number]) == (shard.size, shard.version) and (
-            (entry["file_size"], entry["file_time"]) == size_and_time
+            (entry["file_size"], entry["file_time"]) == (status.st_size, status.st_mtime_ns)
         )
 
 
 def index_file(home: Path, name: str) -> Path:
     """Where the index of a shard is in a folder of indexes."""
     return home / f"{name}.index"
-
-
-def _check_specs(entries: np.ndarray) -> None:
-    """Raise ValueError if an entry describes columns outside its file, or of another length."""
-    specs, size = entries["columns"], entries["file_size"][:, None]
-    if np.any(specs["dtype"] > STEPS) or np.any(specs["offset"] < 0):
-        raise ValueError("a column is malformed")
-    if np.any(specs["count"] < 0) or np.any(specs["count"] >= 2**53):
-        raise ValueError("a column has no such length")
-    if np.any(specs["offset"] + specs["count"] * WIDTHS[specs["dtype"]] > size):
-        raise ValueError("a column ends after its file")
-    for number, of in enumerate(COLUMNS.values()):
-        if of == "bytes" and np.any(specs["dtype"][:, number] != BYTES):
-            raise ValueError("a text is none")
-        if of != "bytes" and np.any(specs["count"][:, number] != entries[of]):
-            raise ValueError(f"a column of {of} has another length")

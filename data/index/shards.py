@@ -60,9 +60,7 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
     found = {path: Shard(path, *state) for path, state in listed if state is not None}
     missing = sorted(path for path, state in listed if state is None)
     if not found or missing:
-        what = f"{len(missing)} shards of {pattern!r} are missing: {', '.join(missing[:3])}" + (
-            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        )
+        what = f"{len(missing)} shards of {pattern!r} are missing: {first_three(missing)}"
         hint = " A web server lists no files: use a brace range such as {000..123}."
         raise ValueError(
             f"{what if found else f'no shard matches {pattern!r}'}: prepare the data first, or "
@@ -70,6 +68,12 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
             f"{hint if pattern.startswith('http') and glob.has_magic(pattern) else ''}"
         )
     return tuple(found[path] for path in sorted(found))
+
+
+def first_three(names: Sequence[str]) -> str:
+    """The first of these in a message, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]]:

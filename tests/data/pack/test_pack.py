@@ -87,7 +87,7 @@ def test_packed_rows_are_indexed_and_read_as_they_were(
     packed = pack(str(source), tmp_path / "out")
     assert (packed.samples, packed.files, packed.bad) == (len(counts), sum(counts), 0)
     index = build_index(str(tmp_path / "out" / "*.tar"), chat, processors)
-    assert not index.skipped
+    assert index.num_skipped == 0
     assert [len(index.items_of_sample(n)) for n in range(len(index))] == counts
     assert [index.key(n) for n in range(len(index))] == [f"{n:09d}" for n in range(len(counts))]
     reader = SampleReader(index, chat, processors)
