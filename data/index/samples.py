@@ -164,14 +164,16 @@ class Index:
         catalog = self.catalog
         return Shard(self.shards[shard], catalog.sizes[shard], catalog.versions[shard])
 
-    def media_of(self, item: int) -> str:
-        """The name of an item's media."""
-        return self.media[self._one("item_media", item)]
-
     def sample_of_item(self, item: int) -> int:
         """The sample that an item belongs to."""
-        own = self.samples_of_shard(bisect_right(self._starts["items"], item) - 1)
-        return own[bisect_right(own, item, key=partial(self._one, "item_start")) - 1]
+        shard, column = bisect_right(self._starts["items"], item) - 1, NAMES.index("item_start")
+        own, local = self.samples_of_shard(shard), item - int(self._starts["items"][shard])
+        spec = self._specs[shard, column]
+        if spec["dtype"] != STEPS:
+            return own[bisect_right(self._stored(shard, column), local) - 1]
+        if not spec["step"]:
+            return own[-1]  # the others have no items
+        return own[: int(local // spec["step"]) + 1][-1]  # the last may have more than a step
 
     def part(self, item: int) -> Part:
         """The content part that an item belongs to."""

@@ -150,11 +150,6 @@ class ShardFile:
         self._check_at = 0.0 if isinstance(shard, Shard) else time.monotonic() + self._pause
         self._check_now_and_then()
 
-    @property
-    def is_file(self) -> bool:
-        """Whether it is a file of this machine, which takes a descriptor."""
-        return self._file >= 0
-
     def read(self, offset: int, size: int) -> bytes:
         """Bytes [offset, offset + size), fewer at the end of the file; shares no file position.
 
