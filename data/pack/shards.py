@@ -8,9 +8,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def pack(
     if any(out.iterdir()) and not overwrite:
         raise ValueError(f"{out} is not empty: give another folder, or --overwrite")
     packed, rows = Packed(), 0
-    with _Writer(out, size, packed).opened() as writer:
+    with _Writer(out, size, packed) as writer:
         for number, file in enumerate(files):
             for row in read_rows(file):
                 try:
@@ -164,17 +164,13 @@ def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
     return sample
 
 
-@dataclass(frozen=True)
 class MediaFolder:
     """The folder that rows name files in; nothing outside of it is read."""
 
-    root: Path
-    _real: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_real", os.path.realpath(self.root))
+    def __init__(self, root: Path) -> None:
+        self.root, self._real = root, os.path.realpath(root)
         if not os.path.isdir(self._real):
-            raise ValueError(f"the media root {self.root} is no folder: correct --media-root")
+            raise ValueError(f"the media root {root} is no folder: correct --media-root")
 
     def read(self, kind: str, given: Any) -> tuple[str, bytes]:
         """Suffix and bytes of a file as a row names it, or has it. Raises ValueError."""
@@ -225,12 +221,14 @@ class _Writer:
         self._tar: Any = None
         self._samples = self._bytes = 0
 
-    @contextmanager
-    def opened(self) -> Iterator[_Writer]:
-        """Ends the last shard; leaves none half written."""
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """End the last shard; leave none half written."""
         try:
-            yield self
-            self._end()
+            if kind is None:
+                self._end()
         finally:
             if self._tar is not None:
                 with suppress(OSError):
