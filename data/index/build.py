@@ -13,7 +13,8 @@ import numpy as np
 from data.index.samples import Processors, listed
 from data.index.shard_index import COLUMNS, write_shard_index
 from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream
-from data.index.tar_shards import Member, RawSample, scan_shard
+from data.index.tar_headers import TarMember
+from data.index.tar_shards import RawSample, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.forms import parse_messages
@@ -227,7 +228,7 @@ def _read_sample(
 
 
 def _read_part(
-    mention: Mention, first: int, members: Sequence[Member], file: ShardStream, media: Media[Any]
+    mention: Mention, first: int, members: Sequence[TarMember], file: ShardStream, media: Media[Any]
 ) -> tuple[Part, PartPlan]:
     """A part, whose files all need to be of one size. first: number of its first file."""
     number, sizes = first, []

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+
+from fsspec.caching import BlockCache as Parts
 
 from data.index import remote
 from data.index.block_cache import BlockCache
@@ -229,9 +230,8 @@ class ShardStream:
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
         self.begin, self.size, self._position = 0, shard.shard.size, 0
-        self._shard, self._part_size = shard, part_size
         self._reads_left = sys.maxsize
-        self._part = lru_cache(_PARTS)(lambda n: shard.read(n * part_size, part_size))
+        self._parts = Parts(part_size, lambda a, b: shard.read(a, b - a), self.size, _PARTS)
 
     def member(self, begin: int, size: int) -> ShardStream:
         """A member as a file of its own, which shares what this stream keeps."""
@@ -249,14 +249,8 @@ class ShardStream:
         if self._reads_left < 0:
             raise ValueError(f"its header takes more than {_MAX_READS} reads")
         left = max(self.size - self._position, 0)
-        size = left if size < 0 else min(size, left)
-        if size > self._part_size:
-            data = self._shard.read(self.begin + self._position, size)
-        else:
-            number, first = divmod(self.begin + self._position, self._part_size)
-            data = self._part(number)[first : first + size]
-            if len(data) < size:
-                data += self._part(number + 1)[: size - len(data)]
+        begin = self.begin + self._position
+        data = self._parts._fetch(begin, begin + (left if size < 0 else min(size, left)))
         self._position += len(data)
         return data
 

@@ -12,8 +12,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from data.index.block_cache import BlockCache
-from data.index.shards import Shard, ShardChangedError, ShardFile
+from data.index.shards import Shard, ShardFile
 from data.index.tar_headers import TarError, TarMember, tar_members
 
 # What is read of one sample at a time: a hostile shard must not fill the memory.
@@ -21,31 +20,20 @@ MAX_JSON_BYTES = 2**24
 MAX_ITEM_BYTES = 2**29
 
 
-@dataclass(frozen=True)
-class Member:
-    """One file inside a shard: `size` bytes from byte `offset` of the tar file."""
-
-    offset: int
-    size: int
-
-
 @dataclass
 class RawSample:
     """The members of one sample, not read yet. `problem`: why it cannot be used, or empty."""
 
     key: str
-    json: Member | None = None
-    items: dict[int, Member] = field(default_factory=dict)
+    json: TarMember | None = None
+    items: dict[int, TarMember] = field(default_factory=dict)
     problem: str = ""
 
 
-def scan_shard(
-    shard: Shard | str, suffixes: Collection[str], cache: BlockCache | None = None
-) -> Iterator[RawSample]:
+def scan_shard(shard: Shard | str, suffixes: Collection[str]) -> Iterator[RawSample]:
     """The samples of a shard in the order of their first members; only headers are read.
 
-    suffixes: of items' names, in lower case and without a dot; other members are no items. cache:
-    of `ShardFile`.
+    suffixes: of items' names, in lower case and without a dot; other members are no items.
     Raises ValueError when the file is compressed, damaged or truncated, changes or cannot be read.
     """
     path = shard if isinstance(shard, str) else shard.path
@@ -54,7 +42,7 @@ def scan_shard(
         rf"([0-9]{{1,9}})\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE
     )
     try:
-        stream = ShardFile(shard, cache).stream()
+        stream = ShardFile(shard).stream()
 
         def read(offset: int, size: int) -> bytes:
             stream.seek(offset)
@@ -62,12 +50,13 @@ def scan_shard(
 
         for member in tar_members(read, stream.size):
             _add_member(samples, member, item_name)
-    except ShardChangedError:
-        raise
     except OSError as error:
         raise ValueError(f"shard {path} cannot be read: {error}") from error
     except TarError as error:
-        raise _damaged(path, str(error)) from error
+        raise ValueError(
+            f"shard {path} is not a whole uncompressed tar file ({error}): it is truncated, "
+            "damaged or compressed; copy it again or prepare it again"
+        ) from error
     yield from samples.values()
 
 
@@ -87,7 +76,6 @@ def _add_member(
     sample = samples.setdefault(key, RawSample(shown))
     if key.startswith("/") or ".." in folder.split("/") or not key.isprintable():
         sample.problem = "the name leaves the folder of the shard, or has control characters"
-    place = Member(member.offset, member.size)
     most = MAX_JSON_BYTES if suffix == "json" else MAX_ITEM_BYTES
     problem = member.problem or (
         f"has {member.size} bytes, at most {most} are allowed" if member.size > most else ""
@@ -97,15 +85,8 @@ def _add_member(
     if suffix == "json":
         if sample.json is not None:
             sample.problem = "two .json members: keys need to be unique inside a shard"
-        sample.json = place
+        sample.json = member
     elif item:
         if int(item[1]) in sample.items:
             sample.problem = f"two items number {item[1]}: keys need to be unique inside a shard"
-        sample.items[int(item[1])] = place
-
-
-def _damaged(path: str, reason: str) -> ValueError:
-    return ValueError(
-        f"shard {path} is not a whole uncompressed tar file ({reason}): it is truncated, damaged "
-        "or compressed; copy it again or prepare it again"
-    )
+        sample.items[int(item[1])] = member
