@@ -81,7 +81,7 @@ def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]
     found: list[tuple[str, remote.State | None]] = []
     for pattern in patterns:
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-        shards = [(path, _state(os.stat(path))) for path in paths if os.path.isfile(path)]
+        shards = [(path, _state(path)) for path in paths if os.path.isfile(path)]
         found += shards or [(pattern, None)]
     return found
 
@@ -115,7 +115,8 @@ def describe_shard(path: str) -> Shard:
     return ShardFile(path).shard
 
 
-def _state(status: os.stat_result) -> remote.State:
+def _state(file: str | int) -> remote.State:
+    status = os.stat(file)
     return status.st_size, str(status.st_mtime_ns)
 
 
@@ -161,7 +162,12 @@ class ShardFile:
         if not size:
             return b""
         if self._file >= 0:
-            data = self._read_file(offset, size)
+            data = os.pread(self._file, size, offset)
+            while len(data) < size:  # network disks may return less than asked
+                more = os.pread(self._file, size - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
         elif self._cache is not None and self.shard.version:
             data = self._cache.read(
                 f"{self.path}\0{self.shard.version}", self.shard.size, offset, size, self._read_url
@@ -194,23 +200,13 @@ class ShardFile:
             )
 
     def _state(self) -> remote.State:
-        return remote.describe(self.path) if self._file < 0 else _state(os.fstat(self._file))
+        return remote.describe(self.path) if self._file < 0 else _state(self._file)
 
     def _read_url(self, offset: int, size: int) -> bytes:
         data, now = remote.read(self.path, offset, size)
         if now is not None:
             self._compare(now)
         return data
-
-    def _read_file(self, offset: int, size: int) -> bytes:
-        parts: list[bytes] = []
-        while size > 0:
-            part = os.pread(self._file, size, offset)  # may return less than asked on network disks
-            if not part:
-                break
-            parts.append(part)
-            offset, size = offset + len(part), size - len(part)
-        return b"".join(parts)
 
     def stream(self) -> ShardStream:
         """The shard as a file with a position."""
