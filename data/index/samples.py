@@ -1,7 +1,7 @@
 """The index of a source: everything the batches are planned from, without decoding.
 
-A shard has a file of columns (shard_index.py), a source one small catalog of these files
-(catalog.py; store.py keeps both beside the shards). `Index` is the view of a source: it numbers the
+A shard has a file of columns, a source one small catalog of these files (shard_index.py; store.py
+keeps both beside the shards). `Index` is the view of a source: it numbers the
 samples, items and files of all shards through, and maps a shard's file when it is first asked for.
 So the ranks of a machine share one copy, and none of them reads more than it plans.
 
@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from data.index.catalog import Catalog
 from data.index.columns import STEPS, damaged, map_file, stored
-from data.index.shard_index import COLUMNS, NAMES
+from data.index.shard_index import COLUMNS, NAMES, Catalog
 from data.index.shards import Shard
 from data.media.processor import Media, Part
 from data.text.chat import ChatTokenizer

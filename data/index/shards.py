@@ -11,10 +11,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from itertools import islice
 
 from fsspec.caching import BlockCache as Parts
 
@@ -53,7 +54,11 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
     Raises ValueError when there are none, any that braces name is missing, or a URL cannot be used.
     """
     remote.check_url(pattern)
-    named = [pattern] if os.path.isfile(pattern) else sorted({*_without_braces(pattern)})
+    texts = [pattern] if os.path.isfile(pattern) else _without_braces(pattern)
+    named = [*islice(texts, _MAX_SHARDS + 1)]
+    if len(named) > _MAX_SHARDS:
+        raise ValueError(f"{pattern!r} stands for more than {_MAX_SHARDS} shards")
+    named = sorted({*named})
     try:
         listed = remote.find(named) if remote.is_remote(pattern) else _find_local(named)
     except OSError as error:
@@ -86,28 +91,22 @@ def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]
     return found
 
 
-def _without_braces(pattern: str) -> list[str]:
+def _without_braces(pattern: str) -> Iterator[str]:
     """All texts that a pattern with ranges and lists in braces stands for."""
-    done: list[str] = []
-    waiting = [pattern]
-    while waiting:
-        one = waiting.pop()
-        braces = _BRACES.search(one)
-        if braces is None:
-            done.append(one)
-            continue
-        first, last, step, words = braces.groups()
-        options: Iterable[str] = () if words is None else words.split(",")
-        if words is None:
-            low, high = sorted((int(first), int(last)))
-            numbers = range(low, high + 1, int(step or 1) or 1)
-            padded = any(re.match(r"-?0\d", end) for end in (first, last))
-            width = max(len(first), len(last)) if padded else 0
-            options = (f"{number:0{width}d}" for number in numbers[: _MAX_SHARDS + 1])
-        waiting += [one[: braces.start()] + option + one[braces.end() :] for option in options]
-        if len(done) + len(waiting) > _MAX_SHARDS:
-            raise ValueError(f"{pattern!r} stands for more than {_MAX_SHARDS} shards")
-    return done
+    braces = _BRACES.search(pattern)
+    if braces is None:
+        yield pattern
+        return
+    first, last, step, words = braces.groups()
+    if words is not None:
+        options: Iterable[str] = words.split(",")
+    else:
+        low, high = sorted((int(first), int(last)))
+        padded = any(re.match(r"-?0\d", end) for end in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        options = (f"{n:0{width}d}" for n in range(low, high + 1, int(step or 1) or 1))
+    for option in options:
+        yield from _without_braces(pattern[: braces.start()] + option + pattern[braces.end() :])
 
 
 def describe_shard(path: str) -> Shard:

@@ -27,10 +27,9 @@ from data import (
     open_image,
 )
 from data.index.build import parse_messages
-from data.index.catalog import Catalog
 from data.index.columns import DamagedFileError
 from data.index.samples import Index
-from data.index.shard_index import NAMES, read_entry
+from data.index.shard_index import NAMES, Catalog, read_entry
 from data.index.shards import describe_shard
 from data.index.tar_headers import TarError, TarMember, tar_members
 from data.media.audio import AudioClips
