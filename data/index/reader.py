@@ -69,9 +69,7 @@ class SampleReader:
 
         Raises UnreadableSample.
         """
-        index = self.index
-        offset, size = index.column("json_offset", sample), index.column("json_size", sample)
-        data = self._read(sample, None, int(offset), int(size))
+        data = self._read(sample, None)
         try:
             return parse_messages(data)
         except ValueError as error:
@@ -116,9 +114,7 @@ class SampleReader:
 
     def file_bytes(self, file: int, sample: int) -> bytes:
         """A file of a sample, not decoded. Raises UnreadableSample."""
-        index = self.index
-        offset, size = index.column("file_offset", file), index.column("file_size", file)
-        return self._read(sample, file, int(offset), int(size))
+        return self._read(sample, file)
 
     def decoded(self, item: int, file: int) -> Any:
         """A file of the part that an item belongs to, as its media decodes it.
@@ -171,7 +167,11 @@ class SampleReader:
         self._shard.cache_clear()
         self._kept = None
 
-    def _read(self, sample: int, file: int | None, offset: int, size: int) -> bytes:
+    def _read(self, sample: int, file: int | None) -> bytes:
+        """A file of a sample, or its JSON."""
+        what, number = ("json", sample) if file is None else ("file", file)
+        offset = int(self.index.column(f"{what}_offset", number))
+        size = int(self.index.column(f"{what}_size", number))
         try:
             data = self._shard(int(self.index.column("shard", sample))).read(offset, size)
         except OSError as error:
