@@ -52,7 +52,7 @@ class Problems:
             self.counts[kind] = self.counts.get(kind, 0) + count
             self.lines[kind] = (self.lines.get(kind, []) + other.lines[kind])[:_NAMED]
 
-    def text(self, chat: ChatTokenizer, processors: Processors) -> str:
+    def text(self, processors: Processors) -> str:
         """What to tell the user; empty if there are none."""
         media = sorted(processors)
         suffixes = ", ".join(_suffixes(processors)) or "none"
@@ -102,7 +102,7 @@ def build_here(
         problems.merge(index_shard(task, chat, processors, show))
         done += task.shard.size
         show(task.shard.size)
-    if text := problems.text(chat, processors):
+    if text := problems.text(processors):
         raise ValueError(text)
 
 

@@ -72,7 +72,7 @@ def build_in_processes(
             watcher.join()
     if progress is not None:
         progress(total, total)
-    if text := problems.text(chat, processors):
+    if text := problems.text(processors):
         raise ValueError(text)
 
 
