@@ -31,7 +31,7 @@ from data.index.columns import DamagedFileError
 from data.index.samples import Index
 from data.index.shard_index import NAMES, Catalog, read_entry
 from data.index.shards import describe_shard
-from data.index.tar_headers import TarError, TarMember, tar_members
+from data.index.tar_shards import TarError, TarMember, tar_members
 from data.media.audio import AudioClips
 from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
 from tests.data import damaged
