@@ -121,7 +121,7 @@ def index_shard(
     """
     assert sorted(processors) == sorted(chat.placeholders), "every media has a placeholder"
     path, problems = task.shard.path, Problems()
-    columns = {
+    columns: dict[str, array[Any]] = {
         name: array("d" if name == "item_fps" else "q")
         for name, of in COLUMNS.items()
         if of != "bytes"
