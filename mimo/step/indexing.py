@@ -56,7 +56,7 @@ def build_in_processes(
         for found in run_processes(_index_share, args, num, os.environ, meanwhile=show):
             problems.merge(found)
         show()
-    if text := problems.text(chat, processors):
+    if text := problems.text(processors):
         raise ValueError(text)
 
 

@@ -47,7 +47,7 @@ def read(path: Path, tokenizer: ChatTokenizer) -> tuple[set[str], dict[str, str]
     """The keys of samples whose tokens and pixels are right, and the reasons of the bad ones."""
     index = build_index(str(path), tokenizer, PROCESSORS)
     reader = SampleReader(index, tokenizer, PROCESSORS)
-    arrived, bad = set(), {one.key: one.reason for one in index.skipped}
+    arrived, bad = set(), {one.key: one.reason for one in index.skipped_samples()}
     for number in range(len(index)):
         key = index.key(number)
         try:
@@ -82,7 +82,7 @@ def test_a_bad_sample_is_named_and_the_good_ones_around_it_arrive(
     assert one.reason in bad[one.key]
     assert len(bad[one.key]) <= 1000
     assert bad[one.key].isprintable()
-    in_index = build_index(str(path), tokenizer, PROCESSORS).skipped
+    in_index = [*build_index(str(path), tokenizer, PROCESSORS).skipped_samples()]
     assert len(in_index) == (0 if one.decoded else 1)
 
 

@@ -43,7 +43,7 @@ def test_the_index_takes_every_sample_and_rows_follow_the_length(folder: Path) -
     texts = {media: MediaText(token) for media, token in PLACEHOLDERS.items()}
     chat = ChatTokenizer(folder / "tokenizer", texts)
     index = build_index(str(folder / "train-*.tar"), chat, {"audio": CLIPS})
-    assert (len(index), index.skipped) == (64, ())
+    assert (len(index), index.num_skipped) == (64, 0)
     assert set(index.column("item_size_1").tolist()) == {8_000}
     assert len(set(index.column("item_rows").tolist())) > 5
     np.testing.assert_array_equal(

@@ -175,7 +175,7 @@ def test_the_index_names_the_file_at_fault_and_reads_the_others(
     )
     index = build_index(str(shard), chat, {"audio": CLIPS})
     assert [*map(index.key, range(len(index)))] == ["good"]
-    (skipped,) = index.skipped
+    (skipped,) = index.skipped_samples()
     assert (skipped.key, skipped.reason[:33]) == ("cut", "item 0: the audio file of 31544 b")
     reader = SampleReader(index, chat, {"audio": CLIPS})
     assert reader.patches(0).shape == (100, 20)

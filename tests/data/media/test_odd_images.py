@@ -211,7 +211,7 @@ def test_odd_files_go_through_index_and_reader(
     write_shard(tmp_path / "a.tar", members)
     processors: Processors = {"image": QWEN}
     index = build_index(str(tmp_path / "a.tar"), chat, processors)
-    assert index.skipped == ()
+    assert index.num_skipped == 0
     assert len(index) == len(files)
     reader = SampleReader(index, chat, processors)
     for item, data in enumerate(files.values()):
@@ -237,7 +237,7 @@ def test_an_image_of_an_impossible_size_is_left_out_by_the_name_of_its_sample(
     write_shard(tmp_path / "a.tar", members)
     index = build_index(str(tmp_path / "a.tar"), chat, {"image": QWEN})
     assert [*map(index.key, range(len(index)))] == ["fine"]
-    (skipped,) = index.skipped
+    (skipped,) = index.skipped_samples()
     assert skipped.key == "tall"
     assert skipped.shard.endswith("a.tar")
     assert "item 0: " in skipped.reason

@@ -308,7 +308,7 @@ def test_videos_and_images_go_through_index_store_and_reader(
         {"image": "<|image_pad|>", "video": family.video_text},
     )
     index = build_index(str(tmp_path / "a.tar"), chat, processors)
-    assert index.skipped == ()
+    assert index.num_skipped == 0
     assert [len(index.files_of_sample(sample)) for sample in (0, 1)] == [1, len(files)]
 
     reader = SampleReader(index, chat, processors)
@@ -367,7 +367,7 @@ def test_a_video_that_cannot_be_is_left_out_by_the_name_of_its_sample(
     write_shard(tmp_path / "a.tar", members)
     processors = {"image": IMAGES, "video": FAMILIES["qwen2_5_vl"].ours}
     index = build_index(str(tmp_path / "a.tar"), two_media_chat, processors)
-    (skipped,) = index.skipped
+    (skipped,) = index.skipped_samples()
     assert skipped.key == "odd"
     assert reason in skipped.reason
 

@@ -112,8 +112,8 @@ def passes_on(
     rank: int, job: Job, source: Path, target: Path, plain: bool, steps: int
 ) -> dict[str, Any]:
     """Load, do more steps, save; how much of each weight was read when it was built."""
+    from mimo.checkpoint.contents import with_masters
     from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
-    from mimo.engines.megatron.checkpoint import with_masters
 
     topology = make_topology(job)
     module = build(job, topology, names(), plain)
