@@ -20,8 +20,7 @@ from PIL import Image
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from data.media.pan_and_scan import PanAndScan
-from data.media.square_images import SquareImageProcessor
+from data.media.square_images import PanAndScan, SquareImageProcessor
 from encoders._hf import block_norms, both, check_processor
 from encoders._patches import PackedPatches, PatchTower, frame_pairs, patch_counts
 from encoders._tower import SequencePart, TowerSettings, build_tower, check_grid
@@ -88,7 +87,6 @@ class Settings(TowerSettings):
                 f"image_size {self.image_size} a multiple of patch_size · its root, "
                 f"{self.patch_size * side}"
             )
-        self.processor()  # raises ValueError for means and deviations that cannot work
         return self
 
     @property

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import ChatTokenizer, ImageProcessor, Processors, prepare_digits
+from data.digits.shards import prepare_digits
+from data.index.samples import Processors
+from data.media.images import ImageProcessor
+from data.text.chat import ChatTokenizer
 
 WriteShard = Callable[[Path, Mapping[str, bytes]], Path]
 Ask = Callable[..., bytes]

@@ -12,18 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import (
-    ChatTokenizer,
-    ImageProcessor,
-    Part,
-    Processors,
-    SampleReader,
-    UnreadableSample,
-    build_index,
-)
-from data.index.samples import check_skipped
+from data.index.reader import SampleReader, UnreadableSample
+from data.index.samples import Processors, check_skipped
+from data.index.store import build_index
 from data.index.tar_shards import scan_shard
 from data.media.audio import AudioClips
+from data.media.images import ImageProcessor
+from data.media.processor import Part
+from data.text.chat import ChatTokenizer
 from tests.data.damaged import BAD, END, ODD, SHARDS, about, chat, member, saved
 
 IMAGE, AUDIO = ImageProcessor(min_pixels=28 * 28), AudioClips()
@@ -62,7 +58,7 @@ def read(path: Path, tokenizer: ChatTokenizer) -> tuple[set[str], dict[str, str]
             expected = IMAGE.item_patches([Image.fromarray(noise)], Part(size), 0)
             np.testing.assert_array_equal(patches[0], expected)
             messages = json.loads(about("image"))["messages"]
-            rows = [IMAGE.num_tokens(width, height)]
+            rows = [IMAGE.plan(Part(size)).num_rows]
             np.testing.assert_array_equal(
                 sample.input_ids, tokenizer.encode(messages, rows, key).input_ids
             )

@@ -10,16 +10,20 @@ import pytest
 from PIL import Image
 from webdataset.compat import WebDataset
 
-from data import ChatTokenizer, ImageProcessor, build_index, open_image, prepare_digits
 from data.digits.shards import (
     CANVASES,
     TEXT_RUN,
     _load_scans,
     draw_digit,
     is_text_only,
+    prepare_digits,
     split_of_scan,
 )
 from data.digits.text import image_conversation, text_conversation
+from data.index.store import build_index
+from data.media.image_files import open_image
+from data.media.images import ImageProcessor
+from data.text.chat import ChatTokenizer
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -13,19 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import (
-    ChatTokenizer,
-    ImageProcessor,
-    Index,
-    Processors,
-    build_index,
-    load_or_build_index,
-)
 from data.index.build import IndexTask, build_here
 from data.index.columns import ColumnFile, DamagedFileError, write_columns
-from data.index.samples import settings_fingerprint
+from data.index.samples import Index, Processors, settings_fingerprint
 from data.index.shard_index import COLUMNS, ENTRY, read_entry
 from data.index.shards import describe_shard
+from data.index.store import build_index, load_or_build_index
+from data.media.images import ImageProcessor
+from data.text.chat import ChatTokenizer
 
 
 def assert_equal(one: Index, other: Index):

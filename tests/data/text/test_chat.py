@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import ChatTokenizer, MessagesError, PlaceholderError, UnknownMediaError
 from data.digits.text import write_tokenizer
+from data.text.chat import ChatTokenizer
+from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
 
 
 def user(text: str, num_images: int = 0) -> dict[str, Any]:

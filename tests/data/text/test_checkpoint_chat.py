@@ -11,7 +11,10 @@ import pytest
 from PIL import Image
 from transformers import Qwen2_5_VLProcessor
 
-from data import ChatTokenizer, MediaText, MessagesError
+from data.media.processor import Part
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
+from data.text.messages import MessagesError
 from tests.data.checkpoint_files import GEMMA_IMAGE, hf_processor, our_processor, write_folder
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -71,7 +74,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 def rows(family: str, messages: list[dict[str, Any]]) -> list[int]:
     processor = our_processor(family)
     parts = [p for m in messages if not isinstance(m["content"], str) for p in m["content"]]
-    return [processor.num_tokens(*p["image"].size) for p in parts if p["type"] == "image"]
+    return [processor.plan(Part(p["image"].size)).num_rows for p in parts if p["type"] == "image"]
 
 
 @pytest.mark.parametrize("name", CHATS)

@@ -15,7 +15,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from data import ChatTokenizer, MessagesError
+from data.text.chat import ChatTokenizer
+from data.text.messages import MessagesError
 from tests.data.checkpoint_files import GEMMA_IMAGE, write_folder
 
 # Words that are one token, and yet no special ones: a model writes them.
