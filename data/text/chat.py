@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -84,9 +84,8 @@ class ChatTokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"no tokenizer can be loaded from {self.directory}: {error}"
-            ) from error
+            problem = f"no tokenizer can be loaded from {self.directory}: {error}"
+            raise ValueError(problem) from error
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(
@@ -108,8 +107,8 @@ class ChatTokenizer:
             media: self._required_id(token, f"the {media} placeholder")
             for media, token in self.placeholders.items()
         }
-        known = [token for token in _ENDS_OF_TURN if backend.token_to_id(token) is not None]
-        eos = known[0] if known else tokenizer.eos_token
+        known = (token for token in _ENDS_OF_TURN if backend.token_to_id(token) is not None)
+        eos = next(known, tokenizer.eos_token)
         self.eos_token_id = self._required_id(eos, "the end of a turn")
         ends = (self.eos_token_id, tokenizer.eos_token_id, *generation_ends(self.directory))
         self.stop_token_ids = frozenset(end for end in ends if end is not None)
@@ -161,7 +160,7 @@ class ChatTokenizer:
         """
         parts = self._parts(messages, rows_per_item, key, part_texts)
         whole = self._rendered(messages, parts, key)
-        answer = np.zeros(len(whole.ids), dtype=bool)
+        answer = np.zeros_like(whole.ids, bool)
         for start, end in self._answers(messages, whole, parts, key):
             answer[start:end] = True
         answer &= ~self._of_items(whole)
@@ -185,14 +184,8 @@ class ChatTokenizer:
                 "the last message of a prompt is the assistant's: leave the answer out"
             )
         ids = self._rendered(messages, parts, "prompt", add_generation_prompt=True).ids
-        answer = np.zeros(len(ids), dtype=bool)
-        sample = self._expand(ids, answer, parts, rows_per_item, "prompt")
-        return EncodedSample(
-            input_ids=sample.input_ids,
-            labels=np.full_like(sample.input_ids, self.pad_token_id),
-            loss_mask=sample.loss_mask,
-            item_offsets=sample.item_offsets,
-        )
+        sample = self._expand(ids, np.zeros_like(ids, bool), parts, rows_per_item, "prompt")
+        return replace(sample, labels=np.full_like(sample.input_ids, self.pad_token_id))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids, without special tokens and outer white space."""
@@ -200,17 +193,14 @@ class ChatTokenizer:
 
     def text(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> str:
         """Text of token ids as it is; special: with the special tokens."""
-        tokens = [int(token) for token in ids]
-        return self._backend.decode(tokens, skip_special_tokens=not special)
+        return self._backend.decode([*map(int, ids)], skip_special_tokens=not special)
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever token ids or the rendering may change."""
         parts = (
             self._backend.to_str(),
             self.template,
-            sorted(
-                (name, str(token)) for name, token in self._tokenizer.special_tokens_map.items()
-            ),
+            sorted((name, str(one)) for name, one in self._tokenizer.special_tokens_map.items()),
             (sorted(self.media_text.items()), self.eos_token_id, self.pad_token_id),
             sorted(self.stop_token_ids),
             _VERSION,
@@ -250,20 +240,14 @@ class ChatTokenizer:
         add_generation_prompt: bool = False,
     ) -> _Rendered:
         """parts: as of `_parts`; `messages` may be only the first of those that they belong to."""
-        try:
-            text = self._template.render(messages, add_generation_prompt)
-        except ValueError as error:
-            raise MessagesError(f"sample {key!r}: {error}") from error
         own = parts[: len(item_parts(messages))]
         finish = self._special_tokens.finish
-        text, spans = write_items(text, own, self.media_text, key, finish)
         try:
+            text = self._template.render(messages, add_generation_prompt)
+            text, spans = write_items(text, own, self.media_text, key, finish)
             ids, offsets = self._special_tokens.encode(text)
-        except (TypeError, UnicodeError) as error:  # from a tokenizer given half a character
-            raise MessagesError(
-                f"sample {key!r}: the messages cannot be tokenized ({error}); need whole Unicode "
-                "characters (no lone surrogate such as \\ud83d)"
-            ) from error
+        except (MessagesError, PlaceholderError):
+            raise
         except ValueError as error:
             raise MessagesError(f"sample {key!r}: {error}") from error
         return _Rendered(text, ids, offsets, spans)
@@ -278,9 +262,8 @@ class ChatTokenizer:
         found = np.zeros(len(starts), dtype=bool)
         for start, end in rendered.parts:
             found |= (starts < end) & (ends > start)
-        before = np.flatnonzero(found[1:] & ~found[:-1])
-        after = np.flatnonzero(found[:-1] & ~found[1:]) + 1
-        beside = np.concatenate([before, after])
+        edges = np.diff(found.astype(np.int8))
+        beside = np.append(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) + 1)
         found[beside] = np.isin(rendered.ids[beside], self._around_items)
         return found
 
@@ -318,23 +301,18 @@ class ChatTokenizer:
         They need to write the same for the first messages, whatever follows.
         """
         before = self._rendered(messages[:number], parts, key, add_generation_prompt=True).ids
-        # The last answer ends the conversation: no need to render the same messages again.
-        last = number == len(messages) - 1
-        through = ids if last else self._rendered(messages[: number + 1], parts, key).ids
-        if not (_begins(through, before) and _begins(ids, through)):
-            raise MessagesError(
-                f"sample {key!r}: the chat template of {self.directory} renders the messages "
-                f"before answer {number} differently once the answer is there, so its tokens "
-                "cannot be told apart: need a template whose answers begin with a special token, "
-                "or whose output only grows with each message"
-            )
-        end = len(through)
+        through = self._rendered(messages[: number + 1], parts, key).ids
+        for first, longer in ((before, through), (through, ids)):
+            if not np.array_equal(longer[: len(first)], first):
+                raise MessagesError(
+                    f"sample {key!r}: the chat template of {self.directory} renders the messages "
+                    f"before answer {number} differently once the answer is there, so its tokens "
+                    "cannot be told apart: need a template whose answers begin with a special "
+                    "token, or whose output only grows with each message"
+                )
         # What follows the end of a turn (a line break, in Qwen's template) is never generated.
-        for position in range(len(through) - 1, len(before) - 1, -1):
-            if through[position] == self.eos_token_id:
-                end = position + 1
-                break
-        return len(before), end
+        turns = len(before) + np.flatnonzero(through[len(before) :] == self.eos_token_id)
+        return len(before), int(turns[-1]) + 1 if len(turns) else len(through)
 
     def _expand(
         self,
@@ -363,7 +341,3 @@ class ChatTokenizer:
         loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)
         starts = np.cumsum(repeats) - repeats
         return EncodedSample(input_ids, labels, loss_mask, starts[placeholders])
-
-
-def _begins(ids: np.ndarray, first: np.ndarray) -> bool:
-    return np.array_equal(ids[: len(first)], first)

@@ -24,12 +24,9 @@ def find_chat_template(directory: Path, of_tokenizer: object) -> str:
 
     Raises ValueError when there is none, several without a default, or a damaged file.
     """
-    found = of_tokenizer
-    for name in ("processor_config.json", "chat_template.json"):
-        of_processor = _read_json(directory / name).get("chat_template")
-        if of_processor is not None:
-            found = of_processor
-            break
+    files = (directory / name for name in ("processor_config.json", "chat_template.json"))
+    of_processor = (_read_json(file).get("chat_template") for file in files)
+    found = next((one for one in of_processor if one is not None), of_tokenizer)
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found}
     if isinstance(found, dict):
@@ -59,11 +56,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def generation_ends(directory: Path) -> list[int]:
     """Tokens at which a model stops answering, as its ``generation_config.json`` says, if any."""
-    path = directory / "generation_config.json"
-    try:
-        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    given = _read_json(directory / "generation_config.json").get("eos_token_id")
     return [given] if isinstance(given, int) else list(given or [])

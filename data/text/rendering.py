@@ -42,15 +42,9 @@ class Template:
             return self._render(self._special.as_text(messages), add_generation_prompt)
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            UnicodeError,
-        ) as error:
-            # From a template that joins text with parts, say.
+        except ValueError:
+            raise
+        except Exception as error:  # a template is a program, and may fail in any way
             raise ValueError(
                 f"the messages cannot be rendered ({type(error).__name__}: {error}); need contents "
                 "that the chat template takes"
@@ -75,7 +69,7 @@ class Template:
         """Whether the template writes what these messages hold, not refusing or ignoring it."""
         try:
             return PROBE in self._render(messages)
-        except Exception:  # a template is a program, and may fail in any way
+        except Exception:  # as above
             return False
 
     def _opening(self) -> re.Pattern[str] | None:
