@@ -126,7 +126,12 @@ def write_data_set(
             done += count
         write_tokenizer(temporary / "tokenizer")
         (temporary / _MARKER).write_text(json.dumps(dict(settings)), encoding="utf-8")
-        _replace_folder(temporary, directory, settings)
+        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            os.rename(temporary, directory)
+        except OSError:  # another process was faster; what it wrote is the same if settings are
+            if not _is_prepared(directory, settings):
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return directory
@@ -152,20 +157,6 @@ def split_of_scan(number: int) -> str:
     if number % 5 == 0:
         return "test"
     return "validation" if number % 20 == 1 else "train"
-
-
-def _replace_folder(temporary: Path, directory: Path, settings: Mapping[str, object]) -> None:
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    try:
-        if directory.exists():
-            os.rename(directory, old)
-        os.rename(temporary, directory)
-    except OSError:
-        # Another process was faster; what it wrote is the same if the settings are.
-        if not _is_prepared(directory, settings):
-            raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_split(folder: Path, name: str, split: str, count: int, draw: Draw) -> Iterator[int]:

@@ -20,7 +20,6 @@ from data.text.messages import (
     MessagesError,
     PlaceholderError,
     UnknownMediaError,
-    check_messages,
     is_answer,
     item_parts,
     mentions,
@@ -128,7 +127,6 @@ class ChatTokenizer:
         Raises MessagesError for malformed messages, UnknownMediaError for a media that has no
         placeholder.
         """
-        check_messages(messages, key)
         found = mentions(messages, key)
         for one in found:
             if one.media not in self.placeholders:
