@@ -33,6 +33,23 @@ _VERSION = 2  # raise it whenever the same files give other ids or masks
 
 
 @dataclass(frozen=True)
+class _Chat:
+    """Messages to tokenize; key: names them in errors.
+
+    parts: media, and text with `{item}` in it, of each content part that is not text, in order of
+    mention. rows: of each item.
+    """
+
+    messages: Sequence[Message]
+    parts: Sequence[tuple[str, str]]
+    rows: Sequence[int]
+    key: str
+
+    def error(self, problem: object) -> MessagesError:
+        return MessagesError(f"sample {self.key!r}: {problem}")
+
+
+@dataclass(frozen=True)
 class _Rendered:
     """Rendered messages in tokens, one placeholder per item.
 
@@ -153,16 +170,16 @@ class ChatTokenizer:
         per item that it becomes; None where each is one item.
 
         Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
-        MessagesError when the template or the tokenizer refuses the messages, the template cannot
-        be cut at the answers, or it writes another placeholder.
+        MessagesError when the template or the tokenizer refuses the messages, or the template
+        cannot be cut at the answers.
         """
-        parts = self._parts(messages, rows_per_item, key, part_texts)
-        whole = self._rendered(messages, parts, key)
+        chat = self._chat(messages, rows_per_item, key, part_texts)
+        whole = self._rendered(chat)
         answer = np.zeros_like(whole.ids, bool)
-        for start, end in self._answers(messages, whole, parts, key):
+        for start, end in self._answers(chat, whole):
             answer[start:end] = True
         answer &= ~self._of_items(whole)
-        return self._expand(whole.ids, answer, parts, rows_per_item, key)
+        return self._expand(chat, whole.ids, answer)
 
     def encode_prompt(
         self,
@@ -176,13 +193,13 @@ class ChatTokenizer:
 
         Raises as `encode`, and MessagesError when the last message already is the assistant's.
         """
-        parts = self._parts(messages, rows_per_item, "prompt", part_texts)
+        chat = self._chat(messages, rows_per_item, "prompt", part_texts)
         if is_answer(messages[-1]):
             raise MessagesError(
                 "the last message of a prompt is the assistant's: leave the answer out"
             )
-        ids = self._rendered(messages, parts, "prompt", add_generation_prompt=True).ids
-        sample = self._expand(ids, np.zeros_like(ids, bool), parts, rows_per_item, "prompt")
+        ids = self._rendered(chat, add_generation_prompt=True).ids
+        sample = self._expand(chat, ids, np.zeros_like(ids, bool))
         return replace(sample, labels=np.full_like(sample.input_ids, self.pad_token_id))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -214,40 +231,36 @@ class ChatTokenizer:
             )
         return token_id
 
-    def _parts(
+    def _chat(
         self,
         messages: Sequence[Message],
-        rows_per_item: Sequence[int],
+        rows: Sequence[int],
         key: str,
         part_texts: Sequence[str] | None,
-    ) -> list[tuple[str, str]]:
-        """(media, text with `{item}` in it) of each content part that is not text."""
+    ) -> _Chat:
         media = [one.media for one in self.mentions(messages, key)]
         texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
         items = sum(text.count(ITEM_SLOT) for text in texts)
-        for count, needed in ((len(media), len(texts)), (items, len(rows_per_item))):
+        for count, needed in ((len(media), len(texts)), (items, len(rows))):
             if count != needed:
                 raise PlaceholderError(key, count, needed)
-        return list(zip(media, texts, strict=True))
+        return _Chat(messages, list(zip(media, texts, strict=True)), rows, key)
 
     def _rendered(
-        self,
-        messages: Sequence[Message],
-        parts: Sequence[tuple[str, str]],
-        key: str,
-        add_generation_prompt: bool = False,
+        self, chat: _Chat, count: int | None = None, add_generation_prompt: bool = False
     ) -> _Rendered:
-        """parts: as of `_parts`; `messages` may be only the first of those that they belong to."""
-        own = parts[: len(item_parts(messages))]
-        finish = self._special_tokens.finish
+        """The first ``count`` messages, or all of them."""
+        messages = chat.messages[:count]
+        parts = chat.parts[: len(item_parts(messages))]
         try:
             text = self._template.render(messages, add_generation_prompt)
-            text, spans = write_items(text, own, self.media_text, key, finish)
+            finish = self._special_tokens.finish
+            text, spans = write_items(text, parts, self.media_text, chat.key, finish)
             ids, offsets = self._special_tokens.encode(text)
         except (MessagesError, PlaceholderError):
             raise
         except ValueError as error:
-            raise MessagesError(f"sample {key!r}: {error}") from error
+            raise chat.error(error) from error
         return _Rendered(text, ids, offsets, spans)
 
     def _of_items(self, rendered: _Rendered) -> np.ndarray:
@@ -265,17 +278,11 @@ class ChatTokenizer:
         found[beside] = np.isin(rendered.ids[beside], self._around_items)
         return found
 
-    def _answers(
-        self,
-        messages: Sequence[Message],
-        whole: _Rendered,
-        parts: Sequence[tuple[str, str]],
-        key: str,
-    ) -> list[tuple[int, int]]:
+    def _answers(self, chat: _Chat, whole: _Rendered) -> list[tuple[int, int]]:
         """Tokens [start, end) of every answer, its end token included."""
-        numbers = [number for number, message in enumerate(messages) if is_answer(message)]
+        numbers = [number for number, message in enumerate(chat.messages) if is_answer(message)]
         if numbers[:1] == [0]:
-            raise MessagesError(f"sample {key!r}: begins with an answer; need a question before it")
+            raise chat.error("begins with an answer; need a question before it")
         if self._template.opening is not None:
             begins = [found.end() for found in self._template.opening.finditer(whole.text)]
             # A token with a character of the opening, such as two line breaks in one, is not whole.
@@ -284,56 +291,34 @@ class ChatTokenizer:
             ends = turns[np.searchsorted(turns, starts, side="right")]
             if len(starts) == len(numbers) and (ends <= [*starts[1:], len(whole.ids)]).all():
                 return list(zip(starts.tolist(), ends.tolist(), strict=True))
-        return [self._answer_span(messages, number, whole.ids, parts, key) for number in numbers]
+        return [self._answer_span(chat, number, whole.ids) for number in numbers]
 
-    def _answer_span(
-        self,
-        messages: Sequence[Message],
-        number: int,
-        ids: np.ndarray,
-        parts: Sequence[tuple[str, str]],
-        key: str,
-    ) -> tuple[int, int]:
+    def _answer_span(self, chat: _Chat, number: int, ids: np.ndarray) -> tuple[int, int]:
         """[start, end) of the answer in message `number`, for templates without an opening of it.
 
         They need to write the same for the first messages, whatever follows.
         """
-        before = self._rendered(messages[:number], parts, key, add_generation_prompt=True).ids
-        through = self._rendered(messages[: number + 1], parts, key).ids
+        before = self._rendered(chat, number, add_generation_prompt=True).ids
+        through = self._rendered(chat, number + 1).ids
         for first, longer in ((before, through), (through, ids)):
             if not np.array_equal(longer[: len(first)], first):
-                raise MessagesError(
-                    f"sample {key!r}: the chat template of {self.directory} renders the messages "
-                    f"before answer {number} differently once the answer is there, so its tokens "
-                    "cannot be told apart: need a template whose answers begin with a special "
-                    "token, or whose output only grows with each message"
+                raise chat.error(
+                    f"the chat template of {self.directory} renders the messages before answer "
+                    f"{number} differently once the answer is there, so its tokens cannot be told "
+                    "apart: need a template whose answers begin with a special token, or whose "
+                    "output only grows with each message"
                 )
         # What follows the end of a turn (a line break, in Qwen's template) is never generated.
         turns = len(before) + np.flatnonzero(through[len(before) :] == self.eos_token_id)
         return len(before), int(turns[-1]) + 1 if len(turns) else len(through)
 
-    def _expand(
-        self,
-        ids: np.ndarray,
-        answer: np.ndarray,
-        parts: Sequence[tuple[str, str]],
-        rows_per_item: Sequence[int],
-        key: str,
-    ) -> EncodedSample:
-        """Repeat each placeholder rows_per_item[k] times; shift labels and mask by one."""
+    def _expand(self, chat: _Chat, ids: np.ndarray, answer: np.ndarray) -> EncodedSample:
+        """Repeat each placeholder as often as its item has rows; shift labels and mask by one."""
         placeholders = np.flatnonzero(np.isin(ids, list(self.placeholder_ids.values())))
-        wanted = [
-            self.placeholder_ids[m] for m, text in parts for _ in range(text.count(ITEM_SLOT))
-        ]
-        if len(placeholders) != len(wanted):
-            raise PlaceholderError(key, len(placeholders), len(wanted))
-        if ids[placeholders].tolist() != wanted:
-            raise MessagesError(
-                f"sample {key!r}: the placeholders in its text are not those of its items in order "
-                f"of mention ({', '.join(media for media, _ in parts)})"
-            )
+        if len(placeholders) != len(chat.rows):
+            raise PlaceholderError(chat.key, len(placeholders), len(chat.rows))
         repeats = np.ones(len(ids), dtype=np.int64)
-        repeats[placeholders] = rows_per_item
+        repeats[placeholders] = chat.rows
         input_ids = np.repeat(ids, repeats)
         labels = np.append(input_ids[1:], self.pad_token_id)
         loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)

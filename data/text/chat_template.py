@@ -31,7 +31,7 @@ def find_chat_template(directory: Path, of_tokenizer: object) -> str:
         found = {entry.get("name"): entry.get("template") for entry in found}
     if isinstance(found, dict):
         if not isinstance(found.get(_DEFAULT), str):
-            names = ", ".join(str(name) for name in found) or "none"
+            names = ", ".join(map(str, found)) or "none"
             raise ValueError(
                 f"the chat templates in {directory} are {names}, and none is named {_DEFAULT!r}: "
                 "put the one to use into chat_template.jinja and leave it out of the other files"
