@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.text.chat_template import find_chat_template, generation_ends
+from data.text.chat_template import Template, find_chat_template, generation_ends
 from data.text.item_text import ITEM_SLOT, MediaText, write_items
 from data.text.messages import (
     Mention,
@@ -24,7 +24,6 @@ from data.text.messages import (
     item_parts,
     mentions,
 )
-from data.text.rendering import Template
 from data.text.special_tokens import SpecialTokens
 
 IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}

@@ -114,7 +114,8 @@ class _Reader:
         is_llava = any("from" in turn for turn in turns)
         # Elsewhere `<image>` is a text like any other.
         self._tokens = is_llava or (any(self.given.values()) and not in_parts)
-        found = [media for turn in turns for media in _TOKEN.findall(_text_of(turn))]
+        texts = (turn.get("value" if "from" in turn else "content") for turn in turns)
+        found = [m for text in texts if isinstance(text, str) for m in _TOKEN.findall(text)]
         self._first: list[str] = []
         for media, own in self.given.items() if self._tokens else ():
             count = found.count(media)
@@ -256,11 +257,6 @@ def _parsed(value: Any, what: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is a text that is not JSON: {short_text(value)}") from error
-
-
-def _text_of(turn: Mapping[str, Any]) -> str:
-    text = turn.get("value" if "from" in turn else "content")
-    return text if isinstance(text, str) else ""
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
