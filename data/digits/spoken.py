@@ -71,9 +71,8 @@ def prepare_spoken_digits(
                 return {}, {"messages": text_conversation(rng)}
             digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
             clip = wav_bytes(speak(digits, rng.choice(voices), rng), _RATE)
-            return {"0.wav": clip}, {
-                "messages": conversation(["audio"], rng.choice(_QUESTIONS), digits)
-            }
+            messages = conversation(["audio"], rng.choice(_QUESTIONS), digits)
+            return {"0.wav": clip}, {"messages": messages}
 
         return draw
 
