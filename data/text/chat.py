@@ -26,7 +26,7 @@ from data.text.messages import (
 )
 from data.text.special_tokens import SpecialTokens
 
-IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}
+IMAGES = {"image": MediaText("<|image_pad|>")}
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats
 _VERSION = 2  # raise it whenever the same files give other ids or masks
 
@@ -77,17 +77,13 @@ class ChatTokenizer:
     The folder of a checkpoint is one too. Safe to use from several threads: it only ever reads.
 
     directory: folder with tokenizer.json and a chat template; never downloads anything.
-    placeholders: by media, which is the type of content part such as "image" or "video", how its
-    items stand in the text. A token alone is one that the template writes once per item.
+    media_text: by media, which is the type of content part such as "image" or "video", how its
+    items stand in the text.
 
     Raises ValueError when the folder, its template, or a needed token is missing.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        placeholders: Mapping[str, str | MediaText] = IMAGE_PLACEHOLDERS,
-    ) -> None:
+    def __init__(self, directory: str | Path, media_text: Mapping[str, MediaText] = IMAGES) -> None:
         from transformers import AutoTokenizer  # here, because it costs seconds to import
 
         self.directory = Path(directory)
@@ -111,11 +107,8 @@ class ChatTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer, self._backend = tokenizer, backend
-        self.media_text = {
-            media: text if isinstance(text, MediaText) else MediaText(text)
-            for media, text in placeholders.items()
-        }
-        self.placeholders = {media: text.placeholder for media, text in self.media_text.items()}
+        self.media_text = media_text
+        self.placeholders = {media: text.placeholder for media, text in media_text.items()}
         # Not the number of entries: some tokenizers leave ids out.
         self.vocab_size: int = 1 + max(tokenizer.get_vocab().values())
         self.placeholder_ids: dict[str, int] = {
@@ -130,8 +123,8 @@ class ChatTokenizer:
         added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self._around_items = sorted(special - self.stop_token_ids)
-        texts = self.media_text.values()
-        needed = {eos, *self.placeholders.values(), *(one.written for one in texts)}
+        written = {one.written for one in media_text.values()}
+        needed = {eos, *self.placeholders.values()} | written
         self._special_tokens = SpecialTokens(backend, needed)
         self._template = Template(self.template, tokenizer, self._special_tokens)
         pad = tokenizer.pad_token

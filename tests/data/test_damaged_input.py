@@ -20,11 +20,12 @@ from data.media.audio import AudioClips
 from data.media.images import ImageProcessor
 from data.media.processor import Part
 from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
 from tests.data.damaged import BAD, END, ODD, SHARDS, about, chat, member, saved
 
 IMAGE, AUDIO = ImageProcessor(min_pixels=28 * 28), AudioClips()
 PROCESSORS: Processors = {"image": IMAGE, "audio": AUDIO}
-TOKENS = {"image": "<|image_pad|>", "audio": "<|video_pad|>"}
+TOKENS = {"image": MediaText("<|image_pad|>"), "audio": MediaText("<|video_pad|>")}
 MAX_GROWTH = 250 * 2**20  # bytes of memory, over all kinds of bad samples
 
 

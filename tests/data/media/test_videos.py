@@ -198,7 +198,7 @@ def test_token_ids_and_positions_equal_transformers(
         (clip, processors["video" if clip.is_video else "image"].plan(clip.part()))
         for clip in clips
     ]
-    chat = ChatTokenizer(folder, {"image": "<|image_pad|>", "video": family.video_text})
+    chat = ChatTokenizer(folder, {"image": MediaText("<|image_pad|>"), "video": family.video_text})
     counts = [plan.num_rows for _, plan in plans for _ in range(plan.num_items)]
     texts = [plan.text for _, plan in plans]
     prompt = chat.encode_prompt(messages_of(clips), counts, texts)
@@ -302,7 +302,7 @@ def test_videos_and_images_go_through_index_store_and_reader(
     processors = processors_of(family)
     chat = ChatTokenizer(
         write_folder(name, tmp_path / "tokenizer"),
-        {"image": "<|image_pad|>", "video": family.video_text},
+        {"image": MediaText("<|image_pad|>"), "video": family.video_text},
     )
     index = build_index(str(tmp_path / "a.tar"), chat, processors)
     assert index.skipped == ()

@@ -33,7 +33,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def open_chat(family: str, folder: Path) -> ChatTokenizer:
-    return ChatTokenizer(folder, {"image": GEMMA_IMAGE if family == "gemma3" else "<|image_pad|>"})
+    return ChatTokenizer(
+        folder, {"image": GEMMA_IMAGE if family == "gemma3" else MediaText("<|image_pad|>")}
+    )
 
 
 def image(number: int) -> dict[str, Any]:
