@@ -20,8 +20,7 @@ from PIL import Image
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from data.media.pan_and_scan import PanAndScan
-from data.media.square_images import SquareImageProcessor
+from data.media.square_images import PanAndScan, SquareImageProcessor
 from encoders._patches import (
     PackedPatches,
     PatchSettings,
@@ -74,7 +73,6 @@ class Settings(PatchSettings):
                 f"image_size {self.image_size} a multiple of patch_size · its root, "
                 f"{self.patch_size * side}"
             )
-        self.processor()  # raises ValueError for means and deviations that cannot work
         return self
 
     @property

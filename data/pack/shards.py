@@ -18,7 +18,7 @@ from data.media.audio import AudioClips
 from data.media.image_files import image_size
 from data.pack.rows import Row, find_files, read_rows
 from data.text.forms import Embedded, parse_messages, read_chat
-from data.text.messages import check_messages, mentions
+from data.text.messages import mentions
 
 BAD_SAMPLES = "bad_samples.jsonl"
 _SHARD = "shard-{:06d}.tar"
@@ -139,10 +139,10 @@ def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
     if row.problem:
         raise ValueError(row.problem)
     chat = read_chat(row.document)
-    check_messages(chat.messages, key)
+    mentioned = mentions(chat.messages, key)
     if chat.left:
         raise ValueError(f"it has files that no message mentions ({', '.join(chat.left)})")
-    kinds = [one.media for one in mentions(chat.messages, key) for _ in range(one.frames)]
+    kinds = [one.media for one in mentioned for _ in range(one.frames)]
     tools = chat.messages[0].pop("tools", None)
     document = {"messages": chat.messages} | ({"tools": tools} if tools else {})
     sample: dict[str, str | bytes] = {"__key__": key}

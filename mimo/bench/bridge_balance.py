@@ -8,6 +8,7 @@ import numpy as np
 
 from bridge import assign_items, imbalance
 from data.media.images import ImageProcessor
+from data.media.processor import Part
 
 BALANCE_LANES = 64
 BALANCE_ITEMS = (512, 4096)
@@ -49,7 +50,9 @@ def measure_balance(
     for seed in range(draws):
         draw = np.random.default_rng(seed)
         sides = np.exp(draw.uniform(np.log(_SIDES[0]), np.log(_SIDES[1]), (num_items, 2)))
-        costs = np.array([processor.cost(w, h) for w, h in np.rint(sides).astype(int).tolist()])
+        costs = np.array(
+            [processor.plan(Part((w, h))).cost for w, h in np.rint(sides).astype(int).tolist()]
+        )
         sizes = draw.integers(1, _IMAGES_PER_SAMPLE + 1, num_items)
         sample = np.repeat(np.arange(num_items), sizes)[:num_items]
         sample_costs = np.bincount(sample, weights=costs).astype(np.int64)

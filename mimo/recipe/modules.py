@@ -158,7 +158,7 @@ def _encode_group(value: Any) -> int | Literal["all"]:
 
 
 def _item_text(value: str) -> str:
-    from data import item_text_problem  # here: the package loads numpy
+    from data.text.item_text import item_text_problem  # here: the package loads numpy
 
     problem = item_text_problem(value)
     if problem:

@@ -16,23 +16,18 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from data import (
-    ChatTokenizer,
-    ImageProcessor,
-    Processors,
-    SampleReader,
-    UnreadableSample,
-    build_index,
-    image_size,
-    open_image,
-)
 from data.index.build import parse_messages
 from data.index.columns import DamagedFileError
-from data.index.samples import Index
+from data.index.reader import SampleReader, UnreadableSample
+from data.index.samples import Index, Processors
 from data.index.shard_index import NAMES, Catalog, read_entry
 from data.index.shards import describe_shard
+from data.index.store import build_index
 from data.index.tar_shards import TarError, TarMember, tar_members
 from data.media.audio import AudioClips
+from data.media.image_files import image_size, open_image
+from data.media.images import ImageProcessor
+from data.text.chat import ChatTokenizer
 from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
 from tests.data import damaged
 

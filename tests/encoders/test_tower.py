@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import mimo.device
-from data import Part
+from data.media.processor import Part
 from encoders._tower import PackedItems, SequencePart, Tower, build_tower, gelu_stack
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import ChatTokenizer, MediaText, Part, build_index
 from data.digits.shards import is_text_only
 from data.digits.spoken import PLACEHOLDERS, Voice, prepare_spoken_digits, speak
+from data.index.store import build_index
 from data.media.audio import AudioClips, wav_bytes
+from data.media.processor import Part
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
 from tests.data.digits.test_digits import digests
 
 COUNTS: dict[str, Any] = {"num_train": 64, "num_validation": 2, "num_test": 6}

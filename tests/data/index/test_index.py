@@ -8,15 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import (
-    ChatTokenizer,
-    Processors,
-    build_index,
-    check_lengths,
-    check_rows,
-)
 from data.digits.shards import CANVASES
+from data.index.samples import Processors, check_lengths, check_rows
 from data.index.shard_index import COLUMNS
+from data.index.store import build_index
+from data.text.chat import ChatTokenizer
 
 
 def test_offsets_point_at_the_members_of_the_tar(

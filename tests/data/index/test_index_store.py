@@ -13,19 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import (
-    ChatTokenizer,
-    ImageProcessor,
-    Index,
-    Processors,
-    build_index,
-    load_or_build_index,
-)
 from data.index.build import IndexTask, build_here
 from data.index.columns import ColumnFile, DamagedFileError, write_columns
-from data.index.samples import settings_fingerprint
+from data.index.samples import Index, Processors, settings_fingerprint
 from data.index.shard_index import COLUMNS, ENTRY, read_entry
 from data.index.shards import describe_shard
+from data.index.store import build_index, load_or_build_index
+from data.media.images import ImageProcessor
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
 
 
 def assert_equal(one: Index, other: Index):
@@ -142,7 +138,8 @@ def test_indexes_of_different_settings_live_side_by_side(
 ):
     smaller = {"image": ImageProcessor(max_pixels=56 * 28, min_pixels=28 * 28)}
     other = ChatTokenizer(
-        two_media_chat.directory, {"image": "<|video_pad|>", "video": "<|image_pad|>"}
+        two_media_chat.directory,
+        {"image": MediaText("<|video_pad|>"), "video": MediaText("<|image_pad|>")},
     )
     settings = [
         (open_index.chat, open_index.processors),

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from data import Media, Part
+from data.media.processor import Media, Part
 from mimo import bounds
 from mimo.families import contracts
 from mimo.families.item_rules import ItemRules

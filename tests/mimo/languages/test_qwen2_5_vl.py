@@ -20,6 +20,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLCo
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from data.media.processor import Part
 from encoders import qwen_vl
 from mimo.languages import qwen2_5
 from tests import lone_module
@@ -217,7 +218,7 @@ def test_positions_of_packed_samples_are_those_of_transformers(reference: Refere
 
 def test_pixels_and_grids_are_those_of_transformers(reference: Reference) -> None:
     processor = qwen_vl.Settings(**SETTINGS).processor()
-    assert [processor.grid(*size) for size in IMAGES] == [
+    assert [processor.plan(Part(size)).grid for size in IMAGES] == [
         tuple(g) for g in reference.grids.tolist()
     ]
     patches = np.concatenate([processor.patches(image) for image in pictures()])
