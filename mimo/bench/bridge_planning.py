@@ -1,6 +1,6 @@
-"""How long a rank takes to plan a step, by parts: all that is done from the index, without reading.
+"""How long a rank takes to plan a step, and how well items balance over encoder lanes.
 
-Samples are drawn: chats of up to five images, without files or texts.
+All from an index that is drawn: chats of up to five images, without files or texts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge import assign_items, imbalance
 from data.index.reader import SampleReader
 from data.media.images import ImageProcessor
 from data.order import SampleOrder
@@ -31,6 +32,12 @@ _BUDGET = TokenBudget(8192)
 _SAMPLES, _BLOCK, _IMAGES = 200_000, 64, 5
 _MEDIA, _PLACEHOLDER, _TEXT = "image", 1, 2
 _REPEATS = 5
+
+_BALANCE_LANES = 64
+BALANCE_ITEMS = (512, 4096)
+_BALANCE_DRAWS = 20
+_SIDES = (224, 1792)
+_IMAGES_PER_SAMPLE = 8
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,21 @@ class StepTime:
     @property
     def ms(self) -> float:
         """All parts of the slower rank."""
-        return max(sum(self.sender.values()), sum(self.receiver.values()))
+        return sum(self._slower.values())
+
+    @property
+    def _slower(self) -> dict[str, float]:
+        return max(self.receiver, self.sender, key=lambda parts: sum(parts.values()))
+
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        return [
+            str(self.num_ranks),
+            f"{self.samples}, {'as many as fit' if self.packed else 'one'} to a sequence",
+            str(self.items),
+            *[f"{sum(parts.values()):.1f}" for parts in (self.receiver, self.sender)],
+            ", ".join(f"{part} {ms:.1f}" for part, ms in self._slower.items()),
+        ]
 
 
 class DrawnIndex:
@@ -157,3 +178,57 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
             items = sum(len(part.item) for part in parts)
         found.append({part: statistics.median(own[1:]) for part, own in times.items()})
     return StepTime(num_ranks, packed, samples, items, *found)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Largest lane load over the mean, for each draw of the images.
+
+    bound: max(mean load, largest item) / mean; no assignment of whole items can be below it.
+    items: items assigned one by one, largest first (`assign_items`). samples: the same, but all
+    images of a sample stay together. in_turn: samples dealt out in turn, as plain data parallelism
+    does.
+    """
+
+    num_items: int
+    lanes: int
+    bound: list[float]
+    items: list[float]
+    samples: list[float]
+    in_turn: list[float]
+
+    @property
+    def worst(self) -> float:
+        """The largest ratio of item-level imbalance to its bound over all draws."""
+        return max(got / bound for got, bound in zip(self.items, self.bound, strict=True))
+
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        ways = (self.bound, self.items, self.samples, self.in_turn)
+        found = [f"{statistics.median(way):.3f} ({max(way):.3f})" for way in ways]
+        return [str(self.num_items), str(self.lanes), *found]
+
+
+def measure_balance(
+    num_items: int, lanes: int = _BALANCE_LANES, draws: int = _BALANCE_DRAWS
+) -> Balance:
+    """The balance for images with sides log-uniform in 224-1,792 pixels, 1 to 8 per sample."""
+    found = Balance(num_items, lanes, [], [], [], [])
+    # No image is shrunk, so the sides are those drawn: the hardest case.
+    processor = ImageProcessor(patch_size=14, max_pixels=_SIDES[1] ** 2)
+    for seed in range(draws):
+        draw = np.random.default_rng(seed)
+        sides = np.exp(draw.uniform(np.log(_SIDES[0]), np.log(_SIDES[1]), (num_items, 2)))
+        costs = np.array([processor.cost(w, h) for w, h in np.rint(sides).astype(int).tolist()])
+        sizes = draw.integers(1, _IMAGES_PER_SAMPLE + 1, num_items)
+        sample = np.repeat(np.arange(num_items), sizes)[:num_items]
+        sample_costs = np.bincount(sample, weights=costs).astype(np.int64)
+        mean = costs.sum() / lanes
+        found.bound.append(float(max(mean, costs.max()) / mean))
+        for kind, work, assigned in (
+            (found.items, costs, assign_items(costs, lanes)),
+            (found.samples, sample_costs, assign_items(sample_costs, lanes)),
+            (found.in_turn, sample_costs, np.arange(sample_costs.size) % lanes),
+        ):
+            kind.append(imbalance(np.bincount(assigned, work, lanes)))
+    return found

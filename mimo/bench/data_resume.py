@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from data.index.shard_index import write_shard_index
 from data.index.shards import describe_shard
 from data.index.store import index_homes, survey
 from data.packing import TokenBudget, Used
+from mimo.bench.contest import Run, timed
 from mimo.bench.data_ours import planner_of
 
 POSITION = 100_000_000
@@ -41,15 +41,17 @@ def write_index(folder: Path, num_shards: int) -> None:
     _survey(folder).open()  # writes the catalog
 
 
-def resume_seconds(folder: Path) -> float:
+def resume(folder: Path) -> Run:
     """From nothing to the plan of the step at `POSITION`: index, order, packs, transfers."""
-    started = time.perf_counter()
-    used = (1, Used(POSITION))
-    planner = planner_of(_survey(folder).open(), _MICROBATCHES, used, TokenBudget(_TOKENS))
-    plan = planner.finish(planner.microbatches(1))
-    seconds = time.perf_counter() - started
-    assert plan.num_tokens > _MICROBATCHES * _TOKENS * 0.9, "sequences are full"
-    return seconds
+
+    def plan() -> int:
+        used = (1, Used(POSITION))
+        planner = planner_of(_survey(folder).open(), _MICROBATCHES, used, TokenBudget(_TOKENS))
+        return planner.finish(planner.microbatches(1)).num_tokens
+
+    run = timed(plan)
+    assert run.found > _MICROBATCHES * _TOKENS * 0.9, "sequences are full"
+    return run
 
 
 def _survey(folder: Path):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
-from mimo.bench.train_result import Overhead
+from mimo.bench.contest import timed
+from mimo.bench.train_workload import OURS, Lengths, Workload, lengths_of
+from mimo.device import initialize_distributed, set_threads
 from mimo.hf.initial import initial_weights
 from mimo.layout.build import build_layout
 from mimo.layout.groups import build_topology
@@ -19,6 +24,26 @@ from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 
 _SLOWEST = 10  # operators
+_TIMEOUT_SECONDS = 1800.0
+
+
+def our_side(
+    workload: Workload, steps: int, threads: int, mean_tokens: Mapping[Lengths, float]
+) -> Callable[[str], Any]:
+    """For a process of its own: a function that lets a contestant do a step, or the profile."""
+    set_threads(threads, 1)
+    initialize_distributed(0, 1, HashStore(), _TIMEOUT_SECONDS)
+    contestants = {}
+    for name in OURS:
+        lengths = lengths_of(name)
+        contestants[name] = OurSteps(workload.recipe(lengths, steps, mean_tokens[lengths], threads))
+
+    def answer(what: str) -> Any:
+        if what == "profile":
+            return contestants["packed"].profile()
+        return timed(contestants[what].step, until_idle=True)
+
+    return answer
 
 
 class Sections(StepObserver):
@@ -26,7 +51,7 @@ class Sections(StepObserver):
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
-        self.computed = self.tokens = self.batches = 0
+        self.counts: dict[str, int] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -41,13 +66,9 @@ class Sections(StepObserver):
 
     def planned(self, step: int, plan: StepPlan) -> None:
         """Count the tokens."""
-        self.batches = len(plan.microbatches)
-        self.tokens = plan.num_tokens
-        self.computed = sum(int(m.samples.lane_tokens.sum()) for m in plan.microbatches)
-
-    def medians(self) -> dict[str, float]:
-        """Seconds by activity, over the steps after the first."""
-        return {name: statistics.median(own[1:] or own) for name, own in self.seconds.items()}
+        computed = sum(int(m.samples.lane_tokens.sum()) for m in plan.microbatches)
+        batches = len(plan.microbatches)
+        self.counts = {"tokens": plan.num_tokens, "computed": computed, "batches": batches}
 
 
 class OurSteps:
@@ -55,23 +76,28 @@ class OurSteps:
 
     def __init__(self, recipe: Recipe) -> None:
         topology = build_topology(build_layout(recipe))
-        run_dir = Path(recipe.train.run_dir)
-        trainer = Trainer(recipe, topology, run_dir, initial_weights(recipe))
+        trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
         dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
         assert dataset is not None, "the recipe has a source"
         self.sections = Sections()
         self._steps = trainer.train(dataset, None, self.sections)
 
-    def step(self) -> float:
-        """One step; returns the loss per loss token."""
+    def step(self) -> dict[str, float]:
+        """One step: the loss per loss token, and what was counted."""
         self.sections.begin()
         metrics = next(self._steps)
         self.sections.at(metrics["step"], "metrics")
-        return metrics["loss"]
+        return {"loss": metrics["loss"], **self.sections.counts}
 
-    def profile(self) -> Overhead:
-        """One more step, under PyTorch's profiler, which itself costs time outside operators."""
-        sections = self.sections.medians()
+    def profile(self) -> dict[str, Any]:
+        """One more step, under PyTorch's profiler, which itself costs time outside operators.
+
+        sections: seconds by activity, medians of the steps before but the first. operators: share
+        of the time in PyTorch's operators. slowest: (name, share, calls) of the ten slowest.
+        """
+        sections = {
+            name: statistics.median(own[1:] or own) for name, own in self.sections.seconds.items()
+        }
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             started = time.perf_counter()
@@ -83,10 +109,5 @@ class OurSteps:
             if event.key.startswith("aten::")
         ]
         found.sort(key=lambda one: -one[1])
-        return Overhead(
-            seconds=seconds,
-            sections=sections,
-            operators=sum(share for _, share, _ in found),
-            calls=sum(count for *_, count in found),
-            slowest=found[:_SLOWEST],
-        )
+        operators = sum(share for _, share, _ in found)
+        return {"sections": sections, "operators": operators, "slowest": found[:_SLOWEST]}

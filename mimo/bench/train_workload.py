@@ -23,6 +23,16 @@ _ROW_PIXELS = 30  # side of a row of the tiny checkpoint
 _MAX_ROWS = 64  # of an image
 
 Lengths = Literal["long-tailed", "equal"]
+OURS = ("packed", "packed equal")
+THEIRS = ("padded", "sorted", "batched equal")
+"""Contestants. Of transformers: `padded`, batches of 8 in the samples' order; `sorted`, by length
+into batches of at most a microbatch's tokens, padding included; `batched equal`, all samples, which
+are equally long, in one batch as in one of our microbatches."""
+
+
+def lengths_of(contestant: str) -> Lengths:
+    """The samples that a contestant trains on."""
+    return "equal" if contestant.endswith("equal") else "long-tailed"
 
 
 @dataclass(frozen=True)
