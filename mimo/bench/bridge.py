@@ -22,7 +22,7 @@ from mimo.bench.bridge_planning import (
 )
 from mimo.bench.bridge_workload import Case
 from mimo.bench.contest import Contest
-from mimo.bench.report import Bound, Report, table_of
+from mimo.bench.report import Bound, Report
 from mimo.errors import InputError
 from mimo.launch.processes import RankProcesses, warm_up
 from mimo.launch.ranks import rank_variables
@@ -118,10 +118,7 @@ def measure(rows: int, hidden: int, rounds: int, cases: Sequence[Case]) -> Repor
     balances = [measure_balance(num_items) for num_items in BALANCE_ITEMS]
     traffic = {str(one): one for one in passages}
 
-    def megabytes(contest: Contest, contestant: str) -> str:
-        return _per_rank(traffic[contest.name].received[contestant])
-
-    def over_bound(contest: Contest, contestant: str) -> str:
+    def received(contest: Contest, contestant: str) -> str:
         one = traffic[contest.name]
         return f"{sum(one.received[contestant]) / sum(one.bound):.3f}"
 
@@ -131,29 +128,22 @@ def measure(rows: int, hidden: int, rounds: int, cases: Sequence[Case]) -> Repor
         contests=[Contest(name, one.runs) for name, one in traffic.items()],
         columns={
             "ms": lambda contest, contestant: f"{1e3 * contest.median(contestant):.1f}",
-            "MB of each rank": megabytes,
-            "/ bound": over_bound,
+            "bytes / bound": received,
         },
         bounds=bounds(passages, plans, balances),
-        tables=[
-            table_of(
-                "time of a core to plan a step of 32 microbatches, from the index: median ms",
-                ("language ranks", "samples", "items", "a receiver", "a sender", "of the slower"),
-                [plan.cells() for plan in plans],
-            ),
-            table_of(
-                "imbalance of encoder lanes, max / mean: median (worst) over draws",
-                ("items", "lanes", "lower bound", "items, largest first", "samples", "in turn"),
-                [balance.cells() for balance in balances],
-            ),
-        ],
+        tables={
+            "a core plans a step of 32 microbatches from the index: median ms": [
+                asdict(plan) for plan in plans
+            ],
+            "imbalance of 64 encoder lanes, largest / mean: median (worst) over draws": [
+                asdict(balance) for balance in balances
+            ],
+        },
         others={
             "traffic": {
                 name: {"received": one.received, "bound": one.bound}
                 for name, one in traffic.items()
-            },
-            "plan": [asdict(plan) for plan in plans],
-            "balance": [asdict(balance) for balance in balances],
+            }
         },
     )
 
@@ -168,12 +158,6 @@ def _on_ranks(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
         ) as ranks,
     ):
         return ranks.results()[0]
-
-
-def _per_rank(num_bytes: Sequence[int]) -> str:
-    """For example `8.4 8.3 8.4 8.4`, or `4 × 33.6` when all are alike."""
-    texts = [f"{one / 1e6:.3g}" for one in num_bytes]
-    return f"{len(texts)} × {texts[0]}" if len(set(texts)) == 1 else " ".join(texts)
 
 
 def main(

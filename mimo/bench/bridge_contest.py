@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge import BridgeEnd, BridgeReceiver, BridgeSender, Exchange, FlatEmbeddings
 from mimo.bench.bridge_workload import ENCODER, Case, Delivery, Workload
 from mimo.bench.contest import Run, take_turns
-from mimo.bench.received import count_received
 from mimo.device import (
     backend,
     barrier,
@@ -27,7 +28,7 @@ from mimo.device import (
     set_threads,
     synchronize,
 )
-from mimo.engines.megatron.rival_bridge import MegatronBridge
+from mimo.engines.megatron.rival_bridge import megatron_bridge
 from mimo.launch.ranks import rank_environment
 from mimo.layout.grids import LANGUAGE
 from mimo.layout.groups import Topology, build_topology, comm_grid
@@ -66,12 +67,14 @@ class Passage:
 class Bridge(ABC):
     """One contestant, seen from one rank.
 
-    values: on an encoder rank the rows that it gives. gradient: on a rank of the language model,
-    what it sends back.
+    values: on an encoder rank the rows that it gives. On a rank of the language model: gradient:
+    what it sends back; places: where the rows that it gets belong, in the order of ``delivery``.
     """
 
     values: Tensor
+    places: Tensor
     gradient: Tensor | None = None
+    delivery: Delivery = "sharded"
 
     def __init__(self, workload: Workload, topology: Topology) -> None:
         self.workload, self.rank = workload, topology.rank
@@ -90,16 +93,13 @@ class Bridge(ABC):
         `backward` the gradients on a rank of the encoder.
         """
 
-    @abstractmethod
-    def expected(self) -> Tensor:
-        """The rows that must arrive at this rank of the language model."""
-
     def check(self) -> None:
         """Rows arrive as planned; gradients of twice the rows come back as twice the rows."""
         self.prepare()
         arrived = self.run(backward=False).detach()
         if not self.encodes:
-            assert torch.equal(arrived.cpu(), self.expected()), f"{self}: wrong rows arrived"
+            expected = self.workload.values_at(self.rank, self.places.cpu(), self.delivery)
+            assert torch.equal(arrived.cpu(), expected), f"{self}: wrong rows arrived"
             if self.gradient is None:
                 self.gradient = torch.empty_like(arrived)
             torch.mul(arrived, 2, out=self.gradient)
@@ -114,7 +114,7 @@ class OurBridge(Bridge):
 
     def __init__(self, workload: Workload, topology: Topology, delivery: Delivery) -> None:
         super().__init__(workload, topology)
-        self.delivery: Delivery = delivery
+        self.delivery = delivery
         groups, grid = topology.bridges[Link(ENCODER)], self.grid
         all_gathers = not grid.sp and delivery == "sharded"
         shares = grid.tp > 1 and (self.encodes or all_gathers)
@@ -157,10 +157,6 @@ class OurBridge(Bridge):
         self.sender.finish()
         return arrived
 
-    def expected(self) -> Tensor:
-        """At the places that it says."""
-        return self.workload.values_at(self.rank, self.places.cpu(), self.delivery)
-
 
 class TheirBridge(Bridge):
     """Megatron's bridge. Its leaders get complete gradients at no cost, which is in its favour.
@@ -169,29 +165,30 @@ class TheirBridge(Bridge):
     the TP group would come first.
     """
 
+    delivery = "replicated"
+
     def __init__(self, workload: Workload, topology: Topology) -> None:
         super().__init__(workload, topology)
         layout = workload.case.layout
         grids = comm_grid(layout.encoders[ENCODER]), comm_grid(layout.language)
-        self.bridge = MegatronBridge(*grids, DTYPE, backend())
+        self.bridge = megatron_bridge(*grids, DTYPE, backend())
         if self.encodes:
             self.values = workload.encoder_values(self.lane).to(local_device())
+        else:  # every rank of a lane gets all its rows, in their order
+            index = workload.build_plan(self.delivery).receives(self.rank).index
+            self.places = torch.from_numpy(np.sort(index))
 
     def run(self, backward: bool) -> Tensor:
         """The bridge's calls of one microbatch, in the order of a pipeline schedule."""
         with torch.no_grad():
             if not self.encodes:
-                rows = self.bridge.receive_rows()
+                rows = self.bridge.recv_forward()
                 if backward:
-                    assert self.gradient is not None
-                    self.bridge.send_gradients(self.gradient)
+                    assert self.gradient is not None, "`check` comes first"
+                    self.bridge.send_backward(self.gradient)
                 return rows
-            self.bridge.send_rows(self.values)
-            return self.bridge.receive_gradients() if backward else self.values
-
-    def expected(self) -> Tensor:
-        """All rows of the lane."""
-        return self.workload.language_values(self.lane)
+            self.bridge.send_forward(self.values)
+            return self.bridge.recv_backward() if backward else self.values
 
 
 class BareMessages(Bridge):
@@ -233,10 +230,6 @@ class BareMessages(Bridge):
                 work.wait()
         return self.rows
 
-    def expected(self) -> Tensor:
-        """Those that the messages bring."""
-        return self.workload.values_at(self.rank, self.places, "sharded")
-
 
 def _calls(how: _How, rows: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> list[_Call]:
     """One call per peer; rows (n, H) holds all messages one after the other."""
@@ -263,7 +256,7 @@ def _received(bridge: Bridge, backward: bool) -> list[int]:
     """Bytes that each rank of the world receives in one run."""
     bridge.prepare()
     barrier()
-    with count_received() as received:
+    with ReceivedBytes() as received:
         bridge.run(backward)
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, received.num_bytes)
@@ -324,3 +317,22 @@ def in_world(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
     found = compete(case, rows, hidden, rounds, build_topology(case.layout, _TIMEOUT_SECONDS))
     barrier()
     return found
+
+
+class ReceivedBytes(TorchDispatchMode):
+    """Counts the bytes that messages and broadcasts bring to this rank while it is entered.
+
+    It does not matter which call starts them: all are one operator each for PyTorch.
+    """
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, then pass on. A broadcast brings its tensor to all ranks but its source."""
+        if func is torch.ops.c10d.recv_.default:
+            self.num_bytes += sum(tensor.nbytes for tensor in args[0])
+        elif func is torch.ops.c10d.broadcast_.default:
+            tensors, group, source = args[:3]
+            if dist.ProcessGroup.unbox(group).rank() != source:
+                self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+        return func(*args, **(kwargs or {}))

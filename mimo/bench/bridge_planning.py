@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -45,34 +44,20 @@ class StepTime:
     """Median milliseconds of a core to plan a step, on a rank that sends and one that receives.
 
     num_ranks: of the language model. packed: sequences of several samples, as many as fit; else of
-    one. samples, items: of the whole step. sender, receiver: by part of the planning.
+    one. samples, items: of the whole step.
     """
 
     num_ranks: int
     packed: bool
     samples: int
     items: int
-    sender: dict[str, float]
-    receiver: dict[str, float]
+    sender_ms: float
+    receiver_ms: float
 
     @property
     def ms(self) -> float:
-        """All parts of the slower rank."""
-        return sum(self._slower.values())
-
-    @property
-    def _slower(self) -> dict[str, float]:
-        return max(self.receiver, self.sender, key=lambda parts: sum(parts.values()))
-
-    def cells(self) -> list[str]:
-        """A row of the table."""
-        return [
-            str(self.num_ranks),
-            f"{self.samples}, {'as many as fit' if self.packed else 'one'} to a sequence",
-            str(self.items),
-            *[f"{sum(parts.values()):.1f}" for parts in (self.receiver, self.sender)],
-            ", ".join(f"{part} {ms:.1f}" for part, ms in self._slower.items()),
-        ]
+        """Of the slower rank."""
+        return max(self.sender_ms, self.receiver_ms)
 
 
 class DrawnIndex:
@@ -136,7 +121,7 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
     index: Any = _drawn_index(processor)
     chat: Any = SimpleNamespace(placeholder_ids={_MEDIA: _PLACEHOLDER})
     readers = [SampleReader(index, chat, {_MEDIA: processor})]
-    found, samples, items = [], 0, 0
+    medians, samples, items = [], 0, 0
     for rank in (0, layout.language.rank_offset):
         planner = StepPlanner(
             layout,
@@ -149,21 +134,16 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
             budget=_BUDGET if packed else None,
             linear_tokens=4096,
         )
-        times: dict[str, list[float]] = {}
-
-        def timed[T](part: str, work: Callable[[], T], times: dict[str, list[float]] = times) -> T:
-            started = time.process_time()
-            result = work()
-            times.setdefault(part, []).append(1000 * (time.process_time() - started))
-            return result
-
+        times = []
         for step in range(1 + repeats):
-            planned = timed("samples and lanes", functools.partial(planner.microbatches, step))
-            plan = timed("transfers", functools.partial(planner.finish, planned))
-            ends = ("receives", "returns") if rank else ("sends", "collects")
+            started = time.process_time()
+            planned = planner.microbatches(step)
+            plan = planner.finish(planned)
             (bridges,) = plan.bridges.values()
-            calls = [getattr(bridge, end) for bridge in bridges for end in ends]
-            timed("messages", lambda calls=calls, rank=rank: [call(rank) for call in calls])
+            for bridge in bridges:
+                for messages in ("receives", "returns") if rank else ("sends", "collects"):
+                    getattr(bridge, messages)(rank)
+            times.append(time.process_time() - started)
             if not rank:
                 continue
             parts = [m.samples for m in planned]
@@ -172,12 +152,13 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
                 for part in parts
             ]
             loaded = LoadedStep(step, planned, planner.used_before(step + 1), encoded)
-            pack = functools.partial(pack_language, loaded, plan, readers, 0, 0)
-            timed("sequences", pack)
+            started = time.process_time()
+            pack_language(loaded, plan, readers, 0, 0)
+            times[-1] += time.process_time() - started
             samples = sum(part.num_samples for part in parts)
             items = sum(len(part.item) for part in parts)
-        found.append({part: statistics.median(own[1:]) for part, own in times.items()})
-    return StepTime(num_ranks, packed, samples, items, *found)
+        medians.append(1e3 * statistics.median(times[1:]))
+    return StepTime(num_ranks, packed, samples, items, *medians)
 
 
 @dataclass(frozen=True)
@@ -186,34 +167,25 @@ class Balance:
 
     bound: max(mean load, largest item) / mean; no assignment of whole items can be below it.
     items: items assigned one by one, largest first (`assign_items`). samples: the same, but all
-    images of a sample stay together. in_turn: samples dealt out in turn, as plain data parallelism
-    does.
+    images of a sample stay together.
     """
 
     num_items: int
-    lanes: int
     bound: list[float]
     items: list[float]
     samples: list[float]
-    in_turn: list[float]
 
     @property
     def worst(self) -> float:
         """The largest ratio of item-level imbalance to its bound over all draws."""
         return max(got / bound for got, bound in zip(self.items, self.bound, strict=True))
 
-    def cells(self) -> list[str]:
-        """A row of the table."""
-        ways = (self.bound, self.items, self.samples, self.in_turn)
-        found = [f"{statistics.median(way):.3f} ({max(way):.3f})" for way in ways]
-        return [str(self.num_items), str(self.lanes), *found]
-
 
 def measure_balance(
     num_items: int, lanes: int = _BALANCE_LANES, draws: int = _BALANCE_DRAWS
 ) -> Balance:
     """The balance for images with sides log-uniform in 224-1,792 pixels, 1 to 8 per sample."""
-    found = Balance(num_items, lanes, [], [], [], [])
+    found = Balance(num_items, [], [], [])
     # No image is shrunk, so the sides are those drawn: the hardest case.
     processor = ImageProcessor(patch_size=14, max_pixels=_SIDES[1] ** 2)
     for seed in range(draws):
@@ -225,10 +197,6 @@ def measure_balance(
         sample_costs = np.bincount(sample, weights=costs).astype(np.int64)
         mean = costs.sum() / lanes
         found.bound.append(float(max(mean, costs.max()) / mean))
-        for kind, work, assigned in (
-            (found.items, costs, assign_items(costs, lanes)),
-            (found.samples, sample_costs, assign_items(sample_costs, lanes)),
-            (found.in_turn, sample_costs, np.arange(sample_costs.size) % lanes),
-        ):
-            kind.append(imbalance(np.bincount(assigned, work, lanes)))
+        for kind, work in ((found.items, costs), (found.samples, sample_costs)):
+            kind.append(imbalance(np.bincount(assign_items(work, lanes), work, lanes)))
     return found

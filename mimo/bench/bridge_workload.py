@@ -124,36 +124,25 @@ class Workload:
         share = self.rows // self.case.encoder_lanes
         return self._values(torch.arange(lane * share, (lane + 1) * share))
 
-    def language_values(self, lane: int) -> Tensor:
-        """(N / language lanes, H) fp32: the rows of one language lane, in order of position."""
-        row_at = self._row_at(lane)
-        return self._values(row_at[row_at >= 0])
-
     def values_at(self, rank: int, places: Tensor, delivery: Delivery) -> Tensor:
         """(n, H) fp32: what `rank` must find at its local positions `places` (n,)."""
-        language = self.case.layout.language
-        coords = language.coords(rank)
-        sliced = language.sp and delivery == "sharded"
-        first = coords.tp * self.tokens[coords.dp] // language.tp if sliced else 0
-        return self._values(self._row_at(coords.dp)[places + first])
+        return self._values(self._row_at(rank, delivery)[places])
 
     def needed_rows(self, rank: int) -> int:
         """The bound: rows that language `rank` needs before its first layer and does not hold."""
+        return int((self._row_at(rank, "sharded") >= 0).sum())
+
+    def _row_at(self, rank: int, delivery: Delivery) -> Tensor:
+        """The number of the row at each local position of a language rank, -1 for text."""
         language = self.case.layout.language
         coords = language.coords(rank)
-        row_at = self._row_at(coords.dp)
-        if language.sp:
-            row_at = row_at.chunk(language.tp)[coords.tp]
-        return int((row_at >= 0).sum())
-
-    def _row_at(self, lane: int) -> Tensor:
-        """(T,) the number of the row at each position of a language lane, -1 for text."""
-        row_at = np.full(self.tokens[lane], -1)
+        row_at = np.full(self.tokens[coords.dp], -1)
         first = np.cumsum(self.runs.rows) - self.runs.rows
-        for item in np.flatnonzero(self.runs.destination_lane == lane):
+        for item in np.flatnonzero(self.runs.destination_lane == coords.dp):
             at, count = self.runs.position[item], self.runs.rows[item]
             row_at[at : at + count] = first[item] + np.arange(count)
-        return torch.from_numpy(row_at)
+        sliced = language.sp and delivery == "sharded"
+        return torch.from_numpy(np.split(row_at, language.tp)[coords.tp] if sliced else row_at)
 
     def _values(self, numbers: Tensor) -> Tensor:
         columns = torch.arange(self.hidden, dtype=torch.float32) / self.hidden

@@ -114,14 +114,15 @@ class Apart:
 
     def __call__(self, *args: Any) -> Any:
         """Raises RuntimeError if the process fails, which says why itself."""
-        before, peak, pause = _shared_memory(), 0, 0.0
+        before, peak, answered = _shared_memory(), 0, False
         try:
             self._pipe.send(args)
-            while not self._pipe.poll(max(_LOOK_SECONDS, pause)):
+            while not answered:
                 started = time.perf_counter()
                 own = sum(map(_own_memory, _tree(self._process.pid)))
                 peak = max(peak, own + _shared_memory() - before)
                 pause = (time.perf_counter() - started) / _LOOKS_SHARE
+                answered = self._pipe.poll(max(_LOOK_SECONDS, pause))
             found = self._pipe.recv()
         except (EOFError, OSError):
             raise RuntimeError("a process of the benchmark failed") from None

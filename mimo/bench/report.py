@@ -48,8 +48,9 @@ class Report:
     """What a benchmark found.
 
     notes: what a reader must know to judge it. contests: with ratios in the table and the picture.
-    columns: of a contest's table: name -> a contestant's cell. figure: of `Run`, whose ratios are
-    drawn. tables: further ones. others: further figures for the JSON file, by name.
+    columns: of the contests' table: name -> a contestant's cell. figure: of `Run`, whose ratios are
+    drawn. tables: further ones, by title: records with the same names each; of a list, median and
+    largest are shown. others: further figures for the JSON file, by name.
     """
 
     title: str
@@ -58,7 +59,7 @@ class Report:
     columns: Mapping[str, Callable[[Contest, str], str]]
     bounds: Sequence[Bound]
     figure: str = "seconds"
-    tables: Sequence[Table] = ()
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
     software: Sequence[str] = _SOFTWARE
 
@@ -79,10 +80,13 @@ class Report:
             )
             for bound in self.bounds
         ]
-        console.print(self._contests(), *self.tables)
+        console.print(self._contests())
+        for title, records in self.tables.items():
+            rows = [[_cell(value) for value in record.values()] for record in records]
+            console.print(_table(title, list(records[0]), rows))
         for note in self.notes:
             console.print(f"- {note}", highlight=False, soft_wrap=True)
-        console.print(table_of("what must hold", ("bound", "measured", "limit", ""), bounds))
+        console.print(_table("what must hold", ("bound", "measured", "limit", ""), bounds))
         picture.parent.mkdir(parents=True, exist_ok=True)
         self._draw(picture)
         print(f"picture: {picture}")
@@ -112,7 +116,7 @@ class Report:
                     spread = f"({min(all_ratios):.2f} to {max(all_ratios):.2f})"
                     cells.append(f"{contest.ratio(name, figure):.2f} × {spread}")
                 rows.append(cells)
-        return table_of(self.title, ("", "contestant", *self.columns, *ratios), rows)
+        return _table(self.title, ("", "contestant", *self.columns, *ratios), rows)
 
     def _draw(self, path: Path) -> None:
         """Write a PNG with a bar per rival: ratios to ours, median, least and most."""
@@ -148,10 +152,10 @@ class Report:
         }
         bounds = [{**asdict(bound), "holds": bound.holds} for bound in self.bounds]
         common = {"machine": machine, "notes": self.notes, "runs": runs, "bounds": bounds}
-        return common | dict(self.others)
+        return common | {"tables": self.tables} | dict(self.others)
 
 
-def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table; its first column is words, the others are numbers."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
@@ -159,6 +163,12 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{statistics.median(value):.3f} ({max(value):.3f})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _machine(software: Sequence[str]) -> dict[str, Any]:

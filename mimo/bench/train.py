@@ -13,10 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from mimo.bench.contest import Apart, Contest, Run, apart, take_turns
-from mimo.bench.report import Bound, Report, table_of
+from mimo.bench.report import Bound, Report
 from mimo.bench.train_theirs import PADDED_BATCH, their_side
 from mimo.bench.train_workload import OURS, THEIRS, Lengths, Sizes, Workload
 
@@ -93,6 +91,8 @@ def measure(sizes: Sizes, rounds: int, threads: int) -> Report:
             f"samples of the step, as many in a batch as have {sizes.tokens} tokens with their "
             "padding. transformers can pack only with kernels that need a GPU.",
             "transformers prepares images by pillow, as ours does, and updates by fused AdamW.",
+            f"A step of packed under the profiler spends "
+            f"{100 * (1 - profile['operators']):.1f} % of its time outside PyTorch's operators.",
         ],
         contests=[_contest(name, own, runs) for name, own in by_lengths.items()],
         columns={
@@ -101,37 +101,22 @@ def measure(sizes: Sizes, rounds: int, threads: int) -> Report:
             "real tokens": lambda one, name: str(_found(one, name, "tokens")),
             "computed": lambda one, name: str(_found(one, name, "computed")),
             "batches": lambda one, name: str(_found(one, name, "batches")),
+            "data wait, ms": lambda one, name: (
+                f"{1e3 * _found(one, name, 'data_wait_seconds'):.1f}" if name == one.ours else ""
+            ),
             "peak MiB": lambda one, name: f"{one.median(name, 'peak_bytes') / 2**20:.0f}",
         },
         bounds=judge(runs),
-        tables=_overhead(profile),
+        tables={"a step of packed under the profiler": profile["slowest"]},
         others={
             "losses": {name: [run.found["loss"] for run in own] for name, own in runs.items()},
-            "overhead": profile,
+            "operators": profile["operators"],
         },
     )
 
 
-def _found(contest: Contest, contestant: str, what: str) -> int:
+def _found(contest: Contest, contestant: str, what: str) -> float:
     return contest.runs[contestant][0].found[what]
-
-
-def _overhead(profile: Mapping[str, Any]) -> list[Table]:
-    """Where the time of our steps goes: what the loop does, and PyTorch's operators."""
-    total = sum(profile["sections"].values())
-    sections = [
-        (name, f"{1e3 * seconds:.1f}", f"{100 * seconds / total:.2f} %")
-        for name, seconds in profile["sections"].items()
-    ]
-    slowest = [
-        (name, f"{100 * share:.1f} %", str(calls)) for name, share, calls in profile["slowest"]
-    ]
-    outside = 100 * (1 - profile["operators"])
-    title = f"a step under the profiler: {outside:.1f} % outside PyTorch's operators"
-    return [
-        table_of("what our loop does in a step (packed)", ("activity", "ms", "share"), sections),
-        table_of(title, ("operator", "share", "calls"), slowest),
-    ]
 
 
 def main(

@@ -1,8 +1,7 @@
-"""Our training loop on the samples of `mimo bench train`: steps, their sections, a profile."""
+"""Our training loop on the samples of `mimo bench train`: steps, and a profile of one."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,29 +45,14 @@ def our_side(
     return answer
 
 
-class Sections(StepObserver):
-    """How long the loop stays in each activity. seconds: by activity, of each step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
-        self.counts: dict[str, int] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._activity, self._since = "metrics", time.perf_counter()
-
-    def at(self, step: int, activity: str) -> None:
-        """Note how long the last activity took."""
-        now = time.perf_counter()
-        self.seconds.setdefault(self._activity, []).append(now - self._since)
-        self._activity, self._since = activity, now
+class Counts(StepObserver):
+    """What the plan of the last step says."""
 
     def planned(self, step: int, plan: StepPlan) -> None:
-        """Count the tokens."""
+        """Count tokens, with and without padding."""
         computed = sum(int(m.samples.lane_tokens.sum()) for m in plan.microbatches)
         batches = len(plan.microbatches)
-        self.counts = {"tokens": plan.num_tokens, "computed": computed, "batches": batches}
+        self.found = {"tokens": plan.num_tokens, "computed": computed, "batches": batches}
 
 
 class OurSteps:
@@ -79,35 +63,30 @@ class OurSteps:
         trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
         dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
         assert dataset is not None, "the recipe has a source"
-        self.sections = Sections()
-        self._steps = trainer.train(dataset, None, self.sections)
+        self.counts = Counts()
+        self._steps = trainer.train(dataset, None, self.counts)
 
     def step(self) -> dict[str, float]:
-        """One step: the loss per loss token, and what was counted."""
-        self.sections.begin()
+        """One step: the loss per loss token, the wait for data, and what was counted."""
         metrics = next(self._steps)
-        self.sections.at(metrics["step"], "metrics")
-        return {"loss": metrics["loss"], **self.sections.counts}
+        own = {name: metrics[name] for name in ("loss", "data_wait_seconds")}
+        return own | self.counts.found
 
     def profile(self) -> dict[str, Any]:
         """One more step, under PyTorch's profiler, which itself costs time outside operators.
 
-        sections: seconds by activity, medians of the steps before but the first. operators: share
-        of the time in PyTorch's operators. slowest: (name, share, calls) of the ten slowest.
+        operators: share of the time inside PyTorch's. slowest: those that took longest.
         """
-        sections = {
-            name: statistics.median(own[1:] or own) for name, own in self.sections.seconds.items()
-        }
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             started = time.perf_counter()
             self.step()
             seconds = time.perf_counter() - started
-        found = [
-            (event.key, event.self_cpu_time_total / 1e6 / seconds, event.count)
-            for event in profile.key_averages()
-            if event.key.startswith("aten::")
+        found = [one for one in profile.key_averages() if one.key.startswith("aten::")]
+        found.sort(key=lambda one: -one.self_cpu_time_total)
+        shares = [one.self_cpu_time_total / 1e6 / seconds for one in found]
+        slowest = [
+            {"operator": one.key, "share": share, "calls": one.count}
+            for one, share in zip(found[:_SLOWEST], shares, strict=False)
         ]
-        found.sort(key=lambda one: -one[1])
-        operators = sum(share for _, share, _ in found)
-        return {"sections": sections, "operators": operators, "slowest": found[:_SLOWEST]}
+        return {"operators": sum(shares), "slowest": slowest}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
+from webdataset.compat import WebDataset
 
 from mimo.bench.contest import timed
 from mimo.bench.train_workload import THEIRS, Lengths, Workload, lengths_of
@@ -74,24 +74,17 @@ class Collator:
         self.processor = load_processor(checkpoint)
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "right"
-        with tarfile.open(shard) as tar:
-            files = {member.name: tar.extractfile(member) for member in tar if member.isfile()}
-            self._files = {name: file.read() for name, file in files.items() if file is not None}
-        keys = sorted({name.split(".")[0] for name in self._files})
-        self._messages = [json.loads(self._files[f"{key}.json"])["messages"] for key in keys]
-        self._images = [
-            sorted(n for n in self._files if n.startswith(f"{key}.") and not n.endswith("json"))
-            for key in keys
-        ]
-        counted = [self([number]) for number in range(len(keys))]
+        self._samples: list[dict[str, Any]] = list(WebDataset(str(shard), shardshuffle=False))
+        counted = [self([number]) for number in range(len(self._samples))]
         self.lengths = [inputs["input_ids"].shape[1] for inputs in counted]
         self.loss_tokens = [int((one["labels"][:, 1:] != _IGNORED).sum()) for one in counted]
 
     def __call__(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """Inputs (B, S), labels (B, S) and the pixels of all images."""
-        chats = [self._messages[n] for n in samples]
-        names = [name for n in samples for name in self._images[n]]
-        images = [Image.open(io.BytesIO(self._files[name])).convert("RGB") for name in names]
+        own = [self._samples[n] for n in samples]
+        chats = [json.loads(sample["json"])["messages"] for sample in own]
+        files = [sample[name] for sample in own for name in sorted(sample) if name.endswith("png")]
+        images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
         text = self.processor.apply_chat_template(chats, tokenize=False)
         given: dict[str, Any] = {"images": images} if images else {}
         inputs = self.processor(
