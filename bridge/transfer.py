@@ -142,7 +142,7 @@ class Transfer:
         """
         started, seconds = time.perf_counter(), self.end.timeout_seconds
         if self._watched is not None:
-            self._watched.since = time.monotonic()  # it begins anew: it is asked for
+            self._watched.is_wanted()
             seconds = None
         wait_for(self.messages, self.what, self.microbatch, seconds)
         self.end.clock.seconds += time.perf_counter() - started

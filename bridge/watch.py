@@ -41,6 +41,10 @@ class Watched:
         """Transfers over one edge take place in the order of their starts."""
         return self.what.partition(":")[0]
 
+    def is_wanted(self) -> None:
+        """Start its time anew: waiting for it has been requested."""
+        self.since = time.monotonic()
+
 
 class TransferWatch:
     """Watches the transfers of one process, from a daemon thread that starts with the first.

@@ -50,18 +50,15 @@ _TIMES_FASTER = {"forward": 5.0, "forward + backward": 3.0}
 _PLAN_MS = 50.0  # 1 % of a step of 5 seconds
 _IMBALANCE_OVER_BOUND = 1.05
 _NOTES = (
-    "Megatron's bridge hard-codes nccl for its groups; its group calls were mapped to the backend "
-    "of ours.",
-    "Bytes are what the ranks at the end of the way receive from anyone, their own module's ranks "
-    "included: forward until each holds its first layer's input.",
+    "Megatron's bridge hard-codes nccl for its groups, which was mapped to the backend of ours. It "
+    "sums what it receives for its debug log, also when that is off; this is part of its time.",
     "Megatron's ranks were given complete gradients at no cost. With SP, a gather over the TP "
     "group would come first, so this flatters Megatron's backward.",
-    "Megatron's bridge sums the tensors that it receives for its debug log, also when that log "
-    "is off; this is part of its time.",
+    "Bytes are what the ranks at the end of the way receive from anyone, their own module's ranks "
+    "included: forward until each holds its first layer's input.",
     "Bare messages are those of our bridge by isend and irecv alone, in memory that is there "
     "already: no plan, no autograd, no timeouts. No bridge that moves as much can be faster.",
-    "A run lasts from a start common to all ranks until the last rank is done. A ratio is "
-    "the median over rounds, in which all take turns.",
+    "A run lasts from a start common to all ranks until the last rank is done.",
 )
 
 
@@ -105,8 +102,16 @@ def _of_passages(passages: Sequence[Passage]) -> Iterator[Bound]:
             yield Bound(f"{one}: times faster", ratio, _TIMES_FASTER[one.way], False)
 
 
-def measure(rows: int, hidden: int, rounds: int, cases: Sequence[Case]) -> Report:
-    """Run all parts one after the other. Raises RanksFailed."""
+def main(
+    rows: int,
+    hidden: int,
+    rounds: int,
+    json_path: Path | None,
+    picture: Path,
+    cases: Sequence[Case] = CASES,
+) -> int:
+    """Run all parts one after the other; returns 1 when a bound is missed. Raises RanksFailed."""
+    check_rows(rows, cases)
     warm_up(PRELOAD)
     passages: list[Passage] = []
     for size in (rows, rows // _SECOND_SIZE):
@@ -122,7 +127,7 @@ def measure(rows: int, hidden: int, rounds: int, cases: Sequence[Case]) -> Repor
         one = traffic[contest.name]
         return f"{sum(one.received[contestant]) / sum(one.bound):.3f}"
 
-    return Report(
+    report = Report(
         title=f"Bridges, rows of {hidden} fp32, {rounds} rounds",
         notes=_NOTES,
         contests=[Contest(name, one.runs) for name, one in traffic.items()],
@@ -146,6 +151,7 @@ def measure(rows: int, hidden: int, rounds: int, cases: Sequence[Case]) -> Repor
             }
         },
     )
+    return report.conclude(picture, json_path)
 
 
 def _on_ranks(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
@@ -158,16 +164,3 @@ def _on_ranks(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
         ) as ranks,
     ):
         return ranks.results()[0]
-
-
-def main(
-    rows: int,
-    hidden: int,
-    rounds: int,
-    json_path: Path | None,
-    picture: Path,
-    cases: Sequence[Case] = CASES,
-) -> int:
-    """Measure, print, draw and judge; returns 1 when a bound is missed. Raises RanksFailed."""
-    check_rows(rows, cases)
-    return measure(rows, hidden, rounds, cases).conclude(picture, json_path)

@@ -5,7 +5,6 @@ All from an index that is drawn: chats of up to five images, without files or te
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from dataclasses import dataclass
@@ -105,9 +104,6 @@ class DrawnIndex:
         return EncodedSample(ids, ids, np.ones(len(ids), np.float32), offsets)
 
 
-_drawn_index = functools.cache(DrawnIndex)
-
-
 def layout_of(num_ranks: int) -> Layout:
     """A language model of tp 8 with SP and cp 2, and an encoder lane for every 8 ranks of it."""
     lanes, dp = num_ranks // _RANKS_PER_ENCODER_LANE, num_ranks // (_TP * _CP)
@@ -118,7 +114,7 @@ def layout_of(num_ranks: int) -> Layout:
 def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime:
     """Plan steps of 32 microbatches one after another, the first one to warm up."""
     processor, layout = ImageProcessor(), layout_of(num_ranks)
-    index: Any = _drawn_index(processor)
+    index: Any = DrawnIndex(processor)
     chat: Any = SimpleNamespace(placeholder_ids={_MEDIA: _PLACEHOLDER})
     readers = [SampleReader(index, chat, {_MEDIA: processor})]
     medians, samples, items = [], 0, 0

@@ -105,8 +105,20 @@ def judge(
     return [*found, Bound("resume at sample 100,000,000, s", seconds, _RESUME_SECONDS, True)]
 
 
-def measure(samples: int, rounds: int, workers: int, quick: bool) -> Report:
-    """Write the photos, let all loaders take turns, and judge. samples: at least so many."""
+def main(
+    samples: int,
+    rounds: int,
+    workers: int | None,
+    quick: bool,
+    json_path: Path | None,
+    picture: Path,
+) -> int:
+    """Write the photos, let all loaders take turns, and judge; 1 when a bound is missed.
+
+    samples: at least so many. workers: processes of each loader beside none; None for all cores.
+    Quick runs judge no speed.
+    """
+    workers, rounds = workers or len(os.sched_getaffinity(0)), 1 if quick else rounds
     missing = {package: how for package, how in INSTALL.items() if not is_installed(package)}
     loaders: dict[str, Loader] = {"ours": our_batches}
     for backend in ("pil", "torchvision") if "torchvision" not in missing else ("pil",):
@@ -148,7 +160,7 @@ def measure(samples: int, rounds: int, workers: int, quick: bool) -> Report:
         Contest(where, {name: passes[f"{name}: {where}"] for name in loaders}) for where in cells
     ]
     installed = sorted(INSTALL[package] for package in INSTALL.keys() - missing)
-    return Report(
+    report = Report(
         title="The input path of loaders on the same photos",
         notes=[*notes, *_NOTES],
         contests=contests,
@@ -173,20 +185,4 @@ def measure(samples: int, rounds: int, workers: int, quick: bool) -> Report:
         others={"resume_seconds": resumes},
         software=("torch", "transformers", "webdataset", *installed),
     )
-
-
-def main(
-    samples: int,
-    rounds: int,
-    workers: int | None,
-    quick: bool,
-    json_path: Path | None,
-    picture: Path,
-) -> int:
-    """Measure, print, draw and judge; returns 1 when a bound is missed. Quick runs judge no speed.
-
-    workers: processes of each loader beside none; None for all cores.
-    """
-    workers = workers or len(os.sched_getaffinity(0))
-    report = measure(samples, 1 if quick else rounds, workers, quick)
     return report.conclude(picture, json_path, judge_speed=not quick)

@@ -92,7 +92,18 @@ class Report:
         print(f"picture: {picture}")
         if json_path is not None:
             json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(json.dumps(self._figures(machine), indent=1) + "\n")
+            found = {
+                "machine": machine,
+                "notes": self.notes,
+                "runs": {
+                    contest.name: {name: [*map(asdict, own)] for name, own in contest.runs.items()}
+                    for contest in self.contests
+                },
+                "bounds": [{**asdict(bound), "holds": bound.holds} for bound in self.bounds],
+                "tables": self.tables,
+                **self.others,
+            }
+            json_path.write_text(json.dumps(found, indent=1) + "\n")
             print(f"figures: {json_path}")
         judged = [bound for bound in self.bounds if bound.at_most or judge_speed]
         missed = [bound for bound in judged if not bound.holds]
@@ -144,15 +155,6 @@ class Report:
         axis.set_title(self.title)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
-
-    def _figures(self, machine: Mapping[str, Any]) -> dict[str, Any]:
-        runs = {
-            contest.name: {name: [asdict(run) for run in own] for name, own in contest.runs.items()}
-            for contest in self.contests
-        }
-        bounds = [{**asdict(bound), "holds": bound.holds} for bound in self.bounds]
-        common = {"machine": machine, "notes": self.notes, "runs": runs, "bounds": bounds}
-        return common | {"tables": self.tables} | dict(self.others)
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

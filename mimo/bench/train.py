@@ -58,8 +58,21 @@ def _our_side(*given: Any) -> Callable[[str], Any]:
     return our_side(*given)
 
 
-def measure(sizes: Sizes, rounds: int, threads: int) -> Report:
-    """Write the samples, let both sides train in turns, and judge. threads: of each side."""
+def main(
+    samples: int,
+    rounds: int,
+    threads: int | None,
+    quick: bool,
+    json_path: Path | None,
+    picture: Path,
+) -> int:
+    """Write the samples, let both sides train in turns, and judge; 1 when a bound is missed.
+
+    threads: of each side; None for all cores. Quick runs judge no speed, which says nothing of
+    tiny models; that both sides did the same work does.
+    """
+    sizes, rounds = (QUICK, 1) if quick else (Sizes(samples=samples), rounds)
+    threads = threads or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         workload = Workload(Path(directory), sizes)
         apart(workload.write)
@@ -76,7 +89,7 @@ def measure(sizes: Sizes, rounds: int, threads: int) -> Report:
         "long-tailed": ("packed", "padded", "sorted"),
         "equal": ("packed equal", "batched equal"),
     }
-    return Report(
+    report = Report(
         title=f"Training steps of Qwen3-VL, {sizes.num_layers} layers, hidden size "
         f"{128 * sizes.width}, fp32, {threads} threads",
         notes=[
@@ -113,25 +126,8 @@ def measure(sizes: Sizes, rounds: int, threads: int) -> Report:
             "operators": profile["operators"],
         },
     )
+    return report.conclude(picture, json_path, judge_speed=not quick)
 
 
 def _found(contest: Contest, contestant: str, what: str) -> float:
     return contest.runs[contestant][0].found[what]
-
-
-def main(
-    samples: int,
-    rounds: int,
-    threads: int | None,
-    quick: bool,
-    json_path: Path | None,
-    picture: Path,
-) -> int:
-    """Measure, print, draw and judge; returns 1 when a bound is missed. Quick runs judge no speed.
-
-    threads: of each side; None for all cores. The speed of tiny models says nothing; that both
-    sides did the same work does.
-    """
-    sizes = QUICK if quick else Sizes(samples=samples)
-    report = measure(sizes, 1 if quick else rounds, threads or len(os.sched_getaffinity(0)))
-    return report.conclude(picture, json_path, judge_speed=not quick)

@@ -221,6 +221,8 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     text = capsys.readouterr().out
     assert ("missed: plan, any time: 1, at most -1" in text) == (code == 1)
     assert text.splitlines()[-1] == f"bounds_kept={1 - code} bounds_missed={code}"
+    assert "backend gloo" in text
+    assert "was mapped to the backend of ours" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(figures.read_text())
     assert found["bounds"] == [{**asdict(only), "holds": only.holds}]
