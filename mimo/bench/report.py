@@ -139,7 +139,7 @@ class Report:
         bars = [
             (f"{contest.name}: {rival}", contest.ratios(rival, self.figure))
             for contest in reversed(self.contests)
-            for rival in reversed(contest.runs)
+            for rival in reversed([*contest.runs])
             if rival != contest.ours
         ]
         height = 1.5 + 0.25 * len(bars)

@@ -69,8 +69,8 @@ class OurSteps:
     def step(self) -> dict[str, float]:
         """One step: the loss per loss token, the wait for data, and what was counted."""
         metrics = next(self._steps)
-        own = {name: metrics[name] for name in ("loss", "data_wait_seconds")}
-        return own | self.counts.found
+        own: dict[str, float] = {name: metrics[name] for name in ("loss", "data_wait_seconds")}
+        return {**own, **self.counts.found}
 
     def profile(self) -> dict[str, Any]:
         """One more step, under PyTorch's profiler, which itself costs time outside operators.
