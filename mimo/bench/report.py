@@ -150,6 +150,7 @@ class Report:
             text = f" {statistics.median(ratios):.2f} ×"
             axis.text(max(ratios), place, text, va="center", fontsize=8)
         axis.axvline(1, color="#1f6feb")
+        axis.margins(x=0.1, y=0.01)
         axis.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
         axis.set_xlabel(f"{self.figure.replace('_', ' ')}, times ours")
         axis.set_title(self.title)
