@@ -14,7 +14,7 @@ def bench_bridge(
     rows: Annotated[int, typer.Option(min=1, max=2**24, help="Rows of the larger size.")] = 8192,
     hidden: Annotated[int, typer.Option(min=1, max=2**20, help="Values of a row.")] = 1024,
     repeats: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Alternating pairs of runs.")
+        int, typer.Option(min=1, max=10_000, help="Rounds in which all take turns.")
     ] = 15,
     json: JsonOption = None,
     picture: _PictureOption = Path("runs/bench_bridge.png"),
