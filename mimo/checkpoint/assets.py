@@ -57,3 +57,15 @@ def recipe_of(checkpoint: Path) -> Recipe:
         return recipe
     data = recipe.data.model_copy(update={"tokenizer": str(carried)})
     return recipe.model_copy(update={"data": data})
+
+
+def with_configuration(recipe: Recipe, checkpoint: Path) -> Recipe:
+    """The recipe of a checkpoint, with ``assets/`` for the folder it started from if that is gone.
+
+    A module of transformers is built by the configuration in it.
+    """
+    carried = checkpoint / ASSETS
+    gone = recipe.init_from is not None and not Path(recipe.init_from).is_dir()
+    if not gone or not (carried / "config.json").is_file():
+        return recipe
+    return recipe.model_copy(update={"init_from": str(carried)})

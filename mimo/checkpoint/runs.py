@@ -50,7 +50,7 @@ class Run:
             case Resume(checkpoint):
                 return f"continues from {checkpoint}"
             case FromWeights(checkpoint):
-                return f"begins with the weights of {checkpoint}"
+                return f"begins with the weights of {checkpoint} and fresh optimizers"
             case FromScratch():
                 return "begins from scratch"
 

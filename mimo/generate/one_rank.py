@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.batch import PackedLane
-from mimo.checkpoint.assets import recipe_of
+from mimo.checkpoint.assets import recipe_of, with_configuration
 from mimo.checkpoint.contents import load_checkpoint, provided_names
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromWeights
@@ -101,7 +101,7 @@ class LocalModel:
         checkpoint does not fit its recipe.
         """
         checkpoint = find_checkpoint(path)
-        recipe = recipe_of(checkpoint)
+        recipe = with_configuration(recipe_of(checkpoint), checkpoint)
         alone = one_rank_recipe(recipe, freeze=True)
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
         provided = provided_names(FromWeights(checkpoint))

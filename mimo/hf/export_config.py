@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,23 @@ _SAME = ("image_mean", "image_std", *_CROPS)
 _IMAGE_KEYS = {"pan_and_scan": "do_pan_and_scan", **{key: key for key in _SAME}}
 
 
-def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -> dict[str, Any]:
-    """What the recipe has set otherwise than the folder for images, by our key.
+@dataclass(frozen=True)
+class Difference:
+    """A setting of a recipe's module that a folder says otherwise. expected: what that says."""
 
-    Raises RecipeError for settings that differ and cannot be written into its files: the exported
-    model would compute something else than the one that was trained.
-    """
+    module: str
+    key: str
+    value: Any
+    expected: Any
+
+    @property
+    def is_of_images(self) -> bool:
+        """Whether it only says how images are prepared."""
+        return self.module != LANGUAGE and self.key in (*_LIMITS, *_IMAGE_KEYS)
+
+
+def differences(recipe: Recipe, architecture: Architecture, folder: Path) -> Iterator[Difference]:
+    """What the recipe has set otherwise than the folder, of the modules that are in it."""
     config, processors = read_config(folder), read_processors(folder)
     language = architecture.language_family()
     said: FamilySettings = language.Settings(**language.settings_from_hf(config))
@@ -41,24 +53,33 @@ def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -
         family = architecture.encoder_family()
         said = family.Settings(**family.settings_from_hf(config, processors))
         modules.append((tower, encoder_settings(recipe, tower), said))
-    found: dict[str, Any] = {}
-    problems: list[str] = []
-    for name, trained, said in modules:
-        expected, section = said.model_dump(), dotted((*key_of(name), "model"))
-        for key, value in trained.model_dump().items():
-            if key in _OURS or value == expected[key]:
-                continue
-            if name != LANGUAGE and key in (*_LIMITS, *_IMAGE_KEYS):
-                found[key] = value
-            else:
-                problems.append(f"  {section}.{key} is {value}, {folder} says {expected[key]}")
+    for name, given, said in modules:
+        expected = said.model_dump()
+        for key, value in given.model_dump().items():
+            if key not in _OURS and value != expected[key]:
+                yield Difference(name, key, value, expected[key])
+
+
+def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -> dict[str, Any]:
+    """What the recipe has set otherwise than the folder for images, by our key.
+
+    Raises RecipeError for settings that differ and cannot be written into its files: the exported
+    model would compute something else than the one that was trained.
+    """
+    found = [*differences(recipe, architecture, folder)]
+    problems = [
+        f"  {dotted((*key_of(one.module), 'model'))}.{one.key} is {one.value}, "
+        f"{folder} says {one.expected}"
+        for one in found
+        if not one.is_of_images
+    ]
     if problems:
         raise RecipeError(
             "the model was trained with settings that its configuration in Hugging Face format "
             "does not say, so it would compute something else there:",
             *problems,
         )
-    return found
+    return {one.key: one.value for one in found}
 
 
 def write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:

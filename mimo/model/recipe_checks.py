@@ -22,6 +22,7 @@ from mimo.families.registry import (
 from mimo.launch.ranks import RankEnv
 from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout
+from mimo.model.fsdp_checks import fsdp_problems
 from mimo.model.memory import check_memory
 from mimo.model.roles import CUT_BY_COLUMNS
 from mimo.recipe.phases import PhasedRecipe
@@ -50,10 +51,11 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     try:
         settings = language_settings(recipe)
         grid = layout.language
-        problems += [
-            recipe.problem(("language", "grid"), message)
-            for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp)
-        ]
+        if grid.engine == "megatron":
+            problems += [
+                recipe.problem(("language", "grid"), message)
+                for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp)
+            ]
         problems += _fp8_problems(recipe, grid.tp)
         if settings.item_rules.bidirectional and recipe.encoders and not recipe.data.packing:
             message = (
@@ -69,12 +71,16 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         problems += error.problems
     for name, spec in layout.encoders.items():
         try:
-            problems += [
-                recipe.problem(("encoders", name, "grid"), message)
-                for message in encoder_settings(recipe, name).grid_problems(spec.tp, spec.pp)
-            ]
+            own = encoder_settings(recipe, name)
+            if spec.engine == "megatron":
+                problems += [
+                    recipe.problem(("encoders", name, "grid"), message)
+                    for message in own.grid_problems(spec.tp, spec.pp)
+                ]
         except RecipeError as error:
             problems += error.problems
+    if not problems:
+        problems += fsdp_problems(recipe, layout)
     if problems:
         raise RecipeError(*problems)
     return layout

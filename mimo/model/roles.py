@@ -2,7 +2,8 @@
 
 Weights, gradients and optimizer state are counted exactly: what each rank of the role holds of
 every parameter, by the family's list of weights and the way the engine cuts them. A distributed
-optimizer's state is the mean over the ranks that share it.
+optimizer's state is the mean over the ranks that share it, as are all parts under FSDP2, which adds
+the weights that are gathered at a time.
 
 Activations are an estimate from above, of full microbatches whose tokens are all rows of items.
 Between forward and backward a token of a layer keeps the inputs of both norms and of all linears,
@@ -112,6 +113,9 @@ def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     found: list[RoleMemory] = []
     for name, grid in layout.grids.items():
         parameters = list(_parameters(recipe, name, grid))
+        if grid.engine == "fsdp":
+            found.append(_of_lanes(recipe, grid, parameters, _num_backwards(recipe, layout, name)))
+            continue
         stages = sorted({0, min(1, grid.pp - 1), grid.pp - 1})
         for first, end in pairwise([*stages, grid.pp]):
             found.append(_of_stages(recipe, grid, range(first, end), parameters))
@@ -146,7 +150,9 @@ def _weights(recipe: Recipe, name: str) -> tuple[list[Weight], tuple[str, ...]]:
     """A module's weights with a single layer, and how the names of its projector begin."""
     language = language_settings(recipe)
     if name == LANGUAGE:
-        sizes = {"vocab_size": language.padded_vocab_size(1), "num_layers": 1}
+        padded = language.padded_vocab_size(1)
+        known = language.vocab_size if recipe.language.engine == "fsdp" else padded
+        sizes = {"vocab_size": known, "num_layers": 1}
         family = language_family(recipe)
         return family.weights_in_hf(language.model_copy(update=sizes)), ()
     family = encoder_family(recipe, name)
@@ -208,6 +214,45 @@ def _of_stages(
         weights=held * DTYPES[train.precision].itemsize,
         gradients=learnt * gradient_bytes(train),
         optimizer=learnt * optimizer_bytes(train, grid.dp * grid.cp),
+    )
+
+
+def _num_backwards(recipe: Recipe, layout: Layout, module: str) -> int:
+    """Backward passes of a step, whose gradients are reduced together."""
+    count = num_microbatches(recipe, layout)
+    if module not in layout.colocated:
+        return count
+    group = recipe.encoders[module].encode_group
+    return 1 if group == "all" else -(-count // group)
+
+
+def _of_lanes(
+    recipe: Recipe, grid: GridSpec, parameters: list[_Parameter], num_backwards: int
+) -> RoleMemory:
+    """What each rank of a module under FSDP2 keeps: a share of weights that are at least fp32.
+
+    For computing it gathers the embedding, norms and head, and a layer, or all layers if it frees
+    none after its forward. A backward that others follow in the same step leaves all weights
+    gathered and whole gradients: see `mimo.engines.fsdp.sharding.reduce_gradients`.
+    """
+    train, layers = recipe.train, _num_layers(recipe, grid)
+    size, wide = DTYPES[train.precision].itemsize, gradient_bytes(train)
+    shares = grid.dp // grid.dp_replicate
+    inside = sum(one.elements for one in parameters if one.where == "layer")
+    outside = sum(one.elements for one in parameters if one.where != "layer")
+    learnt = sum(
+        one.elements * (layers if one.where == "layer" else 1) for one in parameters if one.learns
+    )
+    keeps = num_backwards > 1 and learnt > 0
+    whole = layers if keeps or not recipe.module(grid.module).reshard_after_forward else 1
+    gathered = (outside + whole * inside) * size if shares > 1 or size < wide else 0
+    return RoleMemory(
+        role=grid.module,
+        module=grid.module,
+        ranks=grid.ranks,
+        weights=(outside + layers * inside) * wide / shares + gathered,
+        gradients=learnt * wide / (1 if keeps else shares),
+        optimizer=learnt * 2 * wide * (train.optimizer == "adam") / shares,
     )
 
 

@@ -57,18 +57,28 @@ PLANS = {
 
 def problems(config: Any, tp: int) -> list[str]:
     """Why a language model of this configuration of transformers cannot run; one sentence each."""
+    return [f"language.grid.tp: {message}" for message in tp_problems(config, tp)] + [
+        f"language.engine = fsdp: {message}" for message in model_problems(config)
+    ]
+
+
+def tp_problems(config: Any, tp: int) -> Iterator[str]:
+    """Why so many tensor-parallel ranks cannot share the model."""
     text = config.get_text_config()
-    given = f"language.grid.tp = {tp}"
-    found = []
     if tp > 1 and text.model_type not in PLANS:
-        found.append(
-            f"{given}: there is no table for model_type {text.model_type!r}, only for "
+        yield (
+            f"got {tp}, but there is no table for model_type {text.model_type!r}, only for "
             f"{', '.join(PLANS)}; use dp alone, or add one to mimo/engines/fsdp/plans.py"
         )
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         size = getattr(text, key, None)
         if isinstance(size, int) and size % tp:
-            found.append(f"{given} does not divide {key} = {size} of the model; change tp")
+            yield f"got {tp}, which does not divide {key} = {size} of the model; change tp"
+
+
+def model_problems(config: Any) -> Iterator[str]:
+    """What of the model no kernel computes."""
+    text = config.get_text_config()
     for key, what in (
         ("attn_logit_softcapping", "a soft cap on attention scores"),
         ("final_logit_softcapping", "a soft cap on logits"),
@@ -76,8 +86,7 @@ def problems(config: Any, tp: int) -> list[str]:
         ("use_bidirectional_attention", "attention to later text"),
     ):
         if value := getattr(text, key, None):
-            found.append(f"language.engine = fsdp: the model has {what} ({key} = {value})")
-    return found
+            yield f"the model has {what} ({key} = {value}), which no kernel computes"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,190 @@
+"""Whole runs with `engine: fsdp`, next to runs of the same recipe by Megatron."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mimo.checkpoint import tensors
+from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
+from mimo.convert import to_hf
+from mimo.hf.recipes import load_recipe
+from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.recipe.schema import Recipe
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.hf import folders
+from tests.mimo.runs import run_from
+
+RECIPE = """
+name: run
+init_from: {directory}/base
+language: {{grid: {{tp: 1, dp: 2}}}}
+encoders: {{vision: {{placement: colocated, grid: {{dp: 2}}}}}}
+data:
+  sources: [{{path: "{directory}/train-*.tar"}}]
+  validation: [{{path: "{directory}/train-*.tar"}}]
+  sequence_length: 256
+  workers: 0
+train:
+  steps: 4
+  global_batch_size: 4
+  micro_batch_size: 1
+  optimizer: adam
+  adam_eps: 1.0e-4
+  learning_rate: 0.003
+  warmup_steps: 0
+  save_every: 2
+  keep_checkpoints: 9
+  validate_every: 2
+  run_dir: {directory}/runs
+  threads_per_rank: 1
+"""
+FSDP = ["language.engine=fsdp", "encoders.vision.engine=fsdp"]
+TP = ["language.grid={tp: 2, sp: true, dp: 1}"]
+EXACT = 2e-5
+
+
+def make(directory: Path, family: str) -> Path:
+    """A recipe, its data, and the folder that it starts from."""
+    write_tiny(TinyCheckpoint(family), directory / "base")
+    tiny.write_samples(directory)
+    path = directory / "recipe.yaml"
+    path.write_text(RECIPE.format(directory=directory))
+    return path
+
+
+def trained(
+    run_ranks: RunRanks, path: Path, name: str, *overrides: str, start: Start | None = None
+) -> Path:
+    """The folder of a run to its end."""
+    recipe = load_recipe(path, [*overrides, f"name={name}"])
+    run_from(run_ranks, recipe, start or FromScratch())
+    return recipe.run_dir
+
+
+def measured(run: Path) -> list[tuple[float, ...]]:
+    """Step, loss and norm, or validation loss, of every line."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "loss", "grad_norm", "validation_loss")
+    return [tuple(line[key] for key in keys if key in line) for line in lines]
+
+
+def read(checkpoint: Path) -> dict[str, Tensor]:
+    return tensors.read(checkpoint, tensors.describe(checkpoint))
+
+
+def assert_alike(got: Path, expected: Path, resumed: bool = False) -> None:
+    """Metrics of runs, and all that their last checkpoints hold. resumed: after step 2."""
+    wanted = measured(expected)[3 if resumed else 0 :]
+    for mine, line in zip(measured(got), wanted, strict=True):
+        assert mine == pytest.approx(line, rel=EXACT)
+    ours, theirs = read(find_checkpoint(got)), read(find_checkpoint(expected))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        scale = max(float(tensor.abs().max()), 1e-5)
+        assert float((ours[name] - tensor).abs().max()) / scale < 1e-3, name
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def by_fsdp(run_ranks: RunRanks, recipe: Path) -> Path:
+    return trained(run_ranks, recipe, "fsdp", *FSDP, *TP)
+
+
+@pytest.fixture(scope="module")
+def by_megatron(run_ranks: RunRanks, recipe: Path) -> Path:
+    return trained(run_ranks, recipe, "megatron")
+
+
+def test_a_run_gives_what_megatron_gives_and_continues_on_any_mesh_of_either_engine(
+    run_ranks: RunRanks, recipe: Path, by_fsdp: Path, by_megatron: Path
+) -> None:
+    assert_alike(by_fsdp, by_megatron)
+    half = Resume(by_fsdp / "checkpoints" / "step_2")
+    assert_alike(trained(run_ranks, recipe, "fsdp_dp2", *FSDP, start=half), by_fsdp, True)
+    assert_alike(trained(run_ranks, recipe, "to_megatron", start=half), by_fsdp, True)
+    half = Resume(by_megatron / "checkpoints" / "step_2")
+    assert_alike(trained(run_ranks, recipe, "to_fsdp", *FSDP, *TP, start=half), by_fsdp, True)
+
+
+def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
+    """Write the checkpoint of a run before its first step."""
+    from mimo.checkpoint.contents import begin
+    from mimo.layout.build import build_layout
+    from mimo.layout.groups import build_topology
+    from mimo.train.loop import Trainer
+
+    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
+    trainer.progress = begin(trainer.model.modules, start)
+    trainer.save()
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_another_engine_begins_with_exactly_the_weights_and_a_fresh_optimizer(
+    run_ranks: RunRanks, recipe: Path, by_fsdp: Path, by_megatron: Path, engine: str
+) -> None:
+    to_fsdp = engine == "fsdp"
+    written = find_checkpoint(by_megatron if to_fsdp else by_fsdp)
+    overrides = [*FSDP, *TP, "train.precision=bf16"] if to_fsdp else [*TP]
+    own = load_recipe(recipe, [*overrides, f"name=start_{engine}"])
+    run_ranks(save_at_the_start, 2, own, FromWeights(written))
+    at_start, before = read(own.run_dir / "checkpoints" / "step_0"), read(written)
+    assert at_start.keys() == before.keys()
+    for name, tensor in at_start.items():
+        if name.startswith("optimizer."):
+            assert not tensor.any(), name
+        else:
+            assert torch.equal(tensor, before[name]), name
+
+
+def test_a_run_whose_folder_is_gone_answers_and_is_exported_as_megatrons(
+    run_ranks: RunRanks, recipe: Path, by_fsdp: Path, by_megatron: Path
+) -> None:
+    base = recipe.parent / "base"
+    base.rename(recipe.parent / "gone")
+    try:
+        ours, theirs = run_ranks(answers, 1, [by_fsdp, by_megatron])[0]
+        to_hf.convert(by_fsdp, recipe.parent / "exported", 10**9)
+    finally:
+        (recipe.parent / "gone").rename(base)
+    assert ours == theirs
+    to_hf.convert(by_megatron, recipe.parent / "expected", 10**9)
+    found, expected = (folders.tensors(recipe.parent / name) for name in ("exported", "expected"))
+    assert found.keys() == expected.keys() == folders.tensors(base).keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype
+        assert float((found[key] - tensor).abs().max()) < 1e-5, key
+
+
+def answers(rank: int, runs: list[Path]) -> list[tuple[list[str], str]]:
+    """Of each run, answers about pictures and without any, and what `mimo evaluate` prints."""
+    from PIL import Image
+
+    from mimo.generate.answer import Generator, Request
+    from mimo.generate.evaluate import main
+
+    picture = Image.linear_gradient("L").resize((56, 28)).convert("RGB")
+    text = {"type": "text", "text": "what is this ?"}
+    requests = [
+        Request([{"role": "user", "content": [{"type": "image"}, text]}], [picture]),
+        Request([{"role": "user", "content": [text]}], []),
+    ]
+    found = []
+    for run in runs:
+        given = Generator(run).answer(requests, 8)
+        with redirect_stdout(io.StringIO()) as printed:
+            assert main(run, "validation") == 0
+        found.append((given, printed.getvalue().splitlines()[-1]))
+    return found
