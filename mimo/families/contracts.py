@@ -142,6 +142,8 @@ class LanguageSettings(FamilySettings):
 
     item_rules: ClassVar[ItemRules]
     """How the family treats tokens that stand for items."""
+    engines: ClassVar[tuple[str, ...]] = ("megatron", "fsdp")
+    """What can run it."""
 
     num_query_groups: Heads
     """Key and value heads; query heads share them in equal groups."""

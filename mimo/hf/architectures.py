@@ -179,11 +179,22 @@ ARCHITECTURES = {
 
 
 def architecture_of(model_type: object) -> Architecture:
-    """The architecture of this model type. Raises ValueError for a model that we do not know."""
-    found = ARCHITECTURES.get(str(model_type))
-    if found is None:
-        raise ValueError(f"model_type is {model_type!r}; {', '.join(ARCHITECTURES)} are supported")
-    return found
+    """The architecture of this model type; any language model alone that transformers has is one.
+
+    Raises ValueError for a model that we do not know.
+    """
+    name = str(model_type)
+    if (found := ARCHITECTURES.get(name)) is not None:
+        return found
+    from transformers.models.auto import modeling_auto as auto  # late: it takes seconds to import
+
+    with_items = name in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not with_items:
+        return _of_text(name, "causal_lm")
+    raise ValueError(
+        f"model_type is {model_type!r}; {', '.join(ARCHITECTURES)} are supported, and with "
+        f"language.engine: fsdp every causal language model of text alone that transformers has"
+    )
 
 
 def best_layout(architecture: Architecture, keys: Sequence[str], stored: Mapping) -> KeyLayout:

@@ -201,6 +201,7 @@ FAMILIES = {
     ),
     "qwen2": Family(tied=True, text=_QWEN_TEXT_ROPE, text_ids=_QWEN_END),
     "qwen3": Family(tied=True, text={**_QWEN_TEXT_ROPE, **_HEAD}, text_ids=_QWEN_END),
+    "llama": Family(tied=False, text={**_QWEN_TEXT_ROPE, **_HEAD}, text_ids=_QWEN_END),
     "gemma3_text": Family(tied=False, text=_GEMMA_TEXT, text_ids=_GEMMA_TEXT_IDS),
 }
 

@@ -9,13 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bridge import ItemRows
 from mimo.device import local_device
+from mimo.engines.draw import adapter_numbers, draw
 from mimo.engines.fsdp.context import Adapters, FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
-from mimo.engines.fsdp.load import load, materialise
+from mimo.engines.fsdp.load import Reader, load
+from mimo.engines.fsdp.lora import adapt
 from mimo.engines.fsdp.module import FsdpModule
 from mimo.engines.fsdp.pieces import Names, Rows
 from mimo.engines.fsdp.sharding import shard
@@ -23,12 +26,14 @@ from mimo.engines.fsdp.towers import TOWERS
 from mimo.errors import RecipeError
 from mimo.families.dtypes import DTYPES
 from mimo.families.keymap import Weight, num_elements
+from mimo.families.lora import adapter_names, adapter_shapes, is_adapter
 from mimo.families.registry import language_settings
 from mimo.hf.initial import InitialWeights
 from mimo.hf.recipes import architecture_of_folder
 from mimo.hf.transformers_config import transformers_config
 from mimo.layout.groups import Topology
 from mimo.model.flops import learning_names
+from mimo.recipe.modules import LoRA
 from mimo.recipe.schema import LANGUAGE, Recipe, key_of
 
 _OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
@@ -52,7 +57,7 @@ def fsdp_module(
     """
     assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train
-    lora = part.lora and Adapters(part.lora.rank, part.lora.scale, frozenset(part.lora.targets))
+    weights = architecture_of_folder(Path(recipe.init_from)).weights_of(recipe)[name]
     ctx = FsdpContext(
         mesh=topology.meshes.get(name),
         dtype=DTYPES[train.precision],
@@ -60,7 +65,8 @@ def fsdp_module(
         scatter_embedding=recipe.bridge.delivery == "sharded",
         recompute=part.recompute,
         reshard_after_forward=part.reshard_after_forward,
-        adapters=lora,
+        adapters=part.lora
+        and Adapters(part.lora.rank, part.lora.scale, _adapted(part.lora, weights)),
     )
     config = transformers_config(recipe)
     try:
@@ -71,24 +77,39 @@ def fsdp_module(
             wrapper, forms = TOWERS[config.model_type](config, ctx, ItemRows), frozenset()
     except ValueError as error:
         raise RecipeError(recipe.problem((*key_of(name), "engine"), str(error))) from error
-    weights = architecture_of_folder(Path(recipe.init_from)).weights_of(recipe)[name]
+    adapt(wrapper, ctx)
     names = _names(recipe, name, weights, num_tokens)
     _freeze(recipe, name, wrapper, names)
     shard(wrapper, ctx)
-    if initial is None or filled >= {weight.name for weight in weights}:
-        materialise(wrapper, local_device())
-    else:
-        load(wrapper, ctx, local_device(), initial.checkpoint.part)
+    load(wrapper, ctx, local_device(), _reader(recipe, names, initial, filled))
     rate = part.learning_rate or train.learning_rate
     return FsdpModule(name, topology.modules[name], wrapper, ctx, names, settings, rate, 0, forms)
 
 
+def _adapted(lora: LoRA, weights: Iterable[Weight]) -> tuple[tuple[str, ...], ...]:
+    """The linears of transformers that each adapted one of the checkpoint format consists of."""
+    endings = tuple(f"linear_{target}.weight" for target in lora.targets)
+    return tuple(
+        tuple(source.key.removesuffix(".weight") for source in weight.sources)
+        for weight in weights
+        if ".layers." in weight.name and weight.name.endswith(endings)
+    )
+
+
 def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int) -> Names:
-    """By the key map, and with the rows that pad the vocabulary."""
-    tensors = []
+    """By the key map, and with the rows that pad the vocabulary; adapters beside their linears."""
+    tensors, lora = [], recipe.module(name).lora
+    adapted = set[str]() if lora is None else {key for g in _adapted(lora, weights) for key in g}
     for weight in weights:
         rows = weight.num_rows
         columns = num_elements([weight]) // rows
+        if lora is not None and weight.sources[0].key.removesuffix(".weight") in adapted:
+            (ours_a, ours_b), (own_a, own_b) = adapter_names(weight.name), _shapes(weight, lora)
+            first, _ = adapter_names(weight.sources[0].key)
+            outputs = [
+                Rows(adapter_names(run.source.key)[1], run.start, run.count) for run in weight.runs
+            ]
+            tensors += [(ours_a, own_a, [Rows(first, 0, lora.rank)]), (ours_b, own_b, outputs)]
         if (
             name == LANGUAGE and "word_embeddings" in weight.name
         ) or weight.name == "output_layer.weight":
@@ -97,6 +118,34 @@ def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int
         shape = (rows,) if len(weight.sources[0].shape) == 1 else (rows, columns)
         tensors.append((weight.name, shape, runs))
     return Names.of(tensors)
+
+
+def _shapes(weight: Weight, lora: LoRA) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    rows = weight.num_rows
+    lora_a, lora_b = adapter_shapes((rows, num_elements([weight]) // rows), lora.rank)
+    return tuple(lora_a), tuple(lora_b)
+
+
+def _reader(
+    recipe: Recipe, names: Names, initial: InitialWeights | None, filled: set[str]
+) -> Reader:
+    """Weights from the folder, adapters as Megatron draws them; blank what is filled later."""
+
+    def read(key: str, rows: slice, columns: slice) -> Tensor | None:
+        users = names.users(key)
+        if users <= filled:
+            return None
+        if not is_adapter(key):
+            return None if initial is None else initial.checkpoint.part(key, rows, columns)
+        (name,) = users
+        part = torch.zeros(rows.stop - rows.start, columns.stop - columns.start)
+        if name.endswith(".lora_a"):
+            shape = names.shapes[name]
+            numbers = adapter_numbers(shape[1])
+            draw(part, rows.start, columns.start, shape, f"{recipe.train.seed}:{name}", numbers)  # type: ignore[arg-type]
+        return part
+
+    return read
 
 
 def _freeze(recipe: Recipe, name: str, wrapper: nn.Module, names: Names) -> None:

@@ -51,7 +51,13 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     try:
         settings = language_settings(recipe)
         grid = layout.language
-        if grid.engine == "megatron":
+        if grid.engine not in settings.engines:
+            message = (
+                f"got {grid.engine}, which cannot run a language model of family "
+                f"{recipe.language.family}; set it to {settings.engines[0]}"
+            )
+            problems.append(recipe.problem(("language", "engine"), message))
+        elif grid.engine == "megatron":
             problems += [
                 recipe.problem(("language", "grid"), message)
                 for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp)

@@ -274,6 +274,10 @@ def _logits(recipe: Recipe, language: GridSpec, role: RoleMemory) -> float:
 def _stack(recipe: Recipe, grid: GridSpec) -> _Stack:
     weights, _ = _weights(recipe, grid.module)
     shapes = {weight.name: _shape(weight) for weight in weights if ".layers." in weight.name}
+    if not any(name.endswith(_LINEARS["qkv"]) for name in shapes):  # named as in transformers
+        hidden = language_settings(recipe).hidden_size / (grid.tp if grid.sp else 1)
+        outputs = sum(rows for rows, columns in shapes.values() if columns > 1)
+        return _Stack(hidden, 2 * hidden + outputs / grid.tp)
     linear = {
         key: next(shape for name, shape in shapes.items() if name.endswith(ending))
         for key, ending in _LINEARS.items()

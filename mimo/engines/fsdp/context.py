@@ -14,11 +14,14 @@ DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters. scale: of their output. targets: of `qkv`, `proj`, `fc1`, `fc2`."""
+    """Low-rank adapters. scale: of their output.
+
+    groups: linears by name in the whole model of transformers; those of a group share one `lora_a`.
+    """
 
     rank: int
     scale: float
-    targets: frozenset[str]
+    groups: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.sharding import Wrapper, held
 
-Reader = Callable[[str, slice, slice], Tensor]
+Reader = Callable[[str, slice, slice], Tensor | None]
 """``(key, rows, columns)`` -> these rows of a tensor, by its name in transformers' memory, and of a
 matrix these columns of them, in any dtype. Of anything but a matrix all columns are asked for, as
-``slice(None)``, and come in any shape. It is asked once for each parameter, adapters included."""
+``slice(None)``, and come in any shape; None leaves them blank. It is asked once for each parameter,
+adapters included."""
 
 _FILLED = "_is_hf_initialized"
 """The attribute by which transformers knows what it need not draw."""
@@ -43,6 +44,8 @@ def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Read
             continue  # fewer rows than ranks
         cut = slice(own.column, own.column + columns) if len(own.shape) == 2 else slice(None)
         found = reader(names[name], slice(own.row, own.row + rows), cut)
+        if found is None:
+            continue
         if found.numel() != own.values.numel():
             raise ValueError(f"{names[name]}: {list(found.shape)}, not {rows} rows of {own.shape}")
         own.values.copy_(found.reshape(rows, columns))

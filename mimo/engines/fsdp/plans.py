@@ -82,11 +82,33 @@ def model_problems(config: Any) -> Iterator[str]:
     for key, what in (
         ("attn_logit_softcapping", "a soft cap on attention scores"),
         ("final_logit_softcapping", "a soft cap on logits"),
+        ("logits_scaling", "a scale of logits"),
+        ("logit_scale", "a scale of logits"),
         ("attention_dropout", "attention dropout"),
         ("use_bidirectional_attention", "attention to later text"),
     ):
-        if value := getattr(text, key, None):
+        value = getattr(text, key, None)
+        if value and not (key.startswith("logit") and value == 1):
             yield f"the model has {what} ({key} = {value}), which no kernel computes"
+
+
+def structure_problems(whole: Any) -> Iterator[str]:
+    """Why a causal language model of transformers cannot run for how it is built; may be on meta.
+
+    Its layers attend through transformers' registry alone, so that segments stay apart.
+    """
+    text, head = getattr(whole, "model", None), getattr(whole, "lm_head", None)
+    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
+    missing = [f"model.{part}" for part in parts if not hasattr(text, part)]
+    if missing:
+        yield f"engine: fsdp asks for {', '.join(missing)} in the model, which it does not have"
+        return
+    if not all(hasattr(layer, "self_attn") for layer in cast("Any", text).layers):
+        yield "engine: fsdp asks for layers that attend (self_attn), and not all of its do"
+    if not whole._supports_attention_backend:
+        yield "engine: fsdp asks for attention by transformers' registry, which it does not use"
+    if type(head) is not nn.Linear or head.bias is not None:
+        yield "engine: fsdp asks for a head that is a matrix (lm_head), which its is not"
 
 
 @dataclass(frozen=True)

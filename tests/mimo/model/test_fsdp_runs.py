@@ -6,6 +6,7 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.convert import to_hf
+from mimo.families.lora import is_adapter
 from mimo.hf.recipes import load_recipe
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.recipe.schema import Recipe
+from mimo.verify.workload import Sample, write_shard
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.hf import folders
@@ -187,4 +190,92 @@ def answers(rank: int, runs: list[Path]) -> list[tuple[list[str], str]]:
         with redirect_stdout(io.StringIO()) as printed:
             assert main(run, "validation") == 0
         found.append((given, printed.getvalue().splitlines()[-1]))
+    return found
+
+
+LORA = [
+    "language.lora={rank: 6, alpha: 12}",
+    "encoders.vision.lora={rank: 2, alpha: 5}",
+    "train.save_every=4",
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
+    run_ranks: RunRanks, tmp_path: Path, family: str
+) -> None:
+    path = make(tmp_path, family)
+    theirs = trained(run_ranks, path, "megatron", *LORA)
+    ours = trained(run_ranks, path, "fsdp", *LORA, *FSDP, *TP)
+    assert_alike(ours, theirs)
+    learnt = [name for name in read(find_checkpoint(ours)) if name.startswith("optimizer.exp_avg.")]
+    assert any(is_adapter(name) for name in learnt)
+    for engine, written in ((FSDP, theirs), ([], ours)):
+        own = load_recipe(path, [*LORA, *engine, f"name=start_{len(engine)}"])
+        run_ranks(save_at_the_start, 2, own, FromWeights(find_checkpoint(written)))
+        at_start = read(own.run_dir / "checkpoints" / "step_0")
+        before = read(find_checkpoint(written))
+        assert at_start.keys() == before.keys()
+        for name, tensor in at_start.items():
+            assert name.startswith("optimizer.") or torch.equal(tensor, before[name]), name
+
+
+TEXT = """
+name: text
+init_from: {directory}/base
+language: {{engine: fsdp, grid: {{dp: 2}}}}
+encoders: {{}}
+data:
+  sources: [{{path: "{directory}/train-*.tar"}}]
+  test: [{{path: "{directory}/train-*.tar"}}]
+  sequence_length: 64
+  workers: 0
+train:
+  steps: 3
+  global_batch_size: 4
+  micro_batch_size: 2
+  optimizer: adam
+  adam_eps: 1.0e-4
+  learning_rate: 0.003
+  run_dir: {directory}/runs
+  threads_per_rank: 1
+"""
+
+
+def test_a_language_model_without_an_architecture_of_ours_trains_and_is_exported(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    write_tiny(TinyCheckpoint("llama"), tmp_path / "base")
+    samples = [Sample((), f"what comes after {n} ?", str(n + 1)) for n in range(9)]
+    write_shard(tmp_path / "train-00000.tar", samples)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(TEXT.format(directory=tmp_path))
+    whole = trained(run_ranks, path, "dp2")
+    assert_alike(trained(run_ranks, path, "tp2", *TP, "train.micro_batch_size=4"), whole)
+    to_hf.convert(whole, tmp_path / "exported", 10**6)
+    before, after = folders.tensors(tmp_path / "base"), folders.tensors(tmp_path / "exported")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[key], after[key]) for key in before)
+    assert run_ranks(score_of, 1, whole) == [score_by_transformers(tmp_path / "exported", samples)]
+
+
+def score_of(rank: int, run: Path) -> list[str]:
+    """Answers to all of the test split."""
+    from mimo.generate.evaluate import answer_split
+
+    return [one.given for one in answer_split(run, "test", 4)]
+
+
+def score_by_transformers(folder: Path, samples: list[Sample]) -> list[str]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for one in samples:
+        asked = [{"role": "user", "content": one.question}]
+        text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        given = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+        found.append(tokenizer.decode(given, skip_special_tokens=True))
     return found

@@ -1,0 +1,71 @@
+"""Numbers of a matrix as a pure function of its name and of the position in it.
+
+A matrix is tiled by blocks of `BLOCK` × `BLOCK` elements. The numbers of a block come from a
+counter-based generator (Philox, Salmon et al. 2011) whose key is a hash of the name and whose
+counter begins with the block's number. So a rank draws only the blocks that overlap its part, and
+one rank and any layout of any engine get the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Rows and columns of a block. Another number gives other weights for the same seed."""
+
+Numbers = Callable[[np.random.Generator, np.ndarray], None]
+"""Fills an array (rows, columns) of float32."""
+
+
+def normal(std: float) -> Numbers:
+    """N(0, std²)."""
+
+    def fill(generator: np.random.Generator, out: np.ndarray) -> None:
+        generator.standard_normal(out=out, dtype=np.float32)
+        out *= np.float32(std)
+
+    return fill
+
+
+def adapter_numbers(inputs: int) -> Numbers:
+    """Of an adapter's first matrix: uniform within ±1/sqrt(inputs), as in peft."""
+    bound = inputs**-0.5
+
+    def fill(generator: np.random.Generator, out: np.ndarray) -> None:
+        generator.random(out=out, dtype=np.float32)
+        out *= np.float32(2 * bound)
+        out -= np.float32(bound)
+
+    return fill
+
+
+def draw(
+    part: Tensor, row: int, column: int, whole: tuple[int, int], name: str, numbers: Numbers
+) -> None:
+    """Fill a rectangle of a matrix, in place, block by block of the whole.
+
+    row, column: of its first element. whole: rows and columns of the matrix.
+    """
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
+    (rows, columns), (bottom, right) = whole, (row + part.shape[0], column + part.shape[1])
+    per_row = -(-columns // BLOCK)
+    memory = np.empty(BLOCK * BLOCK, np.float32)
+    for top in range(row // BLOCK * BLOCK, bottom, BLOCK):
+        for left in range(column // BLOCK * BLOCK, right, BLOCK):
+            height, width = min(BLOCK, rows - top), min(BLOCK, columns - left)
+            block = memory[: height * width].reshape(height, width)
+            number = top // BLOCK * per_row + left // BLOCK
+            # The generator counts in the first of four words.
+            philox = np.random.Philox(key=key, counter=[0, number, 0, 0])
+            numbers(np.random.Generator(philox), block)
+            first, last = max(top, row), min(top + height, bottom)
+            start, end = max(left, column), min(left + width, right)
+            target = part[first - row : last - row, start - column : end - column]
+            target.copy_(
+                torch.from_numpy(block[first - top : last - top, start - left : end - left])
+            )
