@@ -26,10 +26,9 @@ from mimo.engines.megatron.segments import PackedSegments
 
 
 class _Call:
-    """What the model is called with. FSDP2 does not look into it.
+    """What the model is called with, unseen by FSDP2.
 
-    It would cast and copy what it finds, plans of attention included, and take the arrival of a
-    level's gradient for the end of the root's backward, before the embedding has its own.
+    It would copy the dataclasses in it to cast what they hold, and cannot copy plans of attention.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,6 +56,11 @@ class LanguageModel(nn.Module):
         whole = _on_meta(config, "sdpa" if ctx.mesh is None else NAME, ctx.dtype)
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
         self.text: Any = getattr(whole.model, "language_model", whole.model)
+        if not self.text._supports_attention_backend:
+            raise ValueError(
+                f"language.engine = fsdp: {type(self.text).__name__} of transformers takes no "
+                f"attention functions, so packed segments would see each other"
+            )
         tied = whole.lm_head.weight is self.text.embed_tokens.weight
         self.head: nn.Linear | None = None if tied else whole.lm_head
         _restore_buffers(self.text)

@@ -36,7 +36,7 @@ _TEXT = {
 }
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 NUM_LEVELS = {"qwen3_vl": 2}
-WITHOUT_ROWS = ("llama",)
+WITHOUT_ROWS = ("llama", "mistral")
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -54,6 +54,8 @@ def config_of(name: str, **changes: Any) -> Any:
             "original_max_position_embeddings": 32,
         }
         return hf.LlamaConfig(**text, attention_bias=True)
+    if name == "mistral":
+        return hf.MistralConfig(**text, sliding_window=6)
     tied = text["tie_word_embeddings"]
     if name == "qwen3_vl":
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from mimo.engines.fsdp.attention import Segments, attend
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
 from mimo.engines.fsdp.plans import PLANS, problems
+from mimo.engines.megatron.layers.attention_plan import LayerForm
 from tests.conftest import RunRanks
 from tests.mimo.engines.fsdp.language_cases import (
     LAYOUTS,
@@ -80,7 +81,7 @@ class Case:
 # ------------------------------------------------------------------ one rank
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mistral"])
 def test_without_a_mesh_it_is_the_plain_module_with_masks_of_segments(name: str) -> None:
     assert Case(name, ALONE).wrong() == {}
 
@@ -114,6 +115,9 @@ def test_problems_name_the_key_and_what_there_is() -> None:
     (found,) = problems(MistralConfig(vocab_size=96), 2)
     assert "'mistral'" in found
     assert all(name in found for name in PLANS)
+    kinds = ["full_attention", "chunked_attention", "full_attention"]
+    (found,) = problems(config_of("llama", layer_types=kinds), 1)
+    assert "layers of chunked_attention" in found
     (found,) = problems(config_of("gemma3", attn_logit_softcapping=30.0), 1)
     assert "attn_logit_softcapping = 30.0" in found
     with pytest.raises(ValueError, match="a soft cap on attention scores"):
@@ -140,8 +144,10 @@ def exact_on_two_ranks(rank: int) -> None:
             assert len(norms) == (3 if name in ("qwen3_vl", "gemma3") else 0)
     other_ways(case := Case("qwen3_vl", context(1, 2, sequence_parallel=True)))
     faults(case)
-    case = Case("qwen3_vl", context(2, 1), dp=2, tie_word_embeddings=True)
-    assert case.wrong() == {}, "dp alone"
+    # Without a table, so with dp alone; its layers all have windows, which no list says.
+    for name, tied in {"mistral": False, "qwen3_vl": True}.items():
+        case = Case(name, context(2, 1), dp=2, tie_word_embeddings=tied)
+        assert case.wrong() == {}, name
 
 
 def test_two_ranks_give_the_plain_losses_and_gradients(run_ranks: RunRanks) -> None:
@@ -250,7 +256,25 @@ def exact_on_four_ranks(rank: int) -> None:
         ctx = context(2, 2, sequence_parallel=True, recompute=recompute)
         case = Case(name, ctx, dp=2)
         assert case.wrong() == {}, name
+        times = {"full": (2, 2), "selective": (1, 2), "none": (1, 1)}[recompute]
+        assert computed(case) == times, recompute
     bf16_keeps_plans()
+
+
+def computed(case: Case) -> tuple[int, int]:
+    """How often a step computes a layer's MLP, and its core attention."""
+    mlp, attention = [], []
+    attend = LayerForm.attend
+    hook = cast("Any", case.model.units[0]).mlp.register_forward_pre_hook(lambda *_: mlp.append(1))
+
+    def counted(form: LayerForm, *given: Any) -> Tensor:
+        attention.append(1)
+        return attend(form, *given)
+
+    with pytest.MonkeyPatch.context() as patch, hook:
+        patch.setattr(LayerForm, "attend", counted)
+        run_lane(case.model, case.lanes[case.own[0]])
+    return len(mlp), len(attention) // len(case.model.units)
 
 
 def bf16_keeps_plans() -> None:
