@@ -32,7 +32,11 @@ class Coords(NamedTuple):
 
 @dataclass(frozen=True)
 class GridSpec:
-    """The axis sizes of one module, and the first of its consecutive ranks."""
+    """The axis sizes of one module, and the first of its consecutive ranks.
+
+    engine: `megatron` or `fsdp`. dp_replicate: under fsdp, copies of the weights; the dp lanes of
+    each copy, dp / dp_replicate of them, share it out.
+    """
 
     module: str
     tp: int = 1
@@ -42,6 +46,8 @@ class GridSpec:
     vpp: int = 1
     dp: int = 1
     rank_offset: int = 0
+    engine: str = "megatron"
+    dp_replicate: int = 1
 
     @property
     def lane_size(self) -> int:

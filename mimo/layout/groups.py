@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from mimo.device import barrier, bridge_group_options, local_device
+from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP
 from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
 from mimo.layout.connections import bridge_ends, connect_all, connect_bridge, connect_stages
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
@@ -59,6 +61,7 @@ class Topology:
     """This rank's view: its modules' groups and the bridges that it takes part in.
 
     modules: by name, the groups of each module of which this rank owns a part.
+    meshes: of those whose engine is fsdp, the same ranks as (dp_replicate, dp_shard, tp).
     bridges: those with this rank at one end; for each encoder, in the order of their stages.
     groups: all groups with this rank, in the order in which they were made.
     """
@@ -66,6 +69,7 @@ class Topology:
     layout: Layout
     rank: int
     modules: dict[str, ProcessGroupCollection] = field(default_factory=dict)
+    meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     bridges: dict[Link, BridgeGroups] = field(default_factory=dict)
     groups: list[dist.ProcessGroup] = field(default_factory=list)
 
@@ -162,6 +166,26 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
     return groups
 
 
+def _mesh(spec: GridSpec, factory: _GroupFactory) -> DeviceMesh | None:
+    """A module's ranks as (dp_replicate, dp_shard, tp); None if this rank has no part of it.
+
+    Lanes that share out one copy of the weights are next to each other.
+    """
+    sizes = (spec.dp_replicate, spec.dp // spec.dp_replicate, spec.tp)
+    ranks = torch.arange(spec.ranks.start, spec.ranks.stop).view(sizes)
+    names = (DP_REPLICATE, DP_SHARD, TP)
+    groups = [
+        factory.mine(
+            ranks.movedim(axis, -1).reshape(-1, size).tolist(), f"{spec.module}.{names[axis]}"
+        )
+        for axis, size in enumerate(sizes)
+    ]
+    own = [group for group in groups if group is not None]
+    if factory.rank not in spec.ranks:
+        return None
+    return DeviceMesh.from_group(own, local_device().type, ranks, mesh_dim_names=names)
+
+
 def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topology:
     """Create every group, and connect the ranks that may exchange messages in it.
 
@@ -178,6 +202,9 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
         if groups is not None:
             topology.modules[name] = groups
             _connect_module(layout, spec, groups)
+        mesh = _mesh(spec, factory) if spec.engine == "fsdp" else None
+        if mesh is not None:
+            topology.meshes[name] = mesh
     for name, spec in layout.encoders.items():
         for link in layout.links_of(name):
             _add_bridge(topology, factory, spec, link)

@@ -86,6 +86,15 @@ def test_without_a_mesh_it_is_the_plain_module_with_masks_of_segments(name: str)
     assert Case(name, ALONE).wrong() == {}
 
 
+def test_without_a_mesh_it_computes_in_bf16_with_frequencies_in_fp32() -> None:
+    config, lane = config_of("gemma3"), lane_of("gemma3", 0)
+    model = build(config, FsdpContext(None, torch.bfloat16))
+    assert {own.dtype for own in model.parameters()} == {torch.bfloat16}
+    assert {own.dtype for own in model.buffers()} == {torch.float32}
+    want = plain_outcome("gemma3", config, [lane]).losses[0]
+    assert error(run_lane(model, lane)[0], want) < 0.1
+
+
 def test_it_is_built_on_meta_with_buffers_and_names_of_the_plain_module() -> None:
     config = config_of("gemma3")
     before = config.to_dict()

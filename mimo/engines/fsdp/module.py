@@ -1,0 +1,287 @@
+"""One module's part on this rank, as FSDP2 and tensor parallelism by DTensor run it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mimo.device import local_device
+from mimo.engines.contract import Chunk, Purpose
+from mimo.engines.fsdp.context import FsdpContext
+from mimo.engines.fsdp.optimizer import Settings, build_optimizer, moments, set_steps
+from mimo.engines.fsdp.pieces import Names
+from mimo.engines.fsdp.sharding import (
+    Held,
+    Wrapper,
+    held,
+    local_part,
+    reduce_gradients,
+    reshard,
+    stored_dtype,
+)
+from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.segments import AttentionForm
+from mimo.engines.piece import Piece
+
+_MASTER = "fp32_param"
+"""The kind under which Megatron keeps fp32 weights of 16-bit ones. Ours are fp32 themselves."""
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of the wrapper.
+
+    key: its name in transformers' memory. whole: as it is registered while it is not gathered.
+    own: this rank's rectangle. local: the same memory for the optimizer; None where it is frozen.
+    """
+
+    key: str
+    whole: nn.Parameter
+    own: Held
+    local: nn.Parameter | None
+    is_summed_over_tp: bool
+
+    def gradient(self) -> Tensor:
+        """This rank's part, in its own shape: zeros where no backward came by."""
+        if self.whole.grad is None:
+            self.whole.grad = torch.zeros_like(self.whole)
+        return local_part(self.whole.grad)
+
+
+class FsdpModule:
+    """Implements `mimo.engines.contract.Module`, which says what its methods do.
+
+    wrapper: a `Wrapper`, sharded and with its weights; frozen ones do not require gradients.
+    settings: of the optimizer of the others.
+    forms: of the attention of its layers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        groups: ProcessGroupCollection,
+        wrapper: nn.Module,
+        ctx: FsdpContext,
+        names: Names,
+        settings: Settings,
+        learning_rate: float,
+        run_ahead: int = 0,
+        forms: frozenset[AttentionForm] = frozenset(),
+    ) -> None:
+        self.name, self.groups, self.whole, self.ctx = name, groups, wrapper, ctx
+        self.names, self.forms = names, forms
+        self.learning_rate, self.run_ahead = learning_rate, run_ahead
+        reshard(wrapper)
+        self._parameters = [*self._find_parameters()]
+        learning = [one.local for one in self._parameters if one.local is not None]
+        self.trains = bool(learning)
+        self._optimizer = None
+        if learning:
+            assert stored_dtype(ctx).itemsize >= 4, "a module that trains in bf16 needs a mesh"
+            self._optimizer = build_optimizer(learning, settings, learning_rate)
+        self._accumulates = False
+
+    def _find_parameters(self) -> Iterator[_Parameter]:
+        wrapper = cast("Wrapper", self.whole)
+        for name, param in self.whole.named_parameters():
+            local = nn.Parameter(local_part(param)) if param.requires_grad else None
+            summed = name in wrapper.sums_over_tp and self.ctx.tp is not None
+            own = held(param, self.ctx.mesh)
+            yield _Parameter(wrapper.hf_names[name], param, own, local, summed)
+
+    @property
+    def learns(self) -> bool:
+        """Whether it has weights to update; if so, on every rank."""
+        return self.trains
+
+    @property
+    def sequence_parts(self) -> int:
+        """How many ranks the module's output is cut over: 1 without sequence parallelism."""
+        tp = self.ctx.tp
+        return tp.size() if tp is not None and self.ctx.sequence_parallel else 1
+
+    def attention_forms(self) -> frozenset[AttentionForm]:
+        """As they were given."""
+        return self.forms
+
+    # ---- one step
+
+    def begin_step(self, forward_only: bool) -> None:
+        """Clear gradients, and give up weights that an evaluation has gathered."""
+        reshard(self.whole)
+        self.whole.train(not forward_only)
+        if not forward_only:
+            reduce_gradients(self.whole, now=True)
+            for one in self._parameters:
+                one.whole.grad = None
+
+    def run_language(
+        self,
+        forward: Callable[[int, Chunk], Tensor],
+        numbers: Sequence[int],
+        sizes: Sequence[tuple[int, int]],
+        forward_only: bool,
+    ) -> list[Tensor]:
+        """One after the other; gradients are reduced in the backward of the last."""
+        chunk, logged = Chunk(self.whole), []
+        for done, number in enumerate(numbers, 1):
+            loss = forward(number, chunk).sum()
+            logged.append(loss.detach())
+            if not forward_only:
+                self._backward(loss, is_last=done == len(numbers))
+        return logged
+
+    def run_encoder[T](
+        self,
+        forward: Callable[[T, nn.Module], Any],
+        batches: Sequence[T],
+        items: Sequence[Any],
+        forward_only: bool,
+    ) -> None:
+        """After `run_ahead` forward passes, one forward and one backward in turns."""
+        waiting: deque[Tensor] = deque()
+        for done, batch in enumerate(batches, 1):
+            token = forward(batch, self.whole)
+            if not forward_only:
+                waiting.append(token)
+            while len(waiting) > (self.run_ahead if done < len(batches) else 0):
+                self._backward(waiting.popleft(), is_last=done == len(batches) and not waiting)
+
+    def encode(self, patches: Any, items: Any) -> Any:
+        """One forward of a colocated encoder."""
+        return self.whole(patches, items)
+
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
+        reduce_gradients(self.whole, now=is_last and not self._accumulates)
+        loss.backward()
+
+    @contextmanager
+    def accumulate_only(self) -> Iterator[None]:
+        """Inside it no backward reduces gradients, whoever calls it."""
+        self._accumulates = True
+        reduce_gradients(self.whole, now=False)
+        try:
+            yield
+        finally:
+            self._accumulates = False
+            reduce_gradients(self.whole, now=True)
+
+    def finish_gradients(self, num_loss_tokens: int) -> None:
+        """Sum over tp what each of its ranks saw a part of, and divide once.
+
+        FSDP2 has summed over the lanes.
+        """
+        gradients = self._gradients()
+        summed = [g for one, g in gradients if one.is_summed_over_tp]
+        if summed:
+            flat = torch.cat([gradient.flatten() for gradient in summed])
+            tp = self.ctx.tp
+            assert tp is not None, "there is nothing to sum over"
+            dist.all_reduce(flat, group=tp.get_group())
+            parts = flat.split([gradient.numel() for gradient in summed])
+            for gradient, part in zip(summed, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        self._scale(1.0 / max(num_loss_tokens, 1))
+
+    def squared_norm(self) -> Tensor:
+        """Of equal copies the first counts."""
+        counted = [gradient for one, gradient in self._gradients() if one.own.copy == 0]
+        if not counted:
+            return torch.zeros((), dtype=torch.float64, device=local_device())
+        norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(counted)
+        return torch.stack(list(norms)).double().square().sum()
+
+    def update(self, learning_rate: float, gradient_factor: float) -> None:
+        """Every rank updates its own part; the next forward gathers."""
+        if self._optimizer is None:
+            return
+        if gradient_factor != 1.0:
+            self._scale(gradient_factor)
+        for one, gradient in self._gradients():
+            cast("nn.Parameter", one.local).grad = gradient
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _gradients(self) -> list[tuple[_Parameter, Tensor]]:
+        return [(one, one.gradient()) for one in self._parameters if one.local is not None]
+
+    def _scale(self, factor: float) -> None:
+        gradients = [gradient for _, gradient in self._gradients()]
+        if gradients:
+            cast("Any", torch)._foreach_mul_(gradients, factor)
+
+    # ---- what it holds
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
+        """Of equal copies one rank writes each, in turns.
+
+        To load an optimizer is to ask for its fp32 weights, where those of the checkpoint are less.
+        """
+        optimizer = self._optimizer if with_optimizer else None
+        for number, one in enumerate(self._parameters):
+            if purpose == "save" and number % one.own.copies != one.own.copy:
+                continue
+            kept: Mapping[str, Tensor] = {}
+            if optimizer is not None and one.local is not None:
+                kept = moments(optimizer, one.local)
+            has_master = purpose == "load" and optimizer is not None and one.local is not None
+            yield from self._named(one, one.own.values, _MASTER if has_master else None)
+            for kind, tensor in kept.items():
+                yield from self._named(one, one.own.like(tensor), kind)
+        if purpose == "save":
+            yield from self._padding(with_optimizer)
+
+    def _named(self, one: _Parameter, values: Tensor, kind: str | None) -> Iterator[Piece]:
+        """The pieces of a tensor that is cut like a parameter, or itself (kind None)."""
+        for piece in self.names.pieces(one.key, replace(one.own, values=values)):
+            yield replace(piece, key=self._key(piece.key, kind))
+
+    def _key(self, name: str, kind: str | None = None) -> str:
+        return f"{self.name}.{name}" if kind is None else f"optimizer.{kind}.{self.name}.{name}"
+
+    def _padding(self, with_optimizer: bool) -> Iterator[Piece]:
+        """What no parameter holds, of weights and optimizer; the module's first rank has it."""
+        if self.ctx.mesh is not None and any(self.ctx.mesh.get_coordinate() or ()):
+            return
+        kinds: dict[str | None, set[str]] = {None: self._users(self._parameters)}
+        optimizer = self._optimizer if with_optimizer else None
+        if optimizer is not None:
+            learning = [one for one in self._parameters if one.local is not None]
+            for kind in moments(optimizer, cast("nn.Parameter", learning[0].local)):
+                kinds[kind] = self._users(learning)
+        for kind, names in kinds.items():
+            for piece in self.names.padding(names, stored_dtype(self.ctx)):
+                yield replace(piece, key=self._key(piece.key, kind))
+
+    def _users(self, parameters: Sequence[_Parameter]) -> set[str]:
+        return {name for one in parameters for name in self.names.users(one.key)}
+
+    def gradients(self) -> Iterator[Piece]:
+        """The complete gradients here, equal copies on each of their ranks; without padding."""
+        for one, gradient in self._gradients():
+            yield from self._named(one, one.own.like(gradient), None)
+
+    def learning(self) -> frozenset[str]:
+        """Keys of all tensors that are updated; every rank has a part of each, or nothing."""
+        learning = [one for one in self._parameters if one.local is not None]
+        return frozenset(self._key(name) for name in self._users(learning))
+
+    def follow_weights(self) -> None:
+        """The optimizer works on the weights themselves."""
+
+    def set_steps(self, step: int) -> None:
+        """Tell the optimizer how many updates its state has seen."""
+        if self._optimizer is not None:
+            set_steps(self._optimizer, step)

@@ -1,0 +1,78 @@
+"""The optimizer of one fsdp module, on this rank's parts of the parameters.
+
+AdamW and SGD treat every element alone, so they work on plain local tensors: no DTensor, and no
+collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from mimo.device import has_gpu
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Settings(Protocol):
+    """AdamW ("adam") or plain SGD ("sgd"). Clipping happens elsewhere: its norm is global."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def weight_decay(self) -> float: ...  # noqa: D102
+    @property
+    def beta1(self) -> float: ...  # noqa: D102
+    @property
+    def beta2(self) -> float: ...  # noqa: D102
+    @property
+    def eps(self) -> float: ...  # noqa: D102
+
+
+def build_optimizer(
+    params: Sequence[nn.Parameter], settings: Settings, learning_rate: float
+) -> torch.optim.Optimizer:
+    """Matrices decay, vectors (norms, biases) don't.
+
+    params: local parts, of as many dimensions as the whole.
+    """
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate)
+    return torch.optim.AdamW(
+        groups,
+        lr=learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        # One kernel for all parameters. On a CPU it would round otherwise than the default.
+        fused=has_gpu(),
+    )
+
+
+def moments(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Mapping[str, Tensor]:
+    """What the optimizer keeps of a parameter, by kind, in its shape; made where there is none yet.
+
+    The tensors are the optimizer's, so writing to them changes it.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        return {}
+    state = optimizer.state[param]
+    if not state:
+        # A fused update counts steps on the device.
+        state["step"] = torch.zeros((), device=param.device if has_gpu() else None)
+        state |= {kind: torch.zeros_like(param) for kind in MOMENTS}
+    return {kind: cast("Tensor", state[kind]).detach() for kind in MOMENTS}
+
+
+def set_steps(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Tell an optimizer whose tensors were loaded that it has done ``step`` updates."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.full_like(state["step"], step)

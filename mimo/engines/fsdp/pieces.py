@@ -1,0 +1,103 @@
+"""Rectangles of tensors under the names of the checkpoint format, in this rank's memory.
+
+That format's tensors are made of whole rows of transformers' tensors, so a rectangle of one of
+theirs is a few of ours. It is plain integers and views: reading a piece writes into the model.
+
+Letters: R rows, C columns of a tensor of the format, seen as a matrix of its first dimension by all
+others; a vector has one column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from mimo.engines.fsdp.sharding import Held
+from mimo.engines.piece import Piece
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``count`` rows of transformers' tensor ``key`` from ``start`` on. transposed: as (C, R)."""
+
+    key: str
+    start: int
+    count: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """These rows are those of tensor ``name`` of the format from ``row`` on."""
+
+    name: str
+    row: int
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the tensors of the checkpoint format are made of.
+
+    shapes: of the format's tensors by name, rows of padding included. parts: by transformers' name,
+    what each of its tensors is part of. filled: by name, how many rows are not padding.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, tuple[Part, ...]] = field(repr=False)
+    filled: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], Sequence[Rows]]]) -> Self:
+        """From name, shape with any padding, and rows in order of every tensor of the format."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        parts: dict[str, tuple[Part, ...]] = {}
+        filled: dict[str, int] = {}
+        for name, shape, runs in tensors:
+            shapes[name], row = shape, 0
+            for rows in runs:
+                parts[rows.key] = (*parts.get(rows.key, ()), Part(name, row, rows))
+                row += rows.count
+            assert row <= shape[0], f"{name}: {row} rows, but {shape}"
+            filled[name] = row
+        return cls(shapes, parts, filled)
+
+    @classmethod
+    def same(cls, shapes: Mapping[str, tuple[int, ...]]) -> Self:
+        """Those of transformers itself, for an architecture without a key map."""
+        every = ((key, shape, [Rows(key, 0, shape[0])]) for key, shape in shapes.items())
+        return cls.of(every)
+
+    def users(self, key: str) -> frozenset[str]:
+        """The names of the tensors that have rows of transformers' tensor ``key``."""
+        assert key in self.parts, f"the key map does not say what is made of {key}"
+        return frozenset(part.name for part in self.parts[key])
+
+    def pieces(self, key: str, own: Held) -> Iterator[Piece]:
+        """A rectangle of transformers' tensor ``key`` as rectangles of ours: views of its values.
+
+        Keys are names of the format.
+        """
+        self.users(key)
+        for part in self.parts[key]:
+            values, row, column = own.values, own.row, own.column
+            if part.rows.transposed:
+                values, row, column = values.T, column, row
+            first = max(row, part.rows.start)
+            last = min(row + values.shape[0], part.rows.start + part.rows.count)
+            if first >= last or not values.shape[1]:
+                continue
+            shape, own_row = self.shapes[part.name], part.row + first - part.rows.start
+            yield Piece(part.name, shape, own_row, column, values[first - row : last - row])
+
+    def padding(self, names: Iterable[str], dtype: torch.dtype) -> Iterator[Piece]:
+        """The rows of padding of these tensors: zeros that no parameter holds."""
+        for name in sorted(names):
+            shape, first = self.shapes[name], self.filled[name]
+            if first < shape[0]:
+                zeros = torch.zeros(shape[0] - first, math.prod(shape[1:]), dtype=dtype)
+                yield Piece(name, shape, first, 0, zeros)
