@@ -8,8 +8,8 @@ all others; a vector has one column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +64,8 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     for (first, own_name), *others in places.values():
         for part, name in others:  # tied ones have been parted
             setattr(part, name, getattr(first, own_name))
-    for model, part in _with_models(module):
-        if part in blank:
-            _compute_buffers(model, part)
+    if blank:
+        _compute_buffers(module, blank)
 
 
 def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -79,27 +78,23 @@ def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return places
 
 
-def _with_models(module: nn.Module, model: Any = None) -> Iterator[tuple[Any, nn.Module]]:
-    """All parts of a module, each with the innermost model of transformers that it belongs to."""
+def _compute_buffers(module: nn.Module, blank: Sequence[nn.Module]) -> None:
+    """Let the models of transformers in a module compute the buffers of these of their parts."""
     from transformers import PreTrainedModel  # late: it takes seconds to import
 
-    model = module if isinstance(module, PreTrainedModel) else model
-    yield model, module
-    for child in module.children():
-        yield from _with_models(child, model)
-
-
-def _compute_buffers(model: Any, part: nn.Module) -> None:
-    """Let a model compute the buffers of one of its parts, and leave that part's weights alone."""
-    buffers = list(part.buffers(recurse=False))
+    buffers = [buffer for part in blank for buffer in part.buffers(recurse=False)]
     for buffer in buffers:
         buffer.fill_(torch.nan if buffer.is_floating_point() else -1)
-    weights = list(part.parameters())  # those of its children too: it may draw them as well
+    weights = list(module.parameters())
     for weight in weights:
         setattr(weight, _FILLED, True)
-    if model is not None:
-        model._init_weights(part)
+    for model in module.modules():  # the innermost model of a part comes last
+        if isinstance(model, PreTrainedModel):
+            for part in {*model.modules()} & {*blank}:
+                model._init_weights(part)
     for weight in weights:
         delattr(weight, _FILLED)
-    filled = not any((b != b).any() if b.is_floating_point() else (b < 0).all() for b in buffers)
-    assert filled, f"nobody computes the buffers of {type(part).__name__}"
+    for part in blank:
+        for name, own in part.named_buffers(recurse=False):
+            left = own.isnan() if own.is_floating_point() else own < 0
+            assert not left.any(), f"nobody computes {name} of {type(part).__name__}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Purpose
 from mimo.engines.fsdp.context import FsdpContext
-from mimo.engines.fsdp.optimizer import Settings, build_optimizer, moments, set_steps
+from mimo.engines.fsdp.optimizer import build_optimizer, moments, set_steps
 from mimo.engines.fsdp.pieces import Names
 from mimo.engines.fsdp.sharding import (
     Held,
@@ -29,6 +29,9 @@ from mimo.engines.fsdp.sharding import (
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.segments import AttentionForm
 from mimo.engines.piece import Piece
+
+if TYPE_CHECKING:
+    from mimo.engines.megatron.parallel import OptimizerSettings
 
 _MASTER = "fp32_param"
 """The kind under which Megatron keeps fp32 weights of 16-bit ones. Ours are fp32 themselves."""
@@ -70,7 +73,7 @@ class FsdpModule:
         wrapper: nn.Module,
         ctx: FsdpContext,
         names: Names,
-        settings: Settings,
+        settings: OptimizerSettings,
         learning_rate: float,
         run_ahead: int = 0,
         forms: frozenset[AttentionForm] = frozenset(),
@@ -229,54 +232,32 @@ class FsdpModule:
 
         To load an optimizer is to ask for its fp32 weights, where those of the checkpoint are less.
         """
-        optimizer = self._optimizer if with_optimizer else None
         for number, one in enumerate(self._parameters):
             if purpose == "save" and number % one.own.copies != one.own.copy:
                 continue
-            kept: Mapping[str, Tensor] = {}
-            if optimizer is not None and one.local is not None:
-                kept = moments(optimizer, one.local)
-            has_master = purpose == "load" and optimizer is not None and one.local is not None
-            yield from self._named(one, one.own.values, _MASTER if has_master else None)
+            kind, kept = None, {}
+            if with_optimizer and self._optimizer is not None and one.local is not None:
+                kind = _MASTER if purpose == "load" else None
+                kept = moments(self._optimizer, one.local)
+            yield from self._named(one, local_part(one.whole), kind)
             for kind, tensor in kept.items():
-                yield from self._named(one, one.own.like(tensor), kind)
-        if purpose == "save":
-            yield from self._padding(with_optimizer)
+                yield from self._named(one, tensor, kind)
 
-    def _named(self, one: _Parameter, values: Tensor, kind: str | None) -> Iterator[Piece]:
-        """The pieces of a tensor that is cut like a parameter, or itself (kind None)."""
-        for piece in self.names.pieces(one.key, replace(one.own, values=values)):
-            yield replace(piece, key=self._key(piece.key, kind))
-
-    def _key(self, name: str, kind: str | None = None) -> str:
-        return f"{self.name}.{name}" if kind is None else f"optimizer.{kind}.{self.name}.{name}"
-
-    def _padding(self, with_optimizer: bool) -> Iterator[Piece]:
-        """What no parameter holds, of weights and optimizer; the module's first rank has it."""
-        if self.ctx.mesh is not None and any(self.ctx.mesh.get_coordinate() or ()):
-            return
-        kinds: dict[str | None, set[str]] = {None: self._users(self._parameters)}
-        optimizer = self._optimizer if with_optimizer else None
-        if optimizer is not None:
-            learning = [one for one in self._parameters if one.local is not None]
-            for kind in moments(optimizer, cast("nn.Parameter", learning[0].local)):
-                kinds[kind] = self._users(learning)
-        for kind, names in kinds.items():
-            for piece in self.names.padding(names, stored_dtype(self.ctx)):
-                yield replace(piece, key=self._key(piece.key, kind))
-
-    def _users(self, parameters: Sequence[_Parameter]) -> set[str]:
-        return {name for one in parameters for name in self.names.users(one.key)}
+    def _named(self, one: _Parameter, local: Tensor, kind: str | None = None) -> Iterator[Piece]:
+        """The pieces of a tensor that is cut like a parameter; without a kind, of itself."""
+        beginning = "" if kind is None else f"optimizer.{kind}."
+        for piece in self.names.pieces(one.key, replace(one.own, values=one.own.like(local))):
+            yield replace(piece, key=f"{beginning}{self.name}.{piece.key}")
 
     def gradients(self) -> Iterator[Piece]:
-        """The complete gradients here, equal copies on each of their ranks; without padding."""
+        """The complete gradients here, equal copies on each of their ranks."""
         for one, gradient in self._gradients():
-            yield from self._named(one, one.own.like(gradient), None)
+            yield from self._named(one, gradient)
 
     def learning(self) -> frozenset[str]:
         """Keys of all tensors that are updated; every rank has a part of each, or nothing."""
-        learning = [one for one in self._parameters if one.local is not None]
-        return frozenset(self._key(name) for name in self._users(learning))
+        keys = [one.key for one in self._parameters if one.local is not None]
+        return frozenset(f"{self.name}.{ours}" for key in keys for ours in self.names.users(key))
 
     def follow_weights(self) -> None:
         """The optimizer works on the weights themselves."""

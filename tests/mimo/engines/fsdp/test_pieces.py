@@ -19,7 +19,8 @@ CUT, HYBRID = replace(JOB, shard=2, tp=2), replace(JOB, replicate=2, shard=2)
 
 
 def held(whole: torch.Tensor, row: int, column: int, rows: int, columns: int) -> Held:
-    values = whole.flatten(1)[row : row + rows, column : column + columns]
+    matrix = whole.unsqueeze(1) if whole.dim() == 1 else whole.flatten(1)
+    values = matrix[row : row + rows, column : column + columns]
     return Held(tuple(whole.shape), row, column, values, 0, 1)
 
 
@@ -59,10 +60,13 @@ def test_a_transposed_tensor_and_a_convolution_are_written_in_place() -> None:
 
 def test_rows_of_padding_are_zeros_that_no_parameter_has() -> None:
     names = Names.of([("words", (8, 2), [Rows("e", 0, 5)]), ("norm", (3,), [Rows("n", 0, 3)])])
-    (piece,) = names.padding({"words", "norm"}, torch.float64)
-    assert (piece.row, piece.values.tolist()) == (5, [[0.0, 0.0]] * 3)
     whole = torch.ones(5, 2)
-    assert [p.row for p in names.pieces("e", held(whole, 3, 0, 2, 2))] == [3]
+    (own,) = names.pieces("e", held(whole, 0, 0, 3, 2))
+    assert own.row == 0
+    own, padding = names.pieces("e", held(whole, 3, 1, 2, 1))
+    assert (own.row, own.column, own.values.tolist()) == (3, 1, [[1.0], [1.0]])
+    assert (padding.row, padding.column, padding.values.tolist()) == (5, 1, [[0.0]] * 3)
+    assert len(list(names.pieces("n", held(torch.ones(3), 0, 0, 3, 1)))) == 1
 
 
 # ------------------------------------------------------------------------------- with Megatron
