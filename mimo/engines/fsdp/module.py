@@ -62,8 +62,7 @@ class FsdpModule:
     """Implements `mimo.engines.contract.Module`, which says what its methods do.
 
     wrapper: a `Wrapper`, sharded and with its weights; frozen ones do not require gradients.
-    settings: of the optimizer of the others.
-    forms: of the attention of its layers.
+    settings: of the optimizer of the others. forms: of the attention of its layers.
     """
 
     def __init__(
@@ -82,27 +81,21 @@ class FsdpModule:
         self.names, self.forms = names, forms
         self.learning_rate, self.run_ahead = learning_rate, run_ahead
         reshard(wrapper)
-        self._parameters = [*self._find_parameters()]
+        self._parameters = [self._parameter(*named) for named in wrapper.named_parameters()]
         learning = [one.local for one in self._parameters if one.local is not None]
-        self.trains = bool(learning)
+        self.trains = self.learns = bool(learning)  # on every rank alike
         self._optimizer = None
         if learning:
             assert stored_dtype(ctx).itemsize >= 4, "a module that trains in bf16 needs a mesh"
             self._optimizer = build_optimizer(learning, settings, learning_rate)
         self._accumulates = False
 
-    def _find_parameters(self) -> Iterator[_Parameter]:
-        wrapper = cast("Wrapper", self.whole)
-        for name, param in self.whole.named_parameters():
-            local = nn.Parameter(local_part(param)) if param.requires_grad else None
-            summed = name in wrapper.sums_over_tp and self.ctx.tp is not None
-            own = held(param, self.ctx.mesh)
-            yield _Parameter(wrapper.hf_names[name], param, own, local, summed)
-
-    @property
-    def learns(self) -> bool:
-        """Whether it has weights to update; if so, on every rank."""
-        return self.trains
+    def _parameter(self, name: str, param: nn.Parameter) -> _Parameter:
+        wrapper, local = cast("Wrapper", self.whole), None
+        if param.requires_grad:
+            local = nn.Parameter(local_part(param))
+        own, is_summed = held(param, self.ctx.mesh), name in wrapper.sums_over_tp
+        return _Parameter(wrapper.hf_names[name], param, own, local, is_summed)
 
     @property
     def sequence_parts(self) -> int:
@@ -181,13 +174,10 @@ class FsdpModule:
 
         FSDP2 has summed over the lanes.
         """
-        gradients = self._gradients()
-        summed = [g for one, g in gradients if one.is_summed_over_tp]
-        if summed:
+        summed = [gradient for one, gradient in self._gradients() if one.is_summed_over_tp]
+        if summed and self.ctx.tp is not None:
             flat = torch.cat([gradient.flatten() for gradient in summed])
-            tp = self.ctx.tp
-            assert tp is not None, "there is nothing to sum over"
-            dist.all_reduce(flat, group=tp.get_group())
+            dist.all_reduce(flat, group=self.ctx.tp.get_group())
             parts = flat.split([gradient.numel() for gradient in summed])
             for gradient, part in zip(summed, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
@@ -195,7 +185,7 @@ class FsdpModule:
 
     def squared_norm(self) -> Tensor:
         """Of equal copies the first counts."""
-        counted = [gradient for one, gradient in self._gradients() if one.own.copy == 0]
+        counted = [g for one, g in self._gradients() if one.own.copy == 0 and g.numel()]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=local_device())
         norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(counted)

@@ -117,7 +117,7 @@ def passes_on(
 ) -> dict[str, Any]:
     """Load, do more steps, save; how much of each weight was read when it was built."""
     from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
-    from mimo.engines.megatron.checkpoint import with_masters
+    from mimo.checkpoint.contents import with_masters
 
     topology = make_topology(job)
     module = build(job, topology, names(), plain)
