@@ -23,12 +23,17 @@ PREFIX = "model."
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class _Optimizer:
+    """As Megatron's `OptimizerSettings`, without importing it."""
+
     name: str = "adam"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-4
+
+
+OPTIMIZER: Any = _Optimizer()
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,9 @@ def plain_model(job: Job) -> Any:
         head_dim=16,
         max_position_embeddings=64,
         tie_word_embeddings=job.tied,
-        attn_implementation="eager",
         attention_bias=job.biases,
     )
-    return Qwen3ForCausalLM._from_config(config, dtype=job.stored)
+    return Qwen3ForCausalLM._from_config(config, dtype=job.stored, attn_implementation="eager")
 
 
 def seed_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -203,7 +207,7 @@ def reference(job: Job) -> Outcome:
         param.data.copy_(drawn[name])
         param.requires_grad_(not name.endswith(job.frozen or ("-",)))
     params = [p for p in model.parameters() if p.requires_grad]
-    settings = Optimizer()
+    settings = OPTIMIZER
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
@@ -274,7 +278,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     if job.plant == "no sum over tp":
         wrapper.sums_over_tp = frozenset()
     module = FsdpModule(
-        "language", topology.modules["language"], wrapper, ctx, names, Optimizer(), 1e-2
+        "language", topology.modules["language"], wrapper, ctx, names, OPTIMIZER, 1e-2
     )
     return module
 
@@ -417,7 +421,7 @@ def outcome(ranks: Sequence[dict[str, Any]]) -> Outcome:
     weights = assembled([one["weights"] for one in ranks], once=True)
     norms = ranks[0]["norms"]
     assert all(one["norms"] == norms for one in ranks)
-    totals = [sum(step) for step in zip(*(one["losses"] for one in ranks), strict=True)]
+    totals = [math.fsum(step) for step in zip(*(one["losses"] for one in ranks), strict=True)]
     return Outcome(_named(gradients), _named(weights), norms, totals)
 
 

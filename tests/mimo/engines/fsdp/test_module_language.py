@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext
 from tests.conftest import RunRanks
 
-CASES = (("qwen3_vl", "none"), ("qwen3_vl", "full"), ("gemma3", "selective"))
+CASES: Any = (("qwen3_vl", "none"), ("qwen3_vl", "full"), ("gemma3", "selective"))
 NUM_TOKENS = 26
 
 
@@ -25,7 +25,7 @@ def step(rank: int) -> list[Any]:
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.pieces import Names
     from mimo.engines.fsdp.sharding import shard
-    from tests.fsdp_job import Asked, Optimizer, norm_of, sent
+    from tests.fsdp_job import OPTIMIZER, Asked, norm_of, sent
     from tests.mimo.engines.fsdp.language_cases import (
         Lane,
         config_of,
@@ -46,7 +46,7 @@ def step(rank: int) -> list[Any]:
         same = Names.same({key: tuple(one.shape) for key, one in weights.items()})
         groups: Any = None
         forms: Any = model.attention_forms()
-        module = FsdpModule("language", groups, model, ctx, same, Optimizer(), 1e-2, forms=forms)
+        module = FsdpModule("language", groups, model, ctx, same, OPTIMIZER, 1e-2, forms=forms)
         lane: Lane = lane_of(name, rank // 2)
         segments = lane.segments
         segments.prepare(module.attention_forms())

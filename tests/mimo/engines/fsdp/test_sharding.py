@@ -41,7 +41,7 @@ def holds(rank: int) -> dict[str, Any]:
         if rank:
             mesh = topology.meshes["language"]
             ctx = FsdpContext(mesh, torch.float32)
-            module = numbered()
+            module: Any = numbered()
             if ctx.tp is not None:
                 for name, dim in (("rows", 0), ("columns", 1), ("vector", 0)):
                     cut = distribute_tensor(module[name].detach(), mesh[TP], [Shard(dim)])
