@@ -1,5 +1,7 @@
 """From flat embeddings in any encoder layout to rows in any language-model layout."""
 
+# ruff: noqa: F401
+
 from bridge.balance import assign_items, imbalance
 from bridge.check import SampleKeys, check_plans
 from bridge.colocated import ColocatedBridge
@@ -18,33 +20,3 @@ from bridge.source import ReplicatedSource, SequenceShardedSource, Source
 from bridge.transfer import BridgeEnd
 from bridge.waiting import BridgeError, UnexpectedRows
 from bridge.watch import TransferWatch
-
-__all__ = [
-    "BridgeEnd",
-    "BridgeError",
-    "BridgePlan",
-    "BridgeReceiver",
-    "BridgeSender",
-    "ColocatedBridge",
-    "Exchange",
-    "FlatEmbeddings",
-    "ItemRows",
-    "ItemRuns",
-    "LaneSegments",
-    "LevelReceiver",
-    "ReplicatedSource",
-    "SampleKeys",
-    "SequenceShardedSource",
-    "ShardMap",
-    "Source",
-    "TransferWatch",
-    "UnexpectedRows",
-    "assign_items",
-    "check_plans",
-    "imbalance",
-    "replicated_destination",
-    "sharded_destination",
-    "split_levels",
-    "split_sizes_of",
-    "take_chunk",
-]

@@ -5,8 +5,7 @@ rows' gradients. On the language model's stage of its link, `BridgeReceiver.rece
 rows whose backward sends their gradients. So each module runs an unmodified pipeline schedule.
 
 Both ends know all counts from the plan: no shapes are exchanged, a peer without rows gets no
-message, and there is one contiguous message per peer and direction. When a
-message does not come, an error names the missing peers and the rows that each had to send or take.
+message, and there is one contiguous message per peer and direction.
 
 Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 """
@@ -41,13 +40,10 @@ def _check_gradient_path(
     """Schedules silently skip a backward when its output requires no gradient."""
     if tensor.requires_grad == expects_gradients:
         return
-    plan, graph = (
-        ("expects gradients", "require none")
-        if expects_gradients
-        else ("expects no gradients", "require them")
-    )
+    plan, graph = ("gradients", "none") if expects_gradients else ("no gradients", "them")
     raise BridgeError(
-        f"bridge {end.name}, microbatch {microbatch}: the plan {plan}, but the rows {graph}",
+        f"bridge {end.name}, microbatch {microbatch}: the plan expects {plan}, but the rows "
+        f"require {graph}",
         microbatch,
     )
 

@@ -47,13 +47,11 @@ class RowMemory:
         # meanwhile go to a list of their own.
         free, self._free = self._free, []
         fitting = [block for block in free if block.nbytes >= num_bytes]
-        # Microbatches differ in size: a little more fits most of the next ones too.
-        taken = (
-            min(fitting, key=lambda block: block.nbytes)
-            if fitting
-            else np.empty(math.ceil(num_bytes * 1.125), np.uint8)
-        )
-        rest = sorted((block for block in free if block is not taken), key=lambda b: b.nbytes)
+        if fitting:
+            taken = min(fitting, key=len)
+        else:  # microbatches differ in size: a little more fits most of the next ones too
+            taken = np.empty(math.ceil(num_bytes * 1.125), np.uint8)
+        rest = sorted((block for block in free if block is not taken), key=len)
         self._free.extend(rest[-_MOST_FREE:])
         return taken
 

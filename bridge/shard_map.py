@@ -78,13 +78,6 @@ class LaneSegments:
         """One segment per lane: all that a map without context parallelism needs to know."""
         return cls(np.arange(len(tokens)), ints(tokens), len(tokens))
 
-    @classmethod
-    def nested(cls, lengths: Sequence[Sequence[int]], packed: bool = True) -> LaneSegments:
-        """From the segment lengths of each lane."""
-        lane = np.repeat(np.arange(len(lengths)), [len(own) for own in lengths])
-        length = ints([length for own in lengths for length in own])
-        return cls(lane, length, len(lengths), packed)
-
     @property
     def tokens(self) -> Ints:
         """(L,) packed length of each lane."""

@@ -1,54 +1,20 @@
 """Which encoder rank holds which row, and which of them sends it, in pure integers.
 
+Every source has ``parts``: over how many of its ranks a lane's rows are cut, 1 when each rank holds
+all; and ``held``: (L,) rows that each rank of a lane holds, padding included.
+
 Encoder context parallelism is not planned: a row's owner does not include a CP rank.
 Letters: L encoder lanes, Q pieces of consecutive rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from bridge.runs import Ints, ints, offsets, totals
 from bridge.shard_map import ShardMap
-
-
-class Source(Protocol):
-    """Where the rows of all encoder lanes are."""
-
-    @property
-    def rows(self) -> Ints:
-        """(L,) rows per lane."""
-        ...
-
-    @property
-    def parts(self) -> int:
-        """Over how many of its ranks a lane's rows are cut; 1 when each rank holds all."""
-        ...
-
-    @property
-    def held(self) -> Ints:
-        """(L,) rows that each rank of a lane holds, padding included."""
-        ...
-
-    def split(
-        self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
-    ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Cut pieces so that one rank sends each.
-
-        lane, row, length, copy, destination: (Q,) pieces of rows [row, row + length) of a lane,
-        which copy of those rows it is, and the rank that it goes to.
-        Returns arrays: the piece each part comes from, its offset in that piece, its length, the
-        rank that sends it and its first index there.
-        """
-        ...
-
-    def holders(self, lane: Ints, row: Ints) -> Ints:
-        """(n,) rows of lanes -> (n, r) the ranks that hold each."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,20 +29,23 @@ class ReplicatedSource:
     rows: Ints
     ranks: Ints
 
-    @property
-    def parts(self) -> int:
-        """See `Source.parts`."""
-        return 1
+    parts = 1
 
     @property
     def held(self) -> Ints:
-        """See `Source.held`."""
+        """All rows of the lane."""
         return self.rows
 
     def split(
         self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
     ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """See `Source.split`."""
+        """Cut pieces so that one rank sends each.
+
+        lane, row, length, copy, destination: (Q,) pieces of rows [row, row + length) of a lane,
+        which copy of those rows it is, and the rank that it goes to.
+        Returns arrays: the piece each part comes from, its offset in that piece, its length, the
+        rank that sends it and its first index there.
+        """
         lanes, tp = self.ranks.shape
         copied = (self.ranks[lane] == destination[:, None]).any(axis=1)
         sent = np.flatnonzero(~copied)
@@ -98,18 +67,14 @@ class ReplicatedSource:
             rank = np.concatenate((rank, destination[here]))
         return piece, cut, length_sent, rank, row[piece] + cut
 
-    def holders(self, lane: Ints, row: Ints) -> Ints:
-        """See `Source.holders`."""
-        return self.ranks[lane]
-
 
 @dataclass(frozen=True, eq=False)
 class SequenceShardedSource:
     """TP rank t of a lane holds the t-th of tp > 1 equal parts of its rows, padded to a multiple.
 
     Only the last ranks hold padding; no row is on two ranks, so there is no choice of a sender.
-    When several microbatches are encoded in one go, it is the rows of all of them that are cut:
-    `encoded_together` gives a source to each.
+    When several microbatches are encoded in one go, it is the rows of all of them that are cut,
+    but each has its own source.
 
     rows: (L,) rows per lane, without padding. ranks: (L, tp).
     before: (L,) rows of earlier microbatches in the same go. total: (L,) rows of the whole go.
@@ -124,32 +89,20 @@ class SequenceShardedSource:
         # Plans with one part say that rows are counted from their microbatch's start.
         assert self.parts > 1, "rows of a lane with one rank are not cut: use ReplicatedSource"
 
-    @classmethod
-    def alone(cls, rows: Ints, ranks: Ints) -> SequenceShardedSource:
-        """Of a microbatch that is encoded by itself."""
-        return cls(rows, ranks, np.zeros_like(rows), rows)
-
-    @classmethod
-    def encoded_together(cls, rows: Sequence[Ints], ranks: Ints) -> list[SequenceShardedSource]:
-        """Of each of the microbatches with (L,) ``rows`` that are encoded in one go."""
-        total = np.sum(rows, axis=0)
-        before = np.cumsum(rows, axis=0) - rows
-        return [cls(mine, ranks, ahead, total) for mine, ahead in zip(rows, before, strict=True)]
-
     @property
     def parts(self) -> int:
-        """See `Source.parts`."""
+        """All ranks of a lane."""
         return self.ranks.shape[1]
 
     @property
     def held(self) -> Ints:
-        """See `Source.held`; of the whole go."""
+        """Of the whole go."""
         return -(-self.total // self.parts)
 
     def split(
         self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
     ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """See `Source.split`."""
+        """As `ReplicatedSource.split`."""
         lanes, tp = self.ranks.shape
         lane_start = offsets(self.total)
         starts = np.minimum(np.arange(tp) * self.held[:, None], self.total[:, None])
@@ -158,6 +111,6 @@ class SequenceShardedSource:
         held = ShardMap(lane_start, starts, self.ranks.reshape(-1), local)
         return held.cut(lane_start[lane] + self.before[lane] + row, length)
 
-    def holders(self, lane: Ints, row: Ints) -> Ints:
-        """See `Source.holders`."""
-        return self.ranks[lane, (self.before[lane] + row) // self.held[lane]][:, None]
+
+Source = ReplicatedSource | SequenceShardedSource
+"""Where the rows of all encoder lanes are."""

@@ -96,20 +96,16 @@ class BridgeEnd:
                 exchange(rank)
         for exchange in (plan.sends, plan.returns):
             exchange(self.rank)
-        index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])
-        plan.staged_positions[self.rank] = copy(torch.from_numpy(index))
+        plan.staged_positions[self.rank] = copy(torch.from_numpy(self._positions(plan)))
 
     def positions(self, plan: BridgePlan) -> Tensor:
         """(n,) int64 local positions of the rows of all sharers."""
         if self.rank in plan.staged_positions:
             return plan.staged_positions[self.rank]
-        index = [plan.receives(rank).index for rank in self.sharers()]
-        return on_device(np.concatenate(index), self.device)
+        return on_device(self._positions(plan), self.device)
 
-    def edge(self, group: dist.ProcessGroup) -> str:
-        """Which modules ``group`` connects, in the direction of its messages."""
-        ends = (self.name, "language") if group is self.forward else ("language", self.name)
-        return f"bridge {ends[0]} -> {ends[1]}"
+    def _positions(self, plan: BridgePlan) -> Ints:
+        return np.concatenate([plan.receives(rank).index for rank in self.sharers()])
 
 
 Kind = Literal["rows", "gradients"]
@@ -161,7 +157,7 @@ def start_sending(
     """Start sending rows of ``values`` (N, H), those at ``exchange.index``; no waiting."""
     parts = _leaving(end, exchange, values)
     group, what = _route(end, microbatch, kind)
-    messages = _start(group, sent=_pairs(exchange, parts))
+    messages = _start(group, sent=[*zip(exchange.peers, parts, strict=True)])
     return Transfer(end, messages, parts, what, microbatch)
 
 
@@ -174,7 +170,7 @@ def start_receiving(
     """
     parts, apart = _landing(into, _by_peer(exchange))
     group, what = _route(end, microbatch, kind)
-    messages = _start(group, received=_pairs(exchange, parts))
+    messages = _start(group, received=[*zip(exchange.peers, parts, strict=True)])
     return Transfer(end, messages, parts, what, microbatch, into, apart)
 
 
@@ -193,8 +189,8 @@ def start_exchanging(
     each other.
     """
     parts, apart = _landing(into, _by_peer(receives))
-    received = dict(_pairs(receives, parts))
-    sent = dict(_pairs(sends, _leaving(end, sends, values)))
+    received = dict(zip(receives.peers, parts, strict=True))
+    sent = dict(zip(sends.peers, _leaving(end, sends, values), strict=True))
     if end.rank in sent:
         received.pop(end.rank).copy_(sent.pop(end.rank))
     group = end.forward if kind == "rows" else end.backward
@@ -266,10 +262,6 @@ def _by_peer(exchange: Exchange) -> list[Ints]:
     return np.split(exchange.index, bounds) if exchange.peers else []
 
 
-def _pairs(exchange: Exchange, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    return list(zip(exchange.peers, parts, strict=True))
-
-
 def _leaving(end: BridgeEnd, exchange: Exchange, values: Tensor) -> list[Tensor]:
     """What each peer gets of ``values`` (N, H): a view where its rows are contiguous, else a copy.
 
@@ -312,8 +304,11 @@ def _landing(
 
 
 def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGroup, str]:
-    group = end.forward if kind == "rows" else end.backward
-    return group, f"{end.edge(group)}: {kind} of microbatch {microbatch}"
+    """The group of a transfer, and its name: the edge between two modules first."""
+    group, ends = end.forward, f"{end.name} -> language"
+    if kind == "gradients":
+        group, ends = end.backward, f"language -> {end.name}"
+    return group, f"bridge {ends}: {kind} of microbatch {microbatch}"
 
 
 def _start(

@@ -33,9 +33,7 @@ def mrope_position_ids(
     """
     if len(item_offsets) != len(grids):
         raise ValueError(f"{len(item_offsets)} item offsets but {len(grids)} grids: need one each")
-    if time_steps is None:
-        time_steps = [1.0] * len(grids)
-    assert len(time_steps) == len(grids), "a time step per item"
+    time_steps = [1.0] * len(grids) if time_steps is None else time_steps
     length, offset = np.asarray(lengths, np.int64), np.asarray(item_offsets, np.int64)
     t, h, w = np.asarray(grids, np.int64).reshape(-1, 3).T
     stop, rows = np.cumsum(length), t * h * w
@@ -63,16 +61,12 @@ def _check(offset: np.ndarray, grid: np.ndarray, start: np.ndarray, stop: np.nda
     """Raise ValueError unless items with these (I, 3) grids fit in start .. stop - 1, in order."""
     end = offset + grid.prod(axis=1)
     free = np.maximum(np.append(0, end)[:-1], start)
-    small, wrong = (grid < 1).any(axis=1), (offset < free) | (end > stop)
-    for number in np.flatnonzero(small | wrong)[:1].tolist():
-        if small[number]:
-            raise ValueError(
-                f"item {number} has the grid {tuple(grid[number].tolist())} in rows: need t, h and "
-                "w of at least 1"
-            )
+    bad = (grid < 1).any(axis=1) | (offset < free) | (end > stop)
+    for number in np.flatnonzero(bad)[:1].tolist():
         raise ValueError(
             f"item {number} covers the tokens {offset[number]}..{end[number] - 1}: need them "
-            f"between {free[number]} (the end of what is before it) and {stop[number] - 1}"
+            f"between {free[number]} (the end of what is before it) and {stop[number] - 1}; its "
+            f"grid is {tuple(grid[number].tolist())} in rows: need t, h and w of at least 1"
         )
 
 

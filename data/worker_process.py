@@ -39,15 +39,14 @@ def decode(reader: SampleReader, kind: str, number: int) -> list[np.ndarray]:
     return list(vars(reader.sample(number)).values())
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, folder: Path) -> None:
     """The life of a nursery; ``descriptor``: of its connection to the rank.
 
-    The rank says where its folder is, then asks: to load readers (the answer is what went wrong),
-    to fork a worker (its process id and connection), to bury one (how it ended), or to end.
+    The rank asks: to load readers (the answer is what went wrong), to fork a worker (its process id
+    and connection), to bury one (how it ended), or to end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's to handle
-    control = Connection(descriptor)
-    folder, readers, workers = Path(control.recv()), [], set[int]()
+    control, readers, workers = Connection(descriptor), [], set[int]()
     try:
         while True:
             question, value = control.recv()
@@ -98,19 +97,11 @@ def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
 
 
 def _bury(pid: int) -> str:
-    """How a worker ended that no longer answers; it is killed if it has not."""
-    deadline = time.monotonic() + _END_SECONDS
-    while True:
-        try:
-            found, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:  # a child of a nursery that has died
-            return WITH_NURSERY
-        if found:
-            break
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-    code = os.waitstatus_to_exitcode(status)
+    """How a worker ended that has closed its connection."""
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # a child of a nursery that has died
+        return WITH_NURSERY
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
@@ -141,4 +132,4 @@ def _portable(error: Exception) -> Exception:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -56,15 +56,14 @@ class WorkerPool:
         """Start the nursery; the readers follow when a worker is needed."""
         self._control, theirs = Pipe()
         self._has_readers = False
-        path = os.pathsep.join(sys.path)
+        command = [sys.executable, "-P", "-m", "data.worker_process"]
         self._nursery = subprocess.Popen(
-            [sys.executable, "-P", "-m", "data.worker_process", str(theirs.fileno())],
+            [*command, str(theirs.fileno()), str(self.folder)],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        self._control.send(str(self.folder))
 
     def take(self) -> Worker | None:
         """A worker that has nothing to do; None if there are no more.

@@ -9,7 +9,7 @@ the tower.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,40 +18,47 @@ import torch
 from torch import Tensor, nn
 
 from encoders._tower import PackedItems, Tower
+from mimo.bounds import Means, Side, Stds
 from mimo.engines import megatron as engine
-from mimo.families.flops import Product
+from mimo.families.contracts import EncoderSettings
+from mimo.families.hf_config import Config, expect
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
 
 
-def check_heads(hidden_size: int, num_attention_heads: int) -> None:
-    """Raise ValueError unless rows and columns can each rotate half of every head's channels."""
-    if hidden_size % (4 * num_attention_heads):
-        raise ValueError(
-            f"hidden_size {hidden_size} must be a multiple of 4 · num_attention_heads, "
-            f"{4 * num_attention_heads}: rows and columns turn half of each head's channels, in "
-            f"pairs"
-        )
+class PatchSettings(EncoderSettings):
+    """Recipe keys of all towers of flat patches."""
+
+    patch_size: Side = 14
+    """Side of a patch in pixels."""
+    image_mean: Means = (0.5, 0.5, 0.5)
+    """Mean of each channel, subtracted from pixels in 0..1."""
+    image_std: Stds = (0.5, 0.5, 0.5)
+    """Standard deviation of each channel, by which pixels are divided."""
+    jpeg_draft: bool = False
+    """Decode JPEGs that shrink to a half or less at a smaller size: faster, but changes pixels."""
 
 
 def patch_counts(grids: np.ndarray, merge: int) -> dict[str, float]:
-    """grids (I, 3) as (t, h, w) in patches -> how many patches and rows all items have."""
+    """grids (I, 3) as (t, h, w) in patches -> how many patches and rows all items have.
+
+    And how many pairs of patches of the same frame, in both orders, a patch with itself included.
+    """
     patches = float(np.prod(grids, axis=1).sum())
-    return {"patch": patches, "row": patches / merge**2}
+    pairs = float((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
+    return {"attention pair": pairs, "patch": patches, "row": patches / merge**2}
 
 
-def frame_pairs(grids: np.ndarray) -> float:
-    """grids (I, 3) -> pairs of patches that are in the same frame, both orders and equal ones."""
-    return float((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
+def check_processor(processor: Config, resample: int, kind: str, name: str) -> None:
+    """Raise ValueError unless a processor is of the right class and takes all our steps.
 
-
-def mlp_products(name: str, merged: int, output_size: int) -> list[Product]:
-    """A `ParallelMLP` that turns a row's patches, side by side, into the row."""
-    return [
-        Product(f"{name}.linear_fc1.weight", "row", (merged, merged)),
-        Product(f"{name}.linear_fc2.weight", "row", (output_size, merged)),
-    ]
+    resample: pillow's number for the interpolation. kind: "image" or "video". name: its class.
+    """
+    steps = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
+    values = {f"{kind}_processor_type": name, "resample": resample, "rescale_factor": 1 / 255}
+    where = f"the {kind} processor's configuration"
+    expect(processor, where, **values, **dict.fromkeys(steps, True))
 
 
 def frame_lengths(grids: Tensor) -> list[int]:
@@ -120,17 +127,37 @@ class PackedPatches(PackedItems):
 
 
 class PatchTower(Tower[PackedPatches]):
-    """A tower of flat patches: each is a token, and attends to those of its frame."""
+    """A tower of flat patches: each is a token, and attends to those of its frame.
+
+    patch_dim: C, numbers of a patch. bias: of their embedding. positions: makes the module of
+    learned positions, if there are any; what it takes are the ``lookups`` of `pack`. window_layers:
+    as of the engine's stack.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
         ctx: engine.ModuleContext,
         merge_size: int,
+        patch_dim: int,
+        bias: bool = True,
+        positions: Callable[[], nn.Module] | None = None,
         level_blocks: tuple[int, ...] = (),
+        window_layers: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(config, ctx, merge_size**2, level_blocks)
         self.merge_size = merge_size
+        self.patch_embed, self.pos_embed = None, None
+        if ctx.is_first_stage:
+            # A convolution whose stride is its kernel is a linear map of each patch.
+            self.patch_embed = nn.Linear(patch_dim, config.hidden_size, bias, dtype=ctx.dtype)
+            self.part.sum_gradients(self.patch_embed)
+            if positions is not None:
+                self.pos_embed = positions()
+                self.part.sum_gradients(self.pos_embed)
+        self.blocks = engine.build_stack(
+            config, ctx, causal=False, final_norm=True, window_layers=window_layers
+        )
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
         """An image one row high."""
@@ -141,6 +168,14 @@ class PatchTower(Tower[PackedPatches]):
         places, frames = patch_places(grids, self.merge_size), frame_lengths(grids)
         segments = engine.PackedSegments.from_lengths(frames, places.device)
         return PackedPatches(segments=segments, num_patches=len(places), places=places)
+
+    def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
+        """patches (P, C) -> (P', D), with their learned positions added."""
+        assert self.patch_embed is not None, "the first stage embeds"
+        if packed.order is not None:
+            patches = packed.order.sort(patches)
+        hidden = self.patch_embed(self.part.own(patches, packed.num_patches))
+        return hidden if self.pos_embed is None else hidden + self.pos_embed(*packed.lookups)
 
 
 class PatchRope(nn.Module):

@@ -1,4 +1,4 @@
-"""What all towers have in common: sizes of the stack, checks, construction, and the forward.
+"""What all towers have in common: the stack, construction, and the forward.
 
 Letters: I items, P inputs of all items with C numbers each, T tokens of the stack, D tower hidden,
 N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, N' rows.
@@ -14,96 +14,50 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor, nn
 
 from bridge import ItemRows
-from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Width
 from mimo.device import send
 from mimo.engines import megatron as engine
-from mimo.families.flops import Product, layer_products
+from mimo.families.contracts import EncoderSettings
+from mimo.families.keymap import Weight, plain
 from mimo.families.wire import WirePatches
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
 
 
-class TowerSettings(BaseModel):
-    """Recipe keys under ``encoders.<name>.model`` that all towers have. Numbers of elements."""
-
-    model_config = STRICT
-
-    num_layers: Layers
-    """Transformer layers."""
-    hidden_size: Width
-    """Width between layers."""
-    ffn_hidden_size: Width
-    """Inner width of the MLP."""
-    num_attention_heads: Heads
-    """Attention heads."""
-    norm_eps: Epsilon = 1e-6
-    """Added to the variance in norms."""
-    init_std: InitStd = 0.02
-    """Standard deviation of freshly drawn weights."""
-
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer; all are alike unless a family says otherwise."""
-        return ("attention",) * self.num_layers
-
-    def stack_products(self, per: str, gated: bool) -> list[Product]:
-        """The layers, for one token ``per`` unit, and the final norm."""
-        found = []
-        for number, kind in enumerate(self.layer_kinds()):
-            found += layer_products(
-                f"blocks.layers.{number}",
-                per,
-                f"{kind} pair",
-                self.hidden_size,
-                self.ffn_hidden_size,
-                self.num_attention_heads,
-                self.num_attention_heads,
-                self.hidden_size // self.num_attention_heads,
-                gated,
-            )
-        return [*found, Product("blocks.final_layernorm.weight", per)]
-
-    def gated_stack(self) -> engine.StackShape:
-        """RMSNorm and SwiGLU, with biases."""
-        return engine.StackShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_attention_heads,
-            head_size=self.hidden_size // self.num_attention_heads,
-            norm_eps=self.norm_eps,
-            linear_bias=True,
-            qkv_bias=True,
-        )
-
-    def gelu_stack(self) -> engine.StackShape:
-        """LayerNorm and a plain MLP with a tanh GELU, with biases."""
-        return replace(
-            self.gated_stack(),
-            normalization="LayerNorm",
-            activation=partial(nn.functional.gelu, approximate="tanh"),
-            gated=False,
-        )
+def gated_stack(settings: EncoderSettings) -> engine.StackShape:
+    """RMSNorm and SwiGLU, with biases."""
+    return engine.StackShape(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        ffn_hidden_size=settings.ffn_hidden_size,
+        num_heads=settings.num_attention_heads,
+        num_kv_heads=settings.num_attention_heads,
+        head_size=settings.hidden_size // settings.num_attention_heads,
+        norm_eps=settings.norm_eps,
+        linear_bias=True,
+        qkv_bias=True,
+    )
 
 
-def check_grid(settings: TowerSettings, tp: int, pp: int) -> list[str]:
-    """Problems of a tp × pp grid with these sizes, each one sentence."""
-    problems = [
-        f"tp={tp} must divide {key}, which is {size}"
-        for key, size in (
-            ("num_attention_heads", settings.num_attention_heads),
-            ("ffn_hidden_size", settings.ffn_hidden_size),
-        )
-        if size % tp
+def gelu_stack(settings: EncoderSettings, approximate: str = "tanh") -> engine.StackShape:
+    """LayerNorm and a plain MLP with a GELU, with biases."""
+    return replace(
+        gated_stack(settings),
+        normalization="LayerNorm",
+        activation=partial(nn.functional.gelu, approximate=approximate),
+        gated=False,
+    )
+
+
+def both(ours: str, theirs: str, rows: int, *columns: int) -> list[Weight]:
+    """A linear's weight (rows, columns) and bias (rows,); without columns a norm's."""
+    return [
+        plain(f"{ours}.weight", f"{theirs}.weight", rows, *columns),
+        plain(f"{ours}.bias", f"{theirs}.bias", rows),
     ]
-    if settings.num_layers % pp:
-        problems.append(f"pp={pp} must divide num_layers, which is {settings.num_layers}")
-    return problems
 
 
 @dataclass(frozen=True)
@@ -206,7 +160,7 @@ class Tower[P: PackedItems](nn.Module):
     It knows nothing of images: an item is a grid (t, h, w) of inputs, each a row of ``patches``.
     These may be patches of an image or, as (t, 1, 1), frames of a sound.
 
-    config: Megatron's, for the stack. tokens_per_row: consecutive tokens of an item that `project`
+    tokens_per_row: consecutive tokens of an item that `project`
     turns into one row. level_blocks: blocks, counted from 0 over all stages, whose outputs
     `project` needs besides the last one's. part: which tokens and rows this rank has.
     """
@@ -319,17 +273,10 @@ class Tower[P: PackedItems](nn.Module):
     def forward(
         self, patches: Tensor | WirePatches | None, items: Tensor | PreparedItems[P]
     ) -> Tensor | ItemRows:
-        """The items' rows on the last stage; under sequence parallelism this rank's part of them.
+        """The items' rows on the last stage, as `mimo.families.contracts.EncoderFamily` says.
 
         Other stages return hidden states (T', 1, (1 + l)·D): the last block's, then those of the l
-        ``level_blocks`` so far.
-
-        patches: as sent, or values (P, C) in the tower's dtype, on the first stage, else None.
-        items: as prepared, or their grids (I, 3) int64 on the host, which are then prepared here.
-        Under sequence parallelism every rank gets all of both.
-
-        With no items the rows are (0, (1 + L)·H) and still part of the graph, so that every
-        parameter gets its (zero) gradient and data-parallel hooks fire.
+        ``level_blocks`` so far. Grids (I, 3) int64 of the host are prepared here.
         """
         if isinstance(items, Tensor):
             items = self.prepare(items, partial(send, device=next(self.parameters()).device))
@@ -367,17 +314,19 @@ class Tower[P: PackedItems](nn.Module):
 
 
 def build_tower[T: Tower[Any]](
-    make: Callable[[TransformerConfig], T],
+    make: Callable[[Any, TransformerConfig, engine.ModuleContext, int], T],
+    settings: EncoderSettings,
     shape: engine.StackShape,
     ctx: engine.ModuleContext,
+    output_size: int,
     seed: int,
-    init_std: float,
 ) -> T:
     """A tower; weights that no checkpoint provides are drawn, the same in every layout.
 
-    make: config -> tower.
+    make: its class.
     """
     config = engine.transformer_config(shape, ctx)
-    tower = make(config)
-    engine.initialize_parameters(tower, config, ctx.groups, seed, init_std, provided=ctx.provided)
+    tower = make(settings, config, ctx, output_size)
+    std = settings.init_std
+    engine.initialize_parameters(tower, config, ctx.groups, seed, std, provided=ctx.provided)
     return tower

@@ -20,12 +20,16 @@ from PIL import Image
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from data.media.pan_and_scan import PanAndScan
-from data.media.square_images import SquareImageProcessor
-from encoders._hf import block_norms, both, check_processor
-from encoders._patches import PackedPatches, PatchTower, frame_pairs, patch_counts
-from encoders._tower import SequencePart, TowerSettings, build_tower, check_grid
-from mimo.bounds import Crops, Means, Rows, Side, SideRatio, Stds
+from data.media.square_images import PanAndScan, SquareImageProcessor
+from encoders._patches import (
+    PackedPatches,
+    PatchSettings,
+    PatchTower,
+    check_processor,
+    patch_counts,
+)
+from encoders._tower import SequencePart, both, build_tower, gelu_stack
+from mimo.bounds import Crops, Rows, Side, SideRatio
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, agree, expect
@@ -35,36 +39,17 @@ from mimo.families.keymap import Weight, grouped_qkv, plain
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
 
-
-__all__ = [
-    "PROJECTOR",
-    "Settings",
-    "build",
-    "check_grid",
-    "num_levels",
-    "settings_from_hf",
-    "weights_in_hf",
-]
-
 PROJECTOR = ("projector.",)
 """Prefixes of the projector's weight names; all other weights are the tower's."""
 
 
-class Settings(TowerSettings):
+class Settings(PatchSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
     image_size: Side = 896
     """Side of the square that every image becomes."""
-    patch_size: Side = 14
-    """Side of a patch in pixels."""
     mm_tokens_per_image: Rows = 256
     """Rows of every image, a square number."""
-    image_mean: Means = (0.5, 0.5, 0.5)
-    """Mean of each channel, subtracted from pixels in 0..1."""
-    image_std: Stds = (0.5, 0.5, 0.5)
-    """Standard deviation of each channel, by which pixels are divided."""
-    jpeg_draft: bool = False
-    """Decode JPEGs that shrink to a half or less at a smaller size: faster, but changes pixels."""
     pan_and_scan: bool = False
     """Whether a long image is shown whole and again in crops, each with rows of its own."""
     pan_and_scan_min_crop_size: Side = 256
@@ -88,7 +73,6 @@ class Settings(TowerSettings):
                 f"image_size {self.image_size} a multiple of patch_size · its root, "
                 f"{self.patch_size * side}"
             )
-        self.processor()  # raises ValueError for means and deviations that cannot work
         return self
 
     @property
@@ -102,17 +86,15 @@ class Settings(TowerSettings):
         return self.patches_per_side // math.isqrt(self.mm_tokens_per_image)
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy with the same character, for ``chunks`` pipeline chunks and ``tp`` ranks.
+        """A tiny copy: see `EncoderSettings.scaled_down`.
 
         Images have four rows, of one patch each if rows have one patch here, else of four.
         """
-        patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
+        patch_size = min(self.patch_size, 4)
         return self.model_copy(
             update={
+                **self._scaled_sizes(tp),
                 "num_layers": chunks,
-                "hidden_size": 8 * heads,
-                "ffn_hidden_size": math.lcm(24, tp),
-                "num_attention_heads": heads,
                 "image_size": 2 * patch_size * min(self.merge_size, 2),
                 "patch_size": patch_size,
                 "mm_tokens_per_image": 4,
@@ -123,6 +105,11 @@ class Settings(TowerSettings):
 
     def processor(self, media: str = "image") -> SquareImageProcessor:
         """How an image becomes patches; every media is taken as images."""
+        crops = PanAndScan(
+            min_crop_size=self.pan_and_scan_min_crop_size,
+            max_num_crops=self.pan_and_scan_max_num_crops,
+            min_ratio=self.pan_and_scan_min_ratio_to_activate,
+        )
         return SquareImageProcessor(
             image_size=self.image_size,
             patch_size=self.patch_size,
@@ -131,14 +118,7 @@ class Settings(TowerSettings):
             std=self.image_std,
             tower_width=self.hidden_size,
             jpeg_draft=self.jpeg_draft,
-            pan_and_scan=self._crops() if self.pan_and_scan else None,
-        )
-
-    def _crops(self) -> PanAndScan:
-        return PanAndScan(
-            min_crop_size=self.pan_and_scan_min_crop_size,
-            max_num_crops=self.pan_and_scan_max_num_crops,
-            min_ratio=self.pan_and_scan_min_ratio_to_activate,
+            pan_and_scan=crops if self.pan_and_scan else None,
         )
 
     def products(self, output_size: int) -> list[Product]:
@@ -153,12 +133,7 @@ class Settings(TowerSettings):
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         """Patches, rows, and pairs of patches of an image."""
-        return {"attention pair": frame_pairs(grids), **patch_counts(grids, self.merge_size)}
-
-
-def num_levels(settings: Settings) -> int:
-    """0: the tower emits embeddings alone."""
-    return 0
+        return patch_counts(grids, self.merge_size)
 
 
 class Projector(nn.Module):
@@ -190,17 +165,16 @@ class Gemma3Tower(PatchTower):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__(config, ctx, settings.merge_size)
+        positions, size = settings.patches_per_side**2, settings.hidden_size
+        super().__init__(
+            config,
+            ctx,
+            settings.merge_size,
+            patch_dim=3 * settings.patch_size**2,
+            positions=lambda: nn.Embedding(positions, size, dtype=ctx.dtype),
+        )
         self.settings = settings
-        size, dtype = settings.hidden_size, ctx.dtype
-        self.patch_embed, self.pos_embed, self.projector = None, None, None
-        if ctx.is_first_stage:
-            # A convolution whose stride is its kernel is a linear map of each patch.
-            self.patch_embed = nn.Linear(3 * settings.patch_size**2, size, dtype=dtype)
-            self.pos_embed = nn.Embedding(settings.patches_per_side**2, size, dtype=dtype)
-            self.part.sum_gradients(self.patch_embed)
-            self.part.sum_gradients(self.pos_embed)
-        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
+        self.projector = None
         if ctx.is_last_stage:
             self.projector = Projector(settings, config, output_size, self.part)
 
@@ -214,14 +188,6 @@ class Gemma3Tower(PatchTower):
         index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
         return replace(packed, lookups=(self.part.own(index, len(index)),))
 
-    def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
-        """patches (P, C) -> (P', D), with their learned positions added."""
-        assert self.patch_embed is not None
-        assert self.pos_embed is not None
-        (index,) = packed.lookups
-        own = self.part.own(patches, packed.num_patches)
-        return self.patch_embed(own) + self.pos_embed(index)
-
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Hidden states (P', 1, D) -> rows (N', H)."""
         assert self.projector is not None
@@ -232,13 +198,7 @@ def build(
     settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
 ) -> Gemma3Tower:
     """The tower with freshly drawn weights, the same in every layout."""
-    return build_tower(
-        lambda config: Gemma3Tower(settings, config, ctx, output_size),
-        settings.gelu_stack(),
-        ctx,
-        seed,
-        settings.init_std,
-    )
+    return build_tower(Gemma3Tower, settings, gelu_stack(settings), ctx, output_size, seed)
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
@@ -313,12 +273,12 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
             transposed=True,
         ),
     ]
-    norms = {"layer_norm1": "input_layernorm", "layer_norm2": "pre_mlp_layernorm"}
     for n in range(settings.num_layers):
         here, there = f"blocks.layers.{n}", f"{root}.encoder.layers.{n}"
         attention, theirs = f"{here}.self_attention", f"{there}.self_attn"
         found += [
-            *block_norms(here, there, norms, size),
+            *both(f"{here}.input_layernorm", f"{there}.layer_norm1", size),
+            *both(f"{here}.pre_mlp_layernorm", f"{there}.layer_norm2", size),
             *both(f"{attention}.linear_proj", f"{theirs}.out_proj", size, size),
             *both(f"{here}.mlp.linear_fc1", f"{there}.mlp.fc1", ffn, size),
             *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.fc2", size, ffn),

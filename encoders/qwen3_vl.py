@@ -16,30 +16,20 @@ M = merge² patches per row, N = P/M rows, L levels, H language hidden.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data.media.images import ImageProcessor
 from data.media.videos import VIDEO, TimedVideoProcessor
-from encoders._hf import block_norms, both, qwen_tower_sizes
-from encoders._patches import (
-    PackedPatches,
-    PatchRope,
-    PatchTower,
-    check_heads,
-    frame_pairs,
-    mlp_products,
-    patch_counts,
-)
-from encoders._tower import TowerSettings, build_tower, check_grid
-from mimo.bounds import LayerIndex, Means, Patches, Pixels, RotaryBase, Side, Stds
+from encoders._patches import PackedPatches
+from encoders._qwen import ROOT, QwenSettings, QwenTower, merger, settings_of_all
+from encoders._tower import both, build_tower, gelu_stack
+from mimo.bounds import LayerIndex, Pixels, Side
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
@@ -50,16 +40,6 @@ if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
 
 
-__all__ = [
-    "PROJECTOR",
-    "Settings",
-    "build",
-    "check_grid",
-    "num_levels",
-    "settings_from_hf",
-    "weights_in_hf",
-]
-
 PROJECTOR = ("blocks.final_layernorm.", "merger.", "level_mergers.")
 """Prefixes of the projectors' weight names; all other weights are the tower's.
 
@@ -67,7 +47,7 @@ The final norm of our stack is the merger's norm.
 """
 
 
-class Settings(TowerSettings):
+class Settings(QwenSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
     deepstack_visual_indexes: Annotated[tuple[LayerIndex, ...], Field(strict=False)] = ()
@@ -75,83 +55,46 @@ class Settings(TowerSettings):
     num_grid_per_side: Side = 48
     """Learned positions per side; the whole grid is stretched over every image."""
     patch_size: Side = 16
-    """Side of a patch in pixels."""
-    merge_size: Patches = 2
-    """Patches along each side that become one row."""
-    temporal_patch_size: Patches = 2
-    """Frames that become one patch."""
     min_pixels: Pixels = 256 * 256
-    """Smaller images are enlarged to so many pixels."""
     max_pixels: Pixels = 4096 * 4096
-    """Larger images are shrunk to so many pixels."""
     video_min_pixels: Pixels | None = None
     """Smaller videos, all frames together, are enlarged to so many pixels; null as for images."""
     video_max_pixels: Pixels | None = None
     """Larger videos, all frames together, are shrunk to so many pixels; null as for images."""
-    image_mean: Means = (0.5, 0.5, 0.5)
-    """Mean of each channel, subtracted from pixels in 0..1."""
-    image_std: Stds = (0.5, 0.5, 0.5)
-    """Standard deviation of each channel, by which pixels are divided."""
-    jpeg_draft: bool = False
-    """Decode JPEGs that shrink to a half or less at a smaller size: faster, but changes pixels."""
-    rotary_base: RotaryBase = 10_000.0
-    """Base of rotary positions."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
-        check_heads(self.hidden_size, self.num_attention_heads)
-        indexes = self.deepstack_visual_indexes
-        ascending = all(a < b for a, b in itertools.pairwise(indexes))
-        if not ascending or any(not 0 <= index < self.num_layers for index in indexes):
-            raise ValueError(
-                f"deepstack_visual_indexes {list(indexes)} must be ascending blocks between 0 and "
-                f"num_layers - 1, which is {self.num_layers - 1}"
-            )
-        for media in ("image", VIDEO):
-            self.processor(media)  # raises ValueError for pixel limits that nothing can meet
+        self._check_sizes()
+        self.check_layers("deepstack_visual_indexes", self.deepstack_visual_indexes)
         return self
 
+    @property
+    def num_levels(self) -> int:
+        """One for each block that is listed."""
+        return len(self.deepstack_visual_indexes)
+
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy with the same character, for ``chunks`` pipeline chunks and ``tp`` ranks.
+        """A tiny copy: see `EncoderSettings.scaled_down`.
 
         Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Up to
         three levels stay, after the last blocks: a tiny language model has no more layers, and
         with fewer levels its second stage would need none.
         """
-        patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
-        row = (patch_size * self.merge_size) ** 2  # pixels
-        levels = min(len(self.deepstack_visual_indexes), 3)
+        levels = min(self.num_levels, 3)
         layers = chunks * max(1, -(-levels // chunks))
         return self.model_copy(
             update={
+                **self._scaled_sizes(tp),
                 "num_layers": layers,
-                "hidden_size": 8 * heads,
-                "ffn_hidden_size": math.lcm(24, tp),
-                "num_attention_heads": heads,
                 "deepstack_visual_indexes": tuple(range(layers - levels, layers)),
                 "num_grid_per_side": 5,
-                "patch_size": patch_size,
-                "min_pixels": row,
-                "max_pixels": 16 * row,
-                "video_min_pixels": None,
-                "video_max_pixels": None,
                 "init_std": 0.2,
             }
         )
 
     def processor(self, media: str = "image") -> ImageProcessor:
         """How an image or a video becomes patches, and how many rows it encodes to."""
-        images = ImageProcessor(
-            patch_size=self.patch_size,
-            merge_size=self.merge_size,
-            temporal_patch_size=self.temporal_patch_size,
-            min_pixels=self.min_pixels,
-            max_pixels=self.max_pixels,
-            mean=self.image_mean,
-            std=self.image_std,
-            tower_width=self.hidden_size,
-            jpeg_draft=self.jpeg_draft,
-        )
+        images = self._images(self.hidden_size)
         if media != VIDEO:
             return images
         return TimedVideoProcessor.like(
@@ -162,27 +105,16 @@ class Settings(TowerSettings):
 
     def products(self, output_size: int) -> list[Product]:
         """All matrices and attention, in the order of a forward."""
-        patch = 3 * self.temporal_patch_size * self.patch_size**2
-        merged = self.hidden_size * self.merge_size**2
         found = [
-            Product("patch_embed.weight", "patch", (self.hidden_size, patch)),
+            Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             Product("pos_embed.weight", "patch"),
             *self.stack_products("patch", gated=False),
-            *mlp_products("merger", merged, output_size),
+            *self.merger_products("merger", output_size),
         ]
-        for number in range(num_levels(self)):
+        for number in range(self.num_levels):
             found.append(Product(f"level_mergers.{number}.norm.weight", "row"))
-            found += mlp_products(f"level_mergers.{number}.mlp", merged, output_size)
+            found += self.merger_products(f"level_mergers.{number}.mlp", output_size)
         return found
-
-    def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Patches, rows, and pairs of patches of a frame."""
-        return {"attention pair": frame_pairs(grids), **patch_counts(grids, self.merge_size)}
-
-
-def num_levels(settings: Settings) -> int:
-    """Feature levels besides the embeddings."""
-    return len(settings.deepstack_visual_indexes)
 
 
 class GridPositions(nn.Module):
@@ -230,9 +162,7 @@ class LevelMerger(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = engine.LayerNorm(config, merged, eps)
-        self.mlp = engine.ParallelMLP(
-            config, ctx.groups, merged, merged, output_size, nn.functional.gelu
-        )
+        self.mlp = merger(config, ctx, merged, output_size)
         self.merged = merged
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -240,7 +170,7 @@ class LevelMerger(nn.Module):
         return self.mlp(self.norm(hidden.reshape(-1, self.merged)))
 
 
-class Qwen3VLTower(PatchTower):
+class Qwen3VLTower(QwenTower):
     """Patches of many images -> embeddings and levels of the language model's size."""
 
     def __init__(
@@ -250,59 +180,37 @@ class Qwen3VLTower(PatchTower):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__(config, ctx, settings.merge_size, settings.deepstack_visual_indexes)
-        self.settings = settings
-        size, dtype = settings.hidden_size, ctx.dtype
-        self.merged = size * settings.merge_size**2
-        in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
-        self.patch_embed, self.pos_embed = None, None
-        if ctx.is_first_stage:
-            # A convolution whose stride is its kernel is a linear map of each patch.
-            self.patch_embed = nn.Linear(in_size, size, bias=True, dtype=dtype)
-            self.pos_embed = GridPositions(settings.num_grid_per_side, size, dtype)
-            self.part.sum_gradients(self.patch_embed)
-            self.part.sum_gradients(self.pos_embed)
-        # The merger normalises single patches: that is the final norm of the stack.
-        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
-        self.merger, self.level_mergers = None, None
+        side, size, dtype = settings.num_grid_per_side, settings.hidden_size, ctx.dtype
+        super().__init__(
+            settings,
+            config,
+            ctx,
+            output_size,
+            bias=True,
+            positions=lambda: GridPositions(side, size, dtype),
+            level_blocks=settings.deepstack_visual_indexes,
+        )
+        self.level_mergers = None
         if ctx.is_last_stage:
-            self.merger = engine.ParallelMLP(
-                config, ctx.groups, self.merged, self.merged, output_size, nn.functional.gelu
-            )
             self.level_mergers = nn.ModuleList(
                 LevelMerger(config, ctx, self.merged, output_size, settings.norm_eps)
                 for _ in settings.deepstack_visual_indexes
             )
-        head_size = size // settings.num_attention_heads
-        self.rope = PatchRope(head_size, settings.rotary_base)
 
     def pack(self, grids: Tensor) -> PackedPatches:
         """On the first stage with the learned positions around each of this rank's patches."""
         packed = super().pack(grids)
-        if self.pos_embed is None:
+        if not isinstance(self.pos_embed, GridPositions):  # a later stage
             return packed
         sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
         own = (self.part.own(values, len(values)) for values in (packed.places, sizes))
         return replace(packed, lookups=self.pos_embed.corners(*own))
 
-    def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
-        """patches (P, C) -> (P', D), with their learned positions added."""
-        assert self.patch_embed is not None
-        assert self.pos_embed is not None
-        own = self.part.own(patches, packed.num_patches)
-        return self.patch_embed(own) + self.pos_embed(*packed.lookups)
-
-    def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
-        """Frames, and the patches' rotary positions."""
-        return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
-
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Hidden states (P', 1, D) -> rows (N', (1 + L)·H): embeddings, then each level."""
-        assert self.merger is not None
-        assert self.level_mergers is not None
-        last, *behind = hidden
-        rows = [self.merger(last.reshape(-1, self.merged))]
-        rows += [merger(own) for merger, own in zip(self.level_mergers, behind, strict=True)]
+        assert self.level_mergers is not None, "the last stage projects"
+        levels = zip(self.level_mergers, hidden[1:], strict=True)
+        rows = [super().project(hidden, packed), *(level(own) for level, own in levels)]
         return torch.cat(rows, dim=-1)
 
 
@@ -310,13 +218,7 @@ def build(
     settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
 ) -> Qwen3VLTower:
     """The tower with freshly drawn weights, the same in every layout."""
-    return build_tower(
-        lambda config: Qwen3VLTower(settings, config, ctx, output_size),
-        settings.gelu_stack(),
-        ctx,
-        seed,
-        settings.init_std,
-    )
+    return build_tower(Qwen3VLTower, settings, gelu_stack(settings), ctx, output_size, seed)
 
 
 # Defaults of transformers' `Qwen3VLVideoProcessor`, for what a folder's file leaves out.
@@ -339,7 +241,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
     return {
-        **qwen_tower_sizes(config, processors, _VIDEOS, _VIDEO_PROCESSOR),
+        **settings_of_all(config, processors, _VIDEOS, _VIDEO_PROCESSOR),
         "deepstack_visual_indexes": list(vision["deepstack_visual_indexes"]),
         "num_grid_per_side": math.isqrt(vision["num_position_embeddings"]),
     }
@@ -347,43 +249,33 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     """Every parameter of the whole tower, and what it is made of in Qwen3-VL's checkpoints."""
-    size, ffn, merged = (
-        settings.hidden_size,
-        settings.ffn_hidden_size,
-        settings.hidden_size * settings.merge_size**2,
-    )
-    heads, patch, root = settings.num_attention_heads, settings.patch_size, "model.visual"
+    size, ffn, merged = settings.hidden_size, settings.ffn_hidden_size, settings.merged_size
+    heads, patch = settings.num_attention_heads, settings.patch_size
     kernel = (3, settings.temporal_patch_size, patch, patch)
     found = [
-        *both("patch_embed", f"{root}.patch_embed.proj", size, *kernel),
-        plain("pos_embed.weight", f"{root}.pos_embed.weight", settings.num_grid_per_side**2, size),
+        *both("patch_embed", f"{ROOT}.patch_embed.proj", size, *kernel),
+        plain("pos_embed.weight", f"{ROOT}.pos_embed.weight", settings.num_grid_per_side**2, size),
         # The merger's norm is the final one of our stack.
-        *both("blocks.final_layernorm", f"{root}.merger.norm", size),
-        *both("merger.linear_fc1", f"{root}.merger.linear_fc1", merged, merged),
-        *both("merger.linear_fc2", f"{root}.merger.linear_fc2", output_size, merged),
+        *both("blocks.final_layernorm", f"{ROOT}.merger.norm", size),
+        *both("merger.linear_fc1", f"{ROOT}.merger.linear_fc1", merged, merged),
+        *both("merger.linear_fc2", f"{ROOT}.merger.linear_fc2", output_size, merged),
     ]
-    for n in range(num_levels(settings)):
-        here, there = f"level_mergers.{n}", f"{root}.deepstack_merger_list.{n}"
+    for n in range(settings.num_levels):
+        here, there = f"level_mergers.{n}", f"{ROOT}.deepstack_merger_list.{n}"
         found += [
             *both(f"{here}.norm", f"{there}.norm", merged),
             *both(f"{here}.mlp.linear_fc1", f"{there}.linear_fc1", merged, merged),
             *both(f"{here}.mlp.linear_fc2", f"{there}.linear_fc2", output_size, merged),
         ]
-    norms = {"norm1": "input_layernorm", "norm2": "pre_mlp_layernorm"}
     for n in range(settings.num_layers):
-        here, there = f"blocks.layers.{n}", f"{root}.blocks.{n}"
-        attention = f"{here}.self_attention"
+        here, there = f"blocks.layers.{n}", f"{ROOT}.blocks.{n}"
+        qkv = f"{here}.self_attention.linear_qkv"
         found += [
-            *block_norms(here, there, norms, size),
-            *(
-                fused_qkv(
-                    f"{attention}.linear_qkv.{kind}",
-                    f"{there}.attn.qkv.{kind}",
-                    *(heads, size // heads, *columns),
-                )
-                for kind, columns in (("weight", (size,)), ("bias", ()))
-            ),
-            *both(f"{attention}.linear_proj", f"{there}.attn.proj", size, size),
+            *both(f"{here}.input_layernorm", f"{there}.norm1", size),
+            *both(f"{here}.pre_mlp_layernorm", f"{there}.norm2", size),
+            fused_qkv(f"{qkv}.weight", f"{there}.attn.qkv.weight", heads, size // heads, size),
+            fused_qkv(f"{qkv}.bias", f"{there}.attn.qkv.bias", heads, size // heads),
+            *both(f"{here}.self_attention.linear_proj", f"{there}.attn.proj", size, size),
             *both(f"{here}.mlp.linear_fc1", f"{there}.mlp.linear_fc1", ffn, size),
             *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.linear_fc2", size, ffn),
         ]

@@ -5,10 +5,8 @@ within whole frames; with `window_size`, most layers attend within windows of a 
 images of a microbatch run as one packed sequence, in which each frame is a segment: nothing is
 padded to the largest. With windows, a frame's rows are sorted by window from the first layer on.
 
-Under sequence parallelism rank t of the tensor-parallel group holds the t-th of tp equal parts of
-all patches and emits that part of the rows. Blank patches at the end, as a separate segment, make
-the parts equal. A rank's part of the sorted rows is not its part of the rows in order, so the ranks
-gather all rows after the merger and each takes its part.
+Under sequence parallelism a rank's part of the sorted rows is not its part of the rows in order, so
+the ranks gather all rows after the merger and each takes its part.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, H language hidden.
@@ -16,30 +14,19 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.media.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
 from data.media.videos import VIDEO, VideoProcessor
-from encoders._hf import both, qwen_tower_sizes
-from encoders._patches import (
-    PackedPatches,
-    PatchRope,
-    PatchTower,
-    WindowOrder,
-    check_heads,
-    frame_pairs,
-    mlp_products,
-    patch_counts,
-)
-from encoders._tower import TowerSettings, build_tower, check_grid
-from mimo.bounds import LayerIndex, Means, Patches, Pixels, Rate, RotaryBase, Side, Stds
+from encoders._patches import PackedPatches, WindowOrder
+from encoders._qwen import ROOT, QwenSettings, QwenTower, settings_of_all
+from encoders._tower import both, build_tower, gated_stack
+from mimo.bounds import LayerIndex, Means, Pixels, Rate, Side, Stds
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
@@ -49,16 +36,6 @@ from mimo.families.keymap import Weight, fused_qkv, plain, stacked
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
 
-__all__ = [
-    "PROJECTOR",
-    "Settings",
-    "build",
-    "check_grid",
-    "num_levels",
-    "settings_from_hf",
-    "weights_in_hf",
-]
-
 PROJECTOR = ("blocks.final_layernorm.", "merger.")
 """Prefixes of the projector's weight names; all other weights are the tower's.
 
@@ -66,67 +43,40 @@ The final norm of our stack is the merger's norm.
 """
 
 
-class Settings(TowerSettings):
+class Settings(QwenSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
-    patch_size: Side = 14
-    """Side of a patch in pixels."""
-    merge_size: Patches = 2
-    """Patches along each side that become one row."""
-    temporal_patch_size: Patches = 2
-    """Frames that become one patch."""
     window_size: Side | None = None
     """Pixels along the edge of a window; without one every layer attends to whole frames."""
     full_attention_layers: Annotated[tuple[LayerIndex, ...], Field(strict=False)] = ()
     """Layers, counted from 0, that attend to whole frames all the same."""
     min_pixels: Pixels = 56 * 56
-    """Smaller images are enlarged to so many pixels."""
     max_pixels: Pixels = 28 * 28 * 1280
-    """Larger images are shrunk to so many pixels."""
     image_mean: Means = OPENAI_CLIP_MEAN
-    """Mean of each channel, subtracted from pixels in 0..1."""
     image_std: Stds = OPENAI_CLIP_STD
-    """Standard deviation of each channel, by which pixels are divided."""
-    jpeg_draft: bool = False
-    """Decode JPEGs that shrink to a half or less at a smaller size: faster, but changes pixels."""
     video_min_pixels: Pixels | None = None
     """Smaller frames of a video are enlarged to so many pixels; null takes that of images."""
     video_max_pixels: Pixels | None = None
     """Larger frames of a video are shrunk to so many pixels; null takes that of images."""
     tokens_per_second: Rate = 2.0
     """Steps of position per second of a video."""
-    rotary_base: RotaryBase = 10_000.0
-    """Base of rotary positions."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
-        check_heads(self.hidden_size, self.num_attention_heads)
-        self._check_windows()
-        for media in ("image", VIDEO):
-            self.processor(media)  # raises ValueError for pixel limits that nothing can meet
-        return self
-
-    def _check_windows(self) -> None:
-        full = self.full_attention_layers
-        if self.window_size is None:
-            if full:
-                raise ValueError(
-                    f"full_attention_layers {list(full)} need window_size: without it every layer "
-                    f"attends to whole frames"
-                )
-            return
-        row = self.patch_size * self.merge_size
-        if self.window_size % row:
+        self._check_sizes()
+        full, row = self.full_attention_layers, self.patch_size * self.merge_size
+        if full and self.window_size is None:
+            raise ValueError(
+                f"full_attention_layers {list(full)} need window_size: without it every layer "
+                f"attends to whole frames"
+            )
+        if self.window_size is not None and self.window_size % row:
             raise ValueError(
                 f"window_size {self.window_size} must be a multiple of patch_size · merge_size, "
                 f"which is {row}: windows consist of whole rows"
             )
-        ascending = all(a < b for a, b in pairwise(full))
-        if not ascending or any(not 0 <= layer < self.num_layers for layer in full):
-            raise ValueError(
-                f"full_attention_layers {list(full)} must be ascending layers between 0 and "
-                f"num_layers - 1, which is {self.num_layers - 1}"
-            )
+        self.check_layers("full_attention_layers", full)
+        return self
 
     @property
     def window_layers(self) -> frozenset[int]:
@@ -141,30 +91,23 @@ class Settings(TowerSettings):
         return tuple("window" if i in windows else "full" for i in range(self.num_layers))
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy with the same character, for ``chunks`` pipeline chunks and ``tp`` ranks.
+        """A tiny copy: see `EncoderSettings.scaled_down`.
 
         Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. If
         there are windows, they are 2 × 2 rows, and images are large enough that many need sorting.
         Each chunk has a layer of every kind in the original.
         """
-        patch_size, heads = min(self.patch_size, 4), math.lcm(2, tp)
-        row = (patch_size * self.merge_size) ** 2  # pixels
-        windows = self.window_size is not None
+        sizes = self._scaled_sizes(tp)
+        if self.window_size is not None:
+            sizes["window_size"] = 2 * sizes["patch_size"] * self.merge_size
+            sizes["min_pixels"] *= 3
         kinds = len(set(self.layer_kinds()))
         full = range(kinds - 1, kinds * chunks, kinds) if self.full_attention_layers else ()
         return self.model_copy(
             update={
+                **sizes,
                 "num_layers": kinds * chunks,
-                "hidden_size": 8 * heads,
-                "ffn_hidden_size": math.lcm(24, tp),
-                "num_attention_heads": heads,
-                "patch_size": patch_size,
-                "window_size": 2 * patch_size * self.merge_size if windows else None,
                 "full_attention_layers": tuple(full),
-                "min_pixels": 3 * row if windows else row,
-                "max_pixels": 16 * row,
-                "video_min_pixels": None,
-                "video_max_pixels": None,
                 "init_std": 0.1,
             }
         )
@@ -174,17 +117,7 @@ class Settings(TowerSettings):
         # The cost grows with the square of a frame's size only in layers with full attention. The
         # fewer there are, the more the linear cost weighs, as in a wider tower.
         full = max(1, self.num_layers - len(self.window_layers))
-        images = ImageProcessor(
-            patch_size=self.patch_size,
-            merge_size=self.merge_size,
-            temporal_patch_size=self.temporal_patch_size,
-            min_pixels=self.min_pixels,
-            max_pixels=self.max_pixels,
-            mean=self.image_mean,
-            std=self.image_std,
-            tower_width=self.hidden_size * self.num_layers // full,
-            jpeg_draft=self.jpeg_draft,
-        )
+        images = self._images(self.hidden_size * self.num_layers // full)
         if media != VIDEO:
             return images
         return VideoProcessor.like(
@@ -196,17 +129,16 @@ class Settings(TowerSettings):
 
     def products(self, output_size: int) -> list[Product]:
         """All matrices and attention, in the order of a forward."""
-        patch = 3 * self.temporal_patch_size * self.patch_size**2
-        merged = self.hidden_size * self.merge_size**2
         return [
-            Product("patch_embed.weight", "patch", (self.hidden_size, patch)),
+            Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             *self.stack_products("patch", gated=True),
-            *mlp_products("merger", merged, output_size),
+            *self.merger_products("merger", output_size),
         ]
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         """Patches, rows, and pairs of patches of a frame and of a window."""
-        found = {"full pair": frame_pairs(grids), **patch_counts(grids, self.merge_size)}
+        found = super().counts(grids)
+        found["full pair"] = found.pop("attention pair")
         if self.window_size is not None:
             side = self.window_size // (self.patch_size * self.merge_size)
             whole, rest = np.divmod(grids[:, 1:] // self.merge_size, side)
@@ -215,12 +147,7 @@ class Settings(TowerSettings):
         return found
 
 
-def num_levels(settings: Settings) -> int:
-    """Feature levels besides the embeddings: none."""
-    return 0
-
-
-class QwenVLTower(PatchTower):
+class QwenVLTower(QwenTower):
     """Patches of many images -> rows of the language model's size."""
 
     def __init__(
@@ -230,33 +157,18 @@ class QwenVLTower(PatchTower):
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
-        super().__init__(config, ctx, settings.merge_size)
-        self.settings = settings
-        self.tp_group = ctx.groups.tp
-        self.merged = settings.hidden_size * settings.merge_size**2
-        in_size = 3 * settings.temporal_patch_size * settings.patch_size**2
-        self.patch_embed, self.merger = None, None
-        if ctx.is_first_stage:
-            # A convolution whose stride is its kernel is a linear map of each patch.
-            self.patch_embed = nn.Linear(in_size, settings.hidden_size, bias=False, dtype=ctx.dtype)
-            self.part.sum_gradients(self.patch_embed)
-        # The merger normalises single patches: that is the final norm of the stack.
-        self.blocks = engine.build_stack(
+        super().__init__(
+            settings,
             config,
             ctx,
-            causal=False,
-            final_norm=True,
+            output_size,
+            bias=False,
             window_layers=settings.window_layers,
         )
-        if ctx.is_last_stage:
-            self.merger = engine.ParallelMLP(
-                config, ctx.groups, self.merged, self.merged, output_size, nn.functional.gelu
-            )
+        self.tp_group = ctx.groups.tp
         self.side = None  # of a window, in rows
         if settings.window_size is not None:
             self.side = settings.window_size // (settings.patch_size * settings.merge_size)
-        head_size = settings.hidden_size // settings.num_attention_heads
-        self.rope = PatchRope(head_size, settings.rotary_base)
 
     def pack(self, grids: Tensor) -> PackedPatches:
         """With windows, the rows of a frame are sorted by window from the first layer on."""
@@ -269,21 +181,9 @@ class QwenVLTower(PatchTower):
         segments = engine.WindowedSegments.from_both(frames, order.lengths, device)
         return replace(packed, segments=segments, places=order.sort(packed.places), order=order)
 
-    def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
-        """patches (P, C) -> (P', D)."""
-        assert self.patch_embed is not None
-        if packed.order is not None:
-            patches = packed.order.sort(patches)
-        return self.patch_embed(self.part.own(patches, packed.num_patches))
-
-    def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
-        """Frames, the windows that they are cut into, and the patches' rotary positions."""
-        return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
-
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Hidden states (P', 1, D) -> rows (N', H)."""
-        assert self.merger is not None
-        rows = self.merger(hidden[0].reshape(-1, self.merged))
+        rows = super().project(hidden, packed)
         return rows if packed.order is None else self._in_item_order(rows, packed.order)
 
     def _in_item_order(self, rows: Tensor, order: WindowOrder) -> Tensor:
@@ -301,13 +201,7 @@ def build(
     settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
 ) -> QwenVLTower:
     """The tower with freshly drawn weights, the same in every layout."""
-    return build_tower(
-        lambda config: QwenVLTower(settings, config, ctx, output_size),
-        settings.gated_stack(),
-        ctx,
-        seed,
-        settings.init_std,
-    )
+    return build_tower(QwenVLTower, settings, gated_stack(settings), ctx, output_size, seed)
 
 
 # Defaults of transformers' `Qwen2VLVideoProcessor`, for what a folder's file leaves out.
@@ -330,7 +224,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="silu")
     return {
-        **qwen_tower_sizes(config, processors, _VIDEOS, _VIDEO_PROCESSOR),
+        **settings_of_all(config, processors, _VIDEOS, _VIDEO_PROCESSOR),
         "window_size": vision["window_size"],
         "full_attention_layers": list(vision["fullatt_block_indexes"]),
         "tokens_per_second": float(vision["tokens_per_second"]),
@@ -339,25 +233,21 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     """Every parameter of the whole tower, and what it is made of in Qwen2.5-VL's checkpoints."""
-    size, ffn, merged = (
-        settings.hidden_size,
-        settings.ffn_hidden_size,
-        settings.hidden_size * settings.merge_size**2,
-    )
-    heads, patch, root = settings.num_attention_heads, settings.patch_size, "model.visual"
+    size, ffn, merged = settings.hidden_size, settings.ffn_hidden_size, settings.merged_size
+    heads, patch = settings.num_attention_heads, settings.patch_size
     found = [
         plain(
             "patch_embed.weight",
-            f"{root}.patch_embed.proj.weight",
+            f"{ROOT}.patch_embed.proj.weight",
             *(size, 3, settings.temporal_patch_size, patch, patch),
         ),
         # The merger's norm is the final one of our stack.
-        plain("blocks.final_layernorm.weight", f"{root}.merger.ln_q.weight", size),
-        *both("merger.linear_fc1", f"{root}.merger.mlp.0", merged, merged),
-        *both("merger.linear_fc2", f"{root}.merger.mlp.2", output_size, merged),
+        plain("blocks.final_layernorm.weight", f"{ROOT}.merger.ln_q.weight", size),
+        *both("merger.linear_fc1", f"{ROOT}.merger.mlp.0", merged, merged),
+        *both("merger.linear_fc2", f"{ROOT}.merger.mlp.2", output_size, merged),
     ]
     for n in range(settings.num_layers):
-        here, there = f"blocks.layers.{n}", f"{root}.blocks.{n}"
+        here, there = f"blocks.layers.{n}", f"{ROOT}.blocks.{n}"
         found += [
             plain(f"{here}.input_layernorm.weight", f"{there}.norm1.weight", size),
             plain(f"{here}.pre_mlp_layernorm.weight", f"{there}.norm2.weight", size),

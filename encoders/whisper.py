@@ -14,7 +14,6 @@ H language hidden. A prime marks this rank's part.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,17 +22,15 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from data.media.audio import FRAMES_PER_TOKEN, AudioClips
-from encoders._hf import both
-from encoders._tower import PackedItems, Tower, TowerSettings, build_tower, check_grid
+from encoders._tower import PackedItems, Tower, both, build_tower, gelu_stack
 from mimo.bounds import Epsilon, ItemSeconds, MelBins, Patches
 from mimo.engines import megatron as engine
+from mimo.families.contracts import EncoderSettings
 from mimo.families.flops import Product
 from mimo.families.keymap import Weight
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import TransformerConfig
-
-__all__ = ["PROJECTOR", "Settings", "build", "check_grid", "num_levels", "weights_in_hf"]
 
 PROJECTOR = ("projector.",)
 """Prefixes of the projector's weight names; all other weights are the tower's."""
@@ -41,7 +38,7 @@ PROJECTOR = ("projector.",)
 _LONGEST_WAVE = 10_000.0  # tokens, over 2π, of the slowest position
 
 
-class Settings(TowerSettings):
+class Settings(EncoderSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements."""
 
     num_mel_bins: MelBins = 80
@@ -65,14 +62,11 @@ class Settings(TowerSettings):
         return self
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy with the same character, for ``chunks`` pipeline chunks and ``tp`` ranks."""
-        heads = math.lcm(2, tp)
+        """A tiny copy: see `EncoderSettings.scaled_down`."""
         return self.model_copy(
             update={
+                **self._scaled_sizes(tp),
                 "num_layers": chunks,
-                "hidden_size": 8 * heads,
-                "ffn_hidden_size": math.lcm(24, tp),
-                "num_attention_heads": heads,
                 "num_mel_bins": min(self.num_mel_bins, 8),
                 "tokens_per_row": min(self.tokens_per_row, 3),
                 "init_std": 0.2,
@@ -109,11 +103,6 @@ class Settings(TowerSettings):
             "row": float(tokens.sum()) / self.tokens_per_row,
             "attention pair": float((tokens**2).sum()),
         }
-
-
-def num_levels(settings: Settings) -> int:
-    """0: the tower emits embeddings alone."""
-    return 0
 
 
 def neighbours(lengths: Tensor, stride: int) -> Tensor:
@@ -220,13 +209,8 @@ def build(
     settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
 ) -> WhisperTower:
     """The tower with freshly drawn weights, the same in every layout."""
-    return build_tower(
-        lambda config: WhisperTower(settings, config, ctx, output_size),
-        replace(settings.gelu_stack(), activation=nn.functional.gelu),
-        ctx,
-        seed,
-        settings.init_std,
-    )
+    shape = gelu_stack(settings, approximate="none")
+    return build_tower(WhisperTower, settings, shape, ctx, output_size, seed)
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:

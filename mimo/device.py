@@ -266,11 +266,9 @@ def set_threads(num_threads: int | None, ranks_on_this_machine: int) -> int:
 
     Several one-thread ranks move more samples per second than one many-thread rank.
     """
-    if num_threads is None:
-        cores = len(os.sched_getaffinity(0))
-        num_threads = max(1, cores // max(1, ranks_on_this_machine))
-    torch.set_num_threads(num_threads)
-    return num_threads
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads or max(1, cores // max(1, ranks_on_this_machine)))
+    return torch.get_num_threads()
 
 
 def peak_flops() -> float | None:
@@ -278,10 +276,6 @@ def peak_flops() -> float | None:
 
     Source: NVIDIA data sheets, figures without sparsity.
     """
-    if not has_gpu():
-        return None
-    name = torch.cuda.get_device_name()
-    for key, flops in (("H200", 989e12), ("H100", 989e12), ("A100", 312e12), ("B200", 2250e12)):
-        if key in name:
-            return flops
-    return None
+    name = torch.cuda.get_device_name() if has_gpu() else ""
+    known = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+    return next((flops for key, flops in known.items() if key in name), None)

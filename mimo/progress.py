@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -22,12 +23,6 @@ def progress_of(title: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def counter_of(title: str, total: int) -> Iterator[Callable[[], None]]:
     """A callback that counts one more of ``total``."""
-    done = 0
     with progress_of(title) as show:
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            show(done, total)
-
-        yield advance
+        done = itertools.count(1)
+        yield lambda: show(next(done), total)

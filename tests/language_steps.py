@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data import mrope_position_ids
+from data.positions import mrope_position_ids
 from tests.mimo import tiny
 
 SEED = 11
@@ -245,16 +245,13 @@ class Trainer:
 
     def shards(self) -> list[Any]:
         """Weights and gradients of this rank, for `tiny.assemble`."""
-        from mimo.engines.megatron.parallel import wait_for_weights
-        from mimo.verify.run import numpy_copy, shards_of
+        from mimo.verify.run import WatchedSteps
 
-        wait_for_weights(self.chunks)
-        found = []
-        for shard, param in shards_of("language", self.module(), dist.get_rank()):
-            shard.gradients.append(numpy_copy(param.main_grad))
-            shard.weights.append(numpy_copy(param))
-            found.append(shard)
-        return found
+        modules = {"language": self.module()}
+        watched = WatchedSteps(modules, dist.get_rank())
+        watched.note_weights()
+        watched.gradients_complete(0, modules)
+        return watched.shards
 
 
 # ------------------------------------------------------- functions that run inside ranks

@@ -224,17 +224,22 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     """This rank's part of every gradient, as `tiny.assemble` takes it."""
     import torch.distributed as dist
 
+    from mimo.engines.megatron.checkpoint import gradient_pieces
     from mimo.engines.megatron.module import MegatronModule
-    from mimo.verify.run import shards_of
+    from mimo.verify.run import WatchedSteps
 
-    module = MegatronModule("", ctx.groups, [model], [model], None, 0.0, True)
-    found = []
-    for shard, param in shards_of("", module, dist.get_rank()):
+    chunks: Any = [model]
+    module = MegatronModule("", ctx.groups, chunks, chunks, None, 0.0, True)
+    watched = WatchedSteps({"": module}, dist.get_rank())
+    watched.note_weights()
+    for param in chunks[0].parameters():
+        param.main_grad = param.grad
+        param.requires_grad_(param.grad is not None)
+    for piece in gradient_pieces("", chunks, ctx.groups):
+        watched.note_gradient(piece)
+    for shard in watched.shards:
         shard.name = shard.name.removeprefix(".")
-        if param.grad is not None:
-            shard.gradients.append(param.grad.numpy())
-        found.append(shard)
-    return found
+    return watched.shards
 
 
 def run_language(

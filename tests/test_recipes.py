@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from mimo.hf.recipe_keys import architecture_of_folder
-from mimo.hf.recipes import load_phases
+from mimo.hf.recipes import architecture_of_folder, load_phases
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.layout.grids import Layout, num_microbatches
 from mimo.model.recipe_checks import check_recipe

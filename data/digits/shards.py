@@ -13,15 +13,14 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from data.digits.text import Conversation, image_conversation, text_conversation, write_tokenizer
+from data.digits.text import image_conversation, text_conversation, write_tokenizer
 
 FORMAT_VERSION = 1
 SAMPLES_PER_SHARD = 2000
@@ -41,26 +40,8 @@ _DIGIT_SIDE = (0.86, 1.0)  # of the shorter side of the canvas
 _SCAN_PIXELS = 8
 
 
-Sample = dict[str, str | bytes]  # for the tar writer: members by suffix, and the "__key__"
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What the files depend on; written into the marker."""
-
-    num_train: int
-    num_validation: int
-    num_test: int
-    seed: int
-    version: int = FORMAT_VERSION
-
-
-@dataclass(frozen=True)
-class _Scans:
-    """Scans of one split: images uint8 (k, 10, 10) with an empty border, digits int (k,)."""
-
-    images: np.ndarray
-    digits: np.ndarray
+Draw = Callable[[random.Random, bool], tuple[dict[str, bytes], dict[str, Any]]]
+"""Files by suffix, and the document, of a sample; the flag says whether it is text only."""
 
 
 def prepare_digits(
@@ -81,27 +62,47 @@ def prepare_digits(
     Raises ValueError for a folder that holds something else (it is never deleted), or bad counts.
     """
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
+    settings = {f"num_{split}": count for split, count in counts.items()}
+    settings |= {"seed": seed, "version": FORMAT_VERSION}
 
-    def maker(split: str) -> Callable[[int], Sample]:
-        scans = _load_scans(split)
-        return lambda number: _make_sample(scans, split, number, counts[split], seed)
+    def drawing(split: str) -> Draw:
+        scans, digits = _load_scans(split)
 
-    settings = asdict(_Settings(num_train, num_validation, num_test, seed))
-    return write_data_set(directory, settings, counts, maker, write_tokenizer, progress)
+        def draw(rng: random.Random, text_only: bool) -> tuple[dict[str, bytes], dict[str, Any]]:
+            files: dict[str, bytes] = {}
+            if text_only:
+                messages = text_conversation(rng)
+            else:
+                chosen = [rng.randrange(len(digits)) for _ in range(_weighted(rng, _NUM_IMAGES))]
+                for position, scan in enumerate(chosen):
+                    canvas = _weighted(rng, CANVASES)
+                    image = draw_digit(scans[scan], canvas, rng, augment=split == "train")
+                    files[f"{position}.png"] = _png(image)
+                messages = image_conversation(digits[chosen].tolist(), rng)
+            answer = messages[1]["content"][0]["text"]
+            return files, {"messages": messages, "answer": answer, "images": len(files)}
+
+        return draw
+
+    return write_data_set(
+        directory, "digits", seed, settings, counts, drawing, write_tokenizer, progress
+    )
 
 
 def write_data_set(
     directory: str | Path,
+    kind: str,
+    seed: int,
     settings: Mapping[str, object],
     counts: Mapping[str, int],
-    maker: Callable[[str], Callable[[int], Sample]],
+    drawing: Callable[[str], Draw],
     write_tokenizer: Callable[[Path], None],
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write the shards of every split and tokenizer/ into `directory`, as `prepare_digits` says.
 
-    settings: what the files depend on, for JSON. counts: samples by split. maker: of a split's
-    samples by number; a pure function.
+    settings: what the files depend on, for JSON. counts: samples by split. drawing: how a split's
+    samples are drawn, each from a random state of its own.
     """
     directory = Path(directory).absolute()
     if min(counts.values()) < 1:
@@ -118,13 +119,19 @@ def write_data_set(
     try:
         done, total = 0, sum(counts.values())
         for split, count in counts.items():
-            for number in _write_split(temporary, split, count, maker(split)):
+            draw = drawing(split)
+            for number in _write_split(temporary, f"{kind}/{seed}", split, count, draw):
                 if progress is not None and (number % 100 == 0 or number == count):
                     progress(done + number, total)
             done += count
         write_tokenizer(temporary / "tokenizer")
         (temporary / _MARKER).write_text(json.dumps(dict(settings)), encoding="utf-8")
-        _replace_folder(temporary, directory, settings)
+        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            os.rename(temporary, directory)
+        except OSError:  # another process was faster; what it wrote is the same if settings are
+            if not _is_prepared(directory, settings):
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return directory
@@ -152,23 +159,7 @@ def split_of_scan(number: int) -> str:
     return "validation" if number % 20 == 1 else "train"
 
 
-def _replace_folder(temporary: Path, directory: Path, settings: Mapping[str, object]) -> None:
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    try:
-        if directory.exists():
-            os.rename(directory, old)
-        os.rename(temporary, directory)
-    except OSError:
-        # Another process was faster; what it wrote is the same if the settings are.
-        if not _is_prepared(directory, settings):
-            raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_split(
-    folder: Path, split: str, count: int, make: Callable[[int], Sample]
-) -> Iterator[int]:
+def _write_split(folder: Path, name: str, split: str, count: int, draw: Draw) -> Iterator[int]:
     """Write the shards of a split; yields the number of samples written so far."""
     from webdataset.writer import TarWriter  # here: it imports torch
 
@@ -179,47 +170,23 @@ def _write_split(
             TarWriter(file, encoder=False, mtime=0, user="data", group="data") as tar,
         ):
             for number in range(start, min(start + SAMPLES_PER_SHARD, count)):
-                tar.write(make(number))
+                # A string is hashed with SHA-512: the same on every machine and in every process.
+                rng = random.Random(f"{name}/{split}/{number}")
+                files, document = draw(rng, is_text_only(split, number, count))
+                key, text = f"{split}-{number:06d}", json.dumps(document).encode()
+                tar.write({"__key__": key, **files, "json": text})
                 yield number + 1
 
 
-def _load_scans(split: str) -> _Scans:
+def _load_scans(split: str) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 (k, 10, 10) scans of a split with an empty border, and the digits int (k,) in them."""
     from sklearn.datasets import load_digits  # here: it is slow to import
 
-    # load_digits carries no type of its own for its result.
     bunch: Any = load_digits()
     chosen = [number for number in range(len(bunch.target)) if split_of_scan(number) == split]
     levels = np.round(bunch.images[chosen] * (255 / 16)).astype(np.uint8)  # 17 grey levels, 0..16
     # An empty border lets strokes that touch the edge of the scan fade out instead of being cut.
-    return _Scans(np.pad(levels, ((0, 0), (1, 1), (1, 1))), bunch.target[chosen])
-
-
-def _make_sample(scans: _Scans, split: str, number: int, count: int, seed: int) -> Sample:
-    """One sample for the tar writer; a pure function of its arguments."""
-    # A string seed is hashed with SHA-512: the same on every machine and in every process.
-    rng = random.Random(f"digits/{seed}/{split}/{number}")
-    sample: Sample = {"__key__": f"{split}-{number:06d}"}
-    if is_text_only(split, number, count):
-        conversation = text_conversation(rng)
-    else:
-        num_images = _weighted(rng, _NUM_IMAGES)
-        chosen = [rng.randrange(len(scans.digits)) for _ in range(num_images)]
-        for position, scan in enumerate(chosen):
-            image = draw_digit(
-                scans.images[scan], _weighted(rng, CANVASES), rng, augment=split == "train"
-            )
-            sample[f"{position}.png"] = _png(image)
-        conversation = image_conversation([int(scans.digits[scan]) for scan in chosen], rng)
-    sample["json"] = json.dumps(_document(conversation)).encode()
-    return sample
-
-
-def _document(conversation: Conversation) -> dict[str, object]:
-    return {
-        "messages": conversation.messages,
-        "answer": conversation.answer,
-        "images": conversation.num_images,
-    }
+    return np.pad(levels, ((0, 0), (1, 1), (1, 1))), bunch.target[chosen]
 
 
 def draw_digit(
@@ -244,13 +211,8 @@ def draw_digit(
     cos, sin = scale * np.cos(angle), scale * np.sin(angle)
     middle = scan.shape[0] / 2
     matrix = (cos, sin, middle - cos * x - sin * y, -sin, cos, middle + sin * x - cos * y)
-    return Image.fromarray(scan).transform(
-        canvas,
-        Image.Transform.AFFINE,
-        tuple(float(v) for v in matrix),
-        Image.Resampling.BICUBIC,
-        fillcolor=0,
-    )
+    way, method = tuple(map(float, matrix)), Image.Resampling.BICUBIC
+    return Image.fromarray(scan).transform(canvas, Image.Transform.AFFINE, way, method)
 
 
 def _png(image: Image.Image) -> bytes:
@@ -260,5 +222,4 @@ def _png(image: Image.Image) -> bytes:
 
 
 def _weighted[T](rng: random.Random, weights: dict[T, int]) -> T:
-    choices: Sequence[T] = list(weights)
-    return rng.choices(choices, list(weights.values()))[0]
+    return rng.choices(list(weights), list(weights.values()))[0]

@@ -9,7 +9,6 @@ Some samples are text only, in whole runs. Clips are written at 8 kHz.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from data.digits.shards import Sample, is_text_only, write_data_set
-from data.digits.text import text_conversation, write_tokenizer
+from data.digits.shards import Draw, write_data_set
+from data.digits.text import conversation, text_conversation, write_tokenizer
 from data.media.audio import wav_bytes
 
 FORMAT_VERSION = 1
@@ -63,34 +62,22 @@ def prepare_spoken_digits(
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     settings = {"kind": "spoken_digits", "version": FORMAT_VERSION, "seed": seed, **counts}
 
-    def maker(split: str) -> Callable[[int], Sample]:
+    def drawing(split: str) -> Draw:
         numbers = range(_NUM_VOICES[split])
         voices = [Voice.draw(random.Random(f"voice/{seed}/{split}/{n}")) for n in numbers]
-        return lambda number: _make_sample(voices, split, number, counts[split], seed)
+
+        def draw(rng: random.Random, text_only: bool) -> tuple[dict[str, bytes], dict[str, Any]]:
+            if text_only:
+                return {}, {"messages": text_conversation(rng)}
+            digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
+            clip = wav_bytes(speak(digits, rng.choice(voices), rng), _RATE)
+            messages = conversation(["audio"], rng.choice(_QUESTIONS), digits)
+            return {"0.wav": clip}, {"messages": messages}
+
+        return draw
 
     tokenizer = partial(write_tokenizer, placeholders=PLACEHOLDERS)
-    return write_data_set(directory, settings, counts, maker, tokenizer, progress)
-
-
-def _make_sample(voices: Sequence[Voice], split: str, number: int, count: int, seed: int) -> Sample:
-    """One sample for the tar writer; a pure function of its arguments."""
-    name = f"spoken/{seed}/{split}/{number}"
-    rng = random.Random(name)
-    sample: Sample = {"__key__": f"{split}-{number:06d}"}
-    if is_text_only(split, number, count):
-        messages = text_conversation(rng).messages
-    else:
-        digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
-        sample["0.wav"] = wav_bytes(speak(digits, rng.choice(voices), rng), _RATE)
-        messages = _messages(digits, rng)
-    sample["json"] = json.dumps({"messages": messages}).encode()
-    return sample
-
-
-def _messages(digits: Sequence[int], rng: random.Random) -> list[dict[str, Any]]:
-    question = [{"type": "audio"}, {"type": "text", "text": rng.choice(_QUESTIONS)}]
-    answer = [{"type": "text", "text": " ".join(str(digit) for digit in digits)}]
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return write_data_set(directory, "spoken", seed, settings, counts, drawing, tokenizer, progress)
 
 
 def speak(digits: Sequence[int], voice: Voice, rng: random.Random) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,46 +79,35 @@ def chat_template(placeholders: Mapping[str, str] = PLACEHOLDERS) -> str:
     return _TEMPLATE.replace("MEDIA", "".join(branches))
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """A question with its answer, as chat messages."""
-
-    messages: list[dict[str, Any]]
-    answer: str
-    num_images: int
-
-
-def image_conversation(digits: Sequence[int], rng: random.Random) -> Conversation:
+def image_conversation(digits: Sequence[int], rng: random.Random) -> list[dict[str, Any]]:
     """Images of these digits, then a question; the answer names them in order."""
     plain = _ASK_ONE if len(digits) == 1 else _ASK_MANY
     counted = len(digits) > 1 and rng.random() < 0.4
     question = rng.choice(_ASK_COUNTED if counted else plain).format(count=len(digits))
-    return _conversation(len(digits), question, digits)
+    return conversation(["image"] * len(digits), question, digits)
 
 
-def text_conversation(rng: random.Random) -> Conversation:
+def text_conversation(rng: random.Random) -> list[dict[str, Any]]:
     """A question without any image, about counting or copying digits."""
     kind = rng.randrange(3)
     if kind == 0:
         digit = rng.randrange(9)
-        return _conversation(0, rng.choice(_ASK_NEXT).format(a=digit), [digit + 1])
+        return conversation([], rng.choice(_ASK_NEXT).format(a=digit), [digit + 1])
     if kind == 1:
         digit = rng.randrange(1, 10)
-        return _conversation(0, rng.choice(_ASK_PREVIOUS).format(a=digit), [digit - 1])
+        return conversation([], rng.choice(_ASK_PREVIOUS).format(a=digit), [digit - 1])
     digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
     listed = " then ".join(str(digit) for digit in digits)
-    return _conversation(0, rng.choice(_ASK_COPY).format(list=listed), digits)
+    return conversation([], rng.choice(_ASK_COPY).format(list=listed), digits)
 
 
-def _conversation(num_images: int, question: str, digits: Sequence[int]) -> Conversation:
-    answer = " ".join(str(digit) for digit in digits)
-    content: list[dict[str, str]] = [{"type": "image"} for _ in range(num_images)]
-    content.append({"type": "text", "text": question})
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": content},
-        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-    ]
-    return Conversation(messages, answer, num_images)
+def conversation(
+    items: Sequence[str], question: str, digits: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Chat messages: items of these media and a question, and digits as the answer."""
+    content = [{"type": media} for media in items] + [{"type": "text", "text": question}]
+    answer = [{"type": "text", "text": " ".join(str(digit) for digit in digits)}]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
 
 def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLDERS) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -12,12 +12,12 @@ import numpy as np
 
 from data.index.samples import Processors, listed
 from data.index.shard_index import COLUMNS, write_shard_index
-from data.index.shards import Shard, ShardFile, ShardStream
-from data.index.tar_shards import Member, RawSample, scan_shard
+from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream
+from data.index.tar_shards import RawSample, TarMember, scan_shard
 from data.media.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.forms import parse_messages
-from data.text.messages import Mention, MessagesError, PlaceholderError, UnknownMediaError
+from data.text.messages import Mention, PlaceholderError, UnknownMediaError
 
 Progress = Callable[[int, int], None]
 
@@ -51,7 +51,7 @@ class Problems:
             self.counts[kind] = self.counts.get(kind, 0) + count
             self.lines[kind] = (self.lines.get(kind, []) + other.lines[kind])[:_NAMED]
 
-    def text(self, chat: ChatTokenizer, processors: Processors) -> str:
+    def text(self, processors: Processors) -> str:
         """What to tell the user; empty if there are none."""
         media = sorted(processors)
         suffixes = ", ".join(_suffixes(processors)) or "none"
@@ -101,7 +101,7 @@ def build_here(
         problems.merge(index_shard(task, chat, processors, show))
         done += task.shard.size
         show(task.shard.size)
-    if text := problems.text(chat, processors):
+    if text := problems.text(processors):
         raise ValueError(text)
 
 
@@ -119,10 +119,9 @@ def index_shard(
 
     Returns its problems; with any, no file is written. Raises OSError when that cannot be.
     """
-    media = sorted(processors)
-    assert media == sorted(chat.placeholders), "every media has a placeholder and a processor"
+    assert sorted(processors) == sorted(chat.placeholders), "every media has a placeholder"
     path, problems = task.shard.path, Problems()
-    columns = {
+    columns: dict[str, array[Any]] = {
         name: array("d" if name == "item_fps" else "q")
         for name, of in COLUMNS.items()
         if of != "bytes"
@@ -134,7 +133,7 @@ def index_shard(
             if count % _PROGRESS_EVERY == 0 and raw.json is not None:
                 progress(raw.json.offset)
             try:
-                read = _read_sample(raw, file, chat, processors, media)
+                sample, items, files = _read_sample(raw, file, chat, processors)
             except PlaceholderError as error:
                 line = f"{path}: {error.key}: {error.placeholders} / {error.items}"
                 problems.add("mismatched", line)
@@ -142,23 +141,23 @@ def index_shard(
             except UnknownMediaError as error:
                 problems.add("unknown", f"{path}: {error.key}: {_short(error.media)}")
                 continue
-            except _Unusable as error:
+            except ShardChangedError:
+                raise
+            except (ValueError, RecursionError) as error:
                 skipped.append((raw.key, _short(str(error))))
                 continue
             keys += raw.key.encode()
-            first_item, first_file = len(columns["item_rows"]), len(columns["file_size"])
-            place = {"item_start": first_item, "key_end": len(keys)}
-            _append(columns, [place | read.sample])
-            items = [one | {"item_file": first_file + one["item_file"]} for one in read.items]
-            _append(columns, items)
-            _append(columns, read.files)
+            sample |= {"item_start": len(columns["item_rows"]), "key_end": len(keys)}
+            first_file = len(columns["file_size"])
+            for item in items:
+                item["item_file"] += first_file
+            for row in (sample, *items, *files):
+                for name, value in row.items():
+                    columns[name].append(value)
     except (ValueError, OSError) as error:
         problems.add("shard", str(error))
     if not problems.counts:
-        arrays: dict[str, np.ndarray] = {
-            name: np.array(values, np.float64 if name == "item_fps" else np.int64)
-            for name, values in columns.items()
-        }
+        arrays = {name: np.array(values) for name, values in columns.items()}
         arrays["keys"] = np.frombuffer(bytes(keys), np.uint8)
         write_shard_index(task.file, task.settings, task.shard, arrays, skipped)
     return problems
@@ -169,114 +168,84 @@ def _suffixes(processors: Processors) -> list[str]:
     return sorted({suffix for one in processors.values() for suffix in one.suffixes})
 
 
-class _Unusable(Exception):
-    """A sample that is skipped; the text is the reason."""
-
-
-@dataclass(frozen=True)
-class _ReadSample:
-    """Columns of one sample; `item_file` counts from its own first file."""
-
-    sample: dict[str, int]
-    items: list[dict[str, float]]
-    files: list[dict[str, float]]
+_Row = dict[str, float]  # a number for each column of a sample, an item or a file
 
 
 def _read_sample(
-    raw: RawSample,
-    file: ShardStream,
-    chat: ChatTokenizer,
-    processors: Processors,
-    media: Sequence[str],
-) -> _ReadSample:
-    if raw.problem:
-        raise _Unusable(raw.problem)
-    if raw.json is None:
-        raise _Unusable("no .json member")
+    raw: RawSample, file: ShardStream, chat: ChatTokenizer, processors: Processors
+) -> tuple[_Row, list[_Row], list[_Row]]:
+    """A sample, its items and its files; `item_file` counts from its own first file.
+
+    Raises ValueError or RecursionError if it cannot be used, PlaceholderError and UnknownMediaError
+    if it would be misread.
+    """
+    if raw.problem or raw.json is None:
+        raise ValueError(raw.problem or "no .json member")
     if sorted(raw.items) != list(range(len(raw.items))):
-        raise _Unusable(f"items are numbered {sorted(raw.items)}, need 0, 1, 2, ...")
+        raise ValueError(f"items are numbered {sorted(raw.items)}, need 0, 1, 2, ...")
     file.seek(raw.json.offset)
-    try:
-        messages = parse_messages(file.read(raw.json.size))
-    except ValueError as error:
-        raise _Unusable(str(error)) from error
-    try:
-        mentioned = chat.mentions(messages, raw.key)
-        num_files = sum(one.frames for one in mentioned)
-        if num_files != len(raw.items):
-            raise PlaceholderError(raw.key, num_files, len(raw.items))
-        items: list[dict[str, float]] = []
-        texts: list[str] = []
-        first = 0
-        for one in mentioned:
-            files = range(first, first + one.frames)
-            part = _read_part(one, files, raw.items, file, processors[one.media])
-            try:
-                plan = processors[one.media].plan(part)
-            except ValueError as error:
-                raise _Unusable(f"item {first}: {error}") from error
-            number = media.index(one.media)
-            items += [_item(part, plan, first, number, k) for k in range(plan.num_items)]
-            texts.append(plan.text)
-            first += one.frames
-        rows = [int(item["item_rows"]) for item in items]
-        encoded = chat.encode(messages, rows, raw.key, texts)
-    except (MessagesError, RecursionError) as error:
-        raise _Unusable(str(error)) from error
+    messages = parse_messages(file.read(raw.json.size))
+    mentioned = chat.mentions(messages, raw.key)
+    num_files = sum(one.frames for one in mentioned)
+    if num_files != len(raw.items):
+        raise PlaceholderError(raw.key, num_files, len(raw.items))
+    members = [raw.items[number] for number in range(num_files)]
+    items: list[_Row] = []
+    texts: list[str] = []
+    first = 0
+    for one in mentioned:
+        part, plan = _read_part(one, first, members, file, processors[one.media])
+        columns = {
+            "item_media": sorted(processors).index(one.media),
+            "item_file": first,
+            "item_frames": part.frames,
+            "item_fps": part.fps,
+            "item_size_0": part.size[0],
+            "item_size_1": part.size[1],
+            "item_rows": plan.num_rows,
+            "item_cost": plan.cost,
+        }
+        items += [{**columns, "item_number": number} for number in range(plan.num_items)]
+        texts.append(plan.text)
+        first += one.frames
+    encoded = chat.encode(messages, [int(item["item_rows"]) for item in items], raw.key, texts)
     loss_tokens = count_loss_tokens(encoded)
     if loss_tokens == 0:
         roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
-        raise _Unusable(f"no message of the assistant, so nothing to learn (its roles are {roles})")
+        raise ValueError(
+            f"no message of the assistant, so nothing to learn (its roles are {roles})"
+        )
     for item, offset in zip(items, encoded.item_offsets, strict=True):
         item["item_placeholder"] = int(offset)
-    sample = {
+    sample: _Row = {
         "json_offset": raw.json.offset,
         "json_size": raw.json.size,
         "token_length": len(encoded.input_ids),
         "loss_tokens": loss_tokens,
     }
-    members = [raw.items[number] for number in range(num_files)]
-    return _ReadSample(
-        sample, items, [{"file_offset": one.offset, "file_size": one.size} for one in members]
-    )
+    return sample, items, [{"file_offset": one.offset, "file_size": one.size} for one in members]
 
 
 def _read_part(
-    mention: Mention,
-    files: range,
-    members: Mapping[int, Member],
-    file: ShardStream,
-    media: Media[Any],
-) -> Part:
-    """The sizes of a part's files, which all need to be the same."""
-    sizes = []
-    for number in files:
-        try:
+    mention: Mention, first: int, members: Sequence[TarMember], file: ShardStream, media: Media[Any]
+) -> tuple[Part, PartPlan]:
+    """A part, whose files all need to be of one size. first: number of its first file."""
+    number, sizes = first, []
+    try:
+        for number in range(first, first + mention.frames):
             member = file.member(members[number].offset, members[number].size)
             sizes.append(media.probe(cast(BinaryIO, member)))
-        except ValueError as error:
-            raise _Unusable(f"item {number}: {error}") from error
-        if sizes[-1] != sizes[0]:
-            raise _Unusable(
-                f"item {number}: a file of {media.size_text(sizes[-1])} in a {mention.media} that "
-                f"begins with one of {media.size_text(sizes[0])}: need files of one size"
-            )
-    return Part(sizes[0], mention.frames, mention.fps)
-
-
-def _item(part: Part, plan: PartPlan, first_file: int, media: int, number: int) -> dict[str, float]:
-    """Columns of the number-th item of a part, except its placeholder."""
-    return {
-        "item_media": media,
-        "item_number": number,
-        "item_file": first_file,
-        "item_frames": part.frames,
-        "item_fps": part.fps,
-        "item_size_0": part.size[0],
-        "item_size_1": part.size[1],
-        "item_rows": plan.num_rows,
-        "item_cost": plan.cost,
-    }
+            if sizes[-1] != sizes[0]:
+                raise ValueError(
+                    f"a file of {media.size_text(sizes[-1])} in a {mention.media} that begins with "
+                    f"one of {media.size_text(sizes[0])}: need files of one size"
+                )
+        number, part = first, Part(sizes[0], mention.frames, mention.fps)
+        return part, media.plan(part)
+    except ShardChangedError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"item {number}: {error}") from error
 
 
 def _short(text: str) -> str:
@@ -287,9 +256,3 @@ def _short(text: str) -> str:
 def count_loss_tokens(sample: EncodedSample) -> int:
     """Tokens of a sample that the loss counts."""
     return int(np.count_nonzero(sample.loss_mask))
-
-
-def _append(columns: Mapping[str, array[Any]], rows: Iterable[Mapping[str, float]]) -> None:
-    for row in rows:
-        for name, value in row.items():
-            columns[name].append(value)

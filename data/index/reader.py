@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from data.index.block_cache import BlockCache
 from data.index.build import count_loss_tokens
+from data.index.remote import is_remote
 from data.index.samples import Index, Processors, SkippedSample
 from data.index.shards import ShardFile
 from data.media.processor import Media, Part, PartPlan
@@ -53,9 +53,11 @@ class SampleReader:
         cache: BlockCache | None = None,
     ) -> None:
         self.index, self.chat, self.processors, self.cache = index, chat, processors, cache
-        self._lock = threading.Lock()
-        self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
-        self._plans: dict[tuple[float, ...], PartPlan] = {}  # one for all items of a long video
+        most = _MAX_OPEN_URLS if is_remote(index.catalog.root) else _MAX_OPEN_SHARDS
+        # Nothing kept refers to the reader, so that its files are closed when it goes.
+        self._shard = lru_cache(most)(lambda number: ShardFile(index.state(number), cache))
+        by_number = [processors[name] for name in index.media]
+        self._plan = lru_cache(_MAX_PLANS)(partial(_plan_of, by_number))  # one of a long video
         self._kept: tuple[int, Any] | None = None  # the last file with several items, decoded
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,9 +69,7 @@ class SampleReader:
 
         Raises UnreadableSample.
         """
-        index = self.index
-        offset, size = index.column("json_offset", sample), index.column("json_size", sample)
-        data = self._read(sample, None, int(offset), int(size))
+        data = self._read(sample, None)
         try:
             return parse_messages(data)
         except ValueError as error:
@@ -91,37 +91,30 @@ class SampleReader:
             media = [one.media for one in self.chat.mentions(messages, key)]
         except (ValueError, RecursionError) as error:
             raise self._unreadable(sample, None, str(error)) from error
-        got = (
-            len(encoded.input_ids),
-            count_loss_tokens(encoded),
-            encoded.item_offsets.tolist(),
-            media,
-        )
+        found = (len(encoded.input_ids), count_loss_tokens(encoded), encoded.item_offsets.tolist())
         expected = (
             int(index.column("token_length", sample)),
             int(index.column("loss_tokens", sample)),
             index.column("item_placeholder", items).tolist(),
-            [index.media_of(item) for item in parts],
+            [index.media[number] for number in index.column("item_media", np.array(parts, int))],
         )
-        if got != expected:
+        if (*found, media) != expected:
             raise self._unreadable(
                 sample,
                 None,
-                f"tokens, loss tokens, item offsets and media are {got}, the index says "
-                f"{expected}: the shard or the tokenizer changed since it was built; run "
+                f"tokens, loss tokens, item offsets and media are {(*found, media)}, the index "
+                f"says {expected}: the shard or the tokenizer changed since it was built; run "
                 "`mimo data index`",
             )
         return encoded
 
     def media(self, item: int) -> Media[Any]:
         """The media of an item."""
-        return self.processors[self.index.media_of(item)]
+        return self.processors[self.index.media[int(self.index.column("item_media", item))]]
 
     def file_bytes(self, file: int, sample: int) -> bytes:
         """A file of a sample, not decoded. Raises UnreadableSample."""
-        index = self.index
-        offset, size = index.column("file_offset", file), index.column("file_size", file)
-        return self._read(sample, file, int(offset), int(size))
+        return self._read(sample, file)
 
     def decoded(self, item: int, file: int) -> Any:
         """A file of the part that an item belongs to, as its media decodes it.
@@ -167,26 +160,18 @@ class SampleReader:
     def plans(self, items: np.ndarray) -> list[PartPlan]:
         """What the parts of many items become, from the index alone."""
         columns = [self.index.column(name, items).tolist() for name in _PART_COLUMNS]
-        return [self._plan_of(*values) for values in zip(*columns, strict=True)]
+        return [self._plan(*values) for values in zip(*columns, strict=True)]
 
     def close(self) -> None:
         """Close all files. The reader can still be used: it opens them again."""
-        with self._lock:
-            self._open_shards.clear()
-            self._kept = None
+        self._shard.cache_clear()
+        self._kept = None
 
-    def _plan_of(self, media: int, *part: float) -> PartPlan:
-        plan = self._plans.get((media, *part))
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            width, height, frames, fps = part
-            processor = self.processors[self.index.media[media]]
-            plan = processor.plan(Part((int(width), int(height)), int(frames), float(fps)))
-            self._plans[media, *part] = plan
-        return plan
-
-    def _read(self, sample: int, file: int | None, offset: int, size: int) -> bytes:
+    def _read(self, sample: int, file: int | None) -> bytes:
+        """A file of a sample, or its JSON."""
+        what, number = ("json", sample) if file is None else ("file", file)
+        offset = int(self.index.column(f"{what}_offset", number))
+        size = int(self.index.column(f"{what}_size", number))
         try:
             data = self._shard(int(self.index.column("shard", sample))).read(offset, size)
         except OSError as error:
@@ -197,17 +182,6 @@ class SampleReader:
             )
         return data
 
-    def _shard(self, number: int) -> ShardFile:
-        with self._lock:
-            shard = self._open_shards.get(number)
-            if shard is None:
-                shard = self._open_shards[number] = ShardFile(self.index.state(number), self.cache)
-            self._open_shards.move_to_end(number)
-            most = _MAX_OPEN_SHARDS if shard.is_file else _MAX_OPEN_URLS
-            while len(self._open_shards) > most:
-                self._open_shards.popitem(last=False)
-            return shard
-
     def _unreadable(self, sample: int, file: int | None, reason: str) -> UnreadableSample:
         """The error to raise. Raises ShardChangedError instead if that is the cause."""
         index = self.index
@@ -216,6 +190,12 @@ class SampleReader:
             self._shard(int(index.column("shard", sample))).check()
         item = None if file is None else file - index.files_of_sample(sample).start
         return UnreadableSample(index.shard_of(sample), index.key(sample), item, reason)
+
+
+def _plan_of(
+    processors: Sequence[Media[Any]], media: int, width: int, height: int, frames: int, fps: float
+) -> PartPlan:
+    return processors[media].plan(Part((width, height), frames, fps))
 
 
 def plans_of_items(

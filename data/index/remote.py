@@ -59,7 +59,7 @@ def check_url(pattern: str) -> None:
 
 def describe(url: str) -> State:
     """What a shard is now. Raises OSError with the URL; FileNotFoundError if there is none."""
-    return _tried(url, lambda: _describe(url))
+    return _tried(_describe, url)
 
 
 def read(url: str, offset: int, size: int) -> tuple[bytes, State | None]:
@@ -67,7 +67,7 @@ def read(url: str, offset: int, size: int) -> tuple[bytes, State | None]:
 
     Raises OSError with the URL when that fails for good, or again and again.
     """
-    return _tried(url, lambda: _read(url, offset, size))
+    return _tried(_read, url, offset, size)
 
 
 def find(patterns: Sequence[str]) -> list[tuple[str, State | None]]:
@@ -88,8 +88,7 @@ def _find(pattern: str) -> list[tuple[str, State]]:
             return [(pattern, describe(pattern))]
         except FileNotFoundError:
             return []
-    listed = _tried(pattern, lambda: _list(pattern))
-    return [(url, state or describe(url)) for url, state in listed]
+    return [(url, state or describe(url)) for url, state in _tried(_list, pattern)]
 
 
 def _list(pattern: str) -> list[tuple[str, State | None]]:
@@ -167,12 +166,12 @@ def _awaited(system: Any, size: int, answer: Coroutine[Any, Any, Any]) -> Any:
     return sync(system.loop, asyncio.wait_for, answer, _TIMEOUT_SECONDS * (1 + size / 2**23))
 
 
-def _tried[Answer](url: str, request: Callable[[], Answer]) -> Answer:
+def _tried[Answer](request: Callable[..., Answer], url: str, *args: int) -> Answer:
     for number in range(_TRIES):
         if number:
             time.sleep(_PAUSE_SECONDS * 2 ** (number - 1) * _SYSTEM.uniform(0.5, 1.5))
         try:
-            return request()
+            return request(url, *args)
         except _PERMANENT as error:
             kind = type(error) if isinstance(error, OSError) else OSError
             raise kind(f"{url}: {_reason(error)}") from None

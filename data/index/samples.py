@@ -1,7 +1,7 @@
 """The index of a source: everything the batches are planned from, without decoding.
 
-A shard has a file of columns (shard_index.py), a source one small catalog of these files
-(catalog.py; store.py keeps both beside the shards). `Index` is the view of a source: it numbers the
+A shard has a file of columns, a source one small catalog of these files (shard_index.py; store.py
+keeps both beside the shards). `Index` is the view of a source: it numbers the
 samples, items and files of all shards through, and maps a shard's file when it is first asked for.
 So the ranks of a machine share one copy, and none of them reads more than it plans.
 
@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.index.catalog import Catalog
-from data.index.columns import STEPS, DamagedFileError, map_file, stored
-from data.index.shard_index import COLUMNS, NAMES
+from data.index.columns import STEPS, damaged, map_file, stored
+from data.index.shard_index import COLUMNS, NAMES, Catalog
 from data.index.shards import Shard
 from data.media.processor import Media, Part
 from data.text.chat import ChatTokenizer
@@ -75,9 +75,8 @@ class Index:
         self.num_skipped = int(entries["skipped"].sum())
         self.most_tokens = int(entries["most_tokens"].max(initial=0))
         self.most_rows = int(entries["most_rows"].max(initial=0))
-        self._mapped: dict[int, np.ndarray] = {}
+        self._bytes_of = lru_cache(_MAX_MAPPED)(partial(_map, catalog))
         self._checked = np.zeros(self._specs.shape, bool)
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return int(self._starts["samples"][-1])
@@ -133,33 +132,14 @@ class Index:
 
     def _stored(self, shard: int, column: int) -> np.ndarray:
         """A column of a shard as its file has it; its checksum is compared at first."""
-        data = self._mapped.get(shard)
-        if data is None:
-            data = self._map(shard)
         spec = self._specs[shard, column]
-        values = stored(data, spec)
+        values = stored(self._bytes_of(shard), spec)
         if not self._checked[shard, column]:
             if zlib.crc32(values) != spec["crc"]:
-                raise DamagedFileError(
-                    self.catalog.file(shard), f"the checksum of {NAMES[column]} differs"
-                )
+                path = self.catalog.file(shard)
+                raise damaged(path, f"the checksum of {NAMES[column]} differs")
             self._checked[shard, column] = True
         return values
-
-    def _map(self, shard: int) -> np.ndarray:
-        path, entry = self.catalog.file(shard), self._entries[shard]
-        try:
-            data = map_file(path)
-        except OSError as error:
-            raise DamagedFileError(path, str(error)) from error
-        head = data[: entry["head_size"]]
-        if len(data) != entry["file_size"] or zlib.crc32(head) != entry["head_crc"]:
-            raise DamagedFileError(path, "it was replaced while it was in use")
-        with self._lock:
-            while len(self._mapped) >= _MAX_MAPPED:
-                del self._mapped[next(iter(self._mapped))]
-            self._mapped[shard] = data
-        return data
 
     # ------------------------------------------------------------------------ single ones
 
@@ -183,23 +163,16 @@ class Index:
         catalog = self.catalog
         return Shard(self.shards[shard], catalog.sizes[shard], catalog.versions[shard])
 
-    def media_of(self, item: int) -> str:
-        """The name of an item's media."""
-        return self.media[self._one("item_media", item)]
-
     def sample_of_item(self, item: int) -> int:
         """The sample that an item belongs to."""
-        shard = int(np.searchsorted(self._starts["items"], item, side="right")) - 1
-        column, last = NAMES.index("item_start"), len(self.samples_of_shard(shard)) - 1
-        local = item - int(self._starts["items"][shard])
+        shard, column = bisect_right(self._starts["items"], item) - 1, NAMES.index("item_start")
+        own, local = self.samples_of_shard(shard), item - int(self._starts["items"][shard])
         spec = self._specs[shard, column]
         if spec["dtype"] != STEPS:
-            starts = self._stored(shard, column)
-            local = min(local, int(starts[-1]))  # a narrow dtype may not hold more
-            found = int(np.searchsorted(starts, starts.dtype.type(local), side="right")) - 1
-        else:  # no step: all items are the last sample's
-            found = min(int(local // spec["step"]), last) if spec["step"] else last
-        return self.samples_of_shard(shard).start + found
+            return own[bisect_right(self._stored(shard, column), local) - 1]
+        if not spec["step"]:
+            return own[-1]  # the others have no items
+        return own[: int(local // spec["step"]) + 1][-1]  # the last may have more than a step
 
     def part(self, item: int) -> Part:
         """The content part that an item belongs to."""
@@ -244,29 +217,18 @@ class Index:
             for key, reason in json.loads(text):
                 yield SkippedSample(self.shards[shard], key, reason)
 
-    @property
-    def skipped(self) -> tuple[SkippedSample, ...]:
-        """All samples that cannot be used."""
-        return tuple(self.skipped_samples())
 
-    def above(self, what: str, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples with more ``what`` ("tokens", "rows") than ``limit``, and how many each has.
-
-        Reads only the shards that have such.
-        """
-        samples, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for shard in np.flatnonzero(self._entries[f"most_{what}"] > limit).tolist():
-            own = self.samples_of_shard(shard)
-            if what == "tokens":
-                size = self.column("token_length", slice(own.start, own.stop))
-            else:
-                start = self.column("item_start", np.arange(own.start, own.stop + 1))
-                rows = self.column("item_rows", slice(int(start[0]), int(start[-1])))
-                size = np.diff(np.concatenate(([0], np.cumsum(rows)))[start - start[0]])
-            over = np.flatnonzero(size > limit)
-            samples.append(own.start + over)
-            sizes.append(size[over])
-        return np.concatenate(samples), np.concatenate(sizes)
+def _map(catalog: Catalog, shard: int) -> np.ndarray:
+    """uint8 (bytes,): the index file of a shard."""
+    path, entry = catalog.file(shard), catalog.entries[shard]
+    try:
+        data = map_file(path)
+    except OSError as error:
+        raise damaged(path, str(error)) from error
+    head = zlib.crc32(data[: entry["head_size"]])
+    if (len(data), head) != (entry["file_size"], entry["head_crc"]):
+        raise damaged(path, "it was replaced while it was in use")
+    return data
 
 
 def open_index(path: Path, root: str, identity: str) -> Index:
@@ -274,7 +236,10 @@ def open_index(path: Path, root: str, identity: str) -> Index:
 
     Raises DamagedFileError if it is another one by now.
     """
-    return Index(Catalog.read(path, root, identity))
+    catalog = Catalog.read(path, root)
+    if catalog.identity != identity:
+        raise damaged(path, "it was replaced while it was in use")
+    return Index(catalog)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
@@ -295,26 +260,30 @@ def check_lengths(index: Index, sequence_length: int) -> None:
     They are never truncated: a cut item has fewer placeholders than rows.
     """
     if index.most_tokens > sequence_length:
-        too_long, tokens = index.above("tokens", sequence_length)
-        raise ValueError(
-            f"{len(too_long)} of {len(index)} samples are longer than sequence_length "
-            f"{sequence_length}; the longest has {index.most_tokens} tokens:\n  "
-            f"{_named(index, too_long, tokens, 'tokens')}\nraise data.sequence_length, let an "
-            "encoder's items have fewer rows, or leave them out of the shards (samples are never "
-            "truncated)"
-        )
+        what = "are longer than", "sequence_length", "tokens"
+        raise _too_large(index, index.column("token_length"), sequence_length, *what)
 
 
 def check_rows(index: Index, rows_per_microbatch: int | None) -> None:
     """Raise ValueError when samples have more rows than a microbatch may have (None: any)."""
     if rows_per_microbatch is not None and index.most_rows > rows_per_microbatch:
-        too_many, rows = index.above("rows", rows_per_microbatch)
-        raise ValueError(
-            f"{len(too_many)} of {len(index)} samples have more rows than rows_per_microbatch "
-            f"{rows_per_microbatch}; the most are {index.most_rows}:\n  "
-            f"{_named(index, too_many, rows, 'rows')}\nraise data.rows_per_microbatch, let an "
-            "encoder's items have fewer rows, or leave them out of the shards"
-        )
+        before = _starts(index.column("item_rows"))
+        rows = np.diff(before[index.column("item_start")])
+        what = "have more rows than", "rows_per_microbatch", "rows"
+        raise _too_large(index, rows, rows_per_microbatch, *what)
+
+
+def _too_large(
+    index: Index, sizes: np.ndarray, limit: int, what: str, key: str, unit: str
+) -> ValueError:
+    """The error to raise. sizes: (n,), some of them larger than the limit."""
+    large = np.flatnonzero(sizes > limit)
+    lines = [f"{index.shard_of(i)}: {index.key(i)}: {sizes[i]} {unit}" for i in large[:_SHOWN]]
+    return ValueError(
+        f"{len(large)} of {len(index)} samples {what} {key} {limit}; the most are {sizes.max()} "
+        f"{unit}:\n  {listed(lines, len(large))}\nraise data.{key}, let an encoder's items have "
+        "fewer rows, or leave them out of the shards (samples are never truncated)"
+    )
 
 
 def check_skipped(index: Index, max_fraction: float) -> None:
@@ -335,13 +304,6 @@ def worst_shards(by_shard: Counter[str]) -> str:
     """The three shards with the most unusable samples, in words."""
     worst = [f"{shard} ({count})" for shard, count in by_shard.most_common(3)]
     return f"the worst shards: {', '.join(worst)}"
-
-
-def _named(index: Index, samples: np.ndarray, sizes: np.ndarray, what: str) -> str:
-    """A line for each of the first of these samples. sizes: of each, in ``what``."""
-    shown = zip(samples[:_SHOWN].tolist(), sizes[:_SHOWN].tolist(), strict=True)
-    lines = [f"{index.shard_of(i)}: {index.key(i)}: {size} {what}" for i, size in shown]
-    return listed(lines, len(samples))
 
 
 def listed(lines: list[str], total: int | None = None) -> str:

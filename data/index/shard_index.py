@@ -1,18 +1,23 @@
-"""The index of one shard: a file of columns, complete in itself.
+"""The index of one shard, a file of columns, and the catalog of those of a source.
 
-It says which version of the shard it is of and which settings it was made with, so nothing else
-needs to be asked whether it is current. Numbers of items and files count from the shard's first.
+An index is complete in itself. It says which version of the shard it is of and which settings it
+was made with, so nothing else needs to be asked whether it is current. Numbers of items and files
+count from the shard's first. A catalog is a cache of the headers, to open a source by one read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from data.index.columns import BYTES, SPEC, ColumnFile, DamagedFileError, write_columns
+from data.index.columns import SPEC, ColumnFile, damaged, write_columns
 from data.index.shards import Shard
 
 COLUMNS = {  # what it has an entry for
@@ -39,19 +44,14 @@ COLUMNS = {  # what it has an entry for
 }
 NAMES = tuple(COLUMNS)
 
+_COUNTS = ("samples", "items", "files", "skipped", "most_tokens", "most_rows")
 ENTRY = np.dtype(  # all that a catalog knows of a shard's index
     [
-        *((of, "<i8") for of in ("samples", "items", "files", "skipped")),
-        *((most, "<i8") for most in ("most_tokens", "most_rows")),
-        *((of_file, "<i8") for of_file in ("file_size", "file_time", "head_size")),
+        *((name, "<i8") for name in (*_COUNTS, "file_size", "file_time", "head_size")),
         ("head_crc", "<u4"),
         ("columns", SPEC, (len(NAMES),)),
     ]
 )
-_COUNTS = ("samples", "items", "files", "skipped", "most_tokens", "most_rows")
-_BLOCK = 512  # bytes of a tar file that a sample or a file takes at least
-_PIECE = 2**16  # entries looked at together
-_MAX_ITEMS = 2**12  # that a file may become
 
 
 def write_shard_index(
@@ -85,82 +85,94 @@ def write_shard_index(
     write_columns(path, facts, {name: columns[name] for name in NAMES})
 
 
-def read_entry(path: Path, settings: str, shard: Shard, num_media: int) -> np.void | None:
-    """(ENTRY) the index of a shard, all of it checked; None if it is of another version of it.
+def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
+    """(ENTRY) the index of a shard, its checksums compared; None if it is of another version of it.
 
     Raises OSError if there is none, DamagedFileError.
     """
     file = ColumnFile(path)
     facts = file.facts
-    made_of = (facts.get("settings"), facts.get("shard_size"), facts.get("shard_version"))
+    made_of = (facts["settings"], facts["shard_size"], facts["shard_version"])
     if made_of != (settings, shard.size, shard.version):
         return None
     file.check()
     entry = np.zeros(1, ENTRY)[0]
-    try:
-        for name in _COUNTS:
-            if type(facts[name]) is not int or not 0 <= facts[name] < 2**53:
-                raise ValueError(f"{name} is {facts[name]!r}")
-            entry[name] = facts[name]
-        for number, (name, of) in enumerate(COLUMNS.items()):
-            spec = file.specs[name]
-            if of == "bytes" and spec["dtype"] != BYTES:
-                raise ValueError(f"{name} is no text")
-            if of != "bytes" and spec["count"] != facts[of]:
-                raise ValueError(f"{spec['count']} entries of {name} for {facts[of]} {of}")
-            entry["columns"][number] = spec
-        _check_values(file, shard, num_media)
-    except (KeyError, ValueError) as error:
-        raise DamagedFileError(path, str(error)) from error
-    status = path.stat()
-    entry["file_size"], entry["file_time"] = len(file.bytes), status.st_mtime_ns
+    for name in _COUNTS:
+        entry[name] = facts[name]
+    for number, name in enumerate(NAMES):
+        entry["columns"][number] = file.specs[name]
+    entry["file_size"], entry["file_time"] = len(file.bytes), path.stat().st_mtime_ns
     entry["head_size"], entry["head_crc"] = file.head_size, file.head_crc
     return entry
 
 
-def _check_values(file: ColumnFile, shard: Shard, num_media: int) -> None:
-    """Raise ValueError for numbers that would lead out of the file or of the shard."""
-    facts = file.facts
-    samples, items, files = facts["samples"], facts["items"], facts["files"]
-    if max(samples, files) * _BLOCK > shard.size or items > files * _MAX_ITEMS:
-        raise ValueError(f"{samples} samples, {files} files, {items} items in {shard.size} bytes")
-    _check_ascending(file, "item_start", items)
-    _check_ascending(file, "key_end", int(file.specs["keys"]["count"]))
-    for name, most in {
-        "token_length": facts["most_tokens"],
-        "loss_tokens": facts["most_tokens"],
-        "item_rows": facts["most_rows"],
-        "item_placeholder": facts["most_tokens"],
-        "item_media": num_media - 1,
-    }.items():
-        _check_most(file, (name,), most)
-    _check_most(file, ("json_offset", "json_size"), shard.size)
-    _check_most(file, ("file_offset", "file_size"), shard.size)
-    _check_most(file, ("item_file", "item_frames"), files)
-    if items and file.values("item_start", 0, 1)[0] != 0:
-        raise ValueError("item_start does not begin with 0")
-    skipped = json.loads(file.values("skipped").tobytes() or b"[]")
-    if len(skipped) != facts["skipped"] or not all(
-        len(one) == 2 and all(isinstance(text, str) for text in one) for one in skipped
-    ):
-        raise ValueError("skipped samples are malformed")
+@dataclass(frozen=True)
+class Catalog:
+    """What is known of a source without opening the files of its shards.
+
+    path: of its file; the shards' files are beside it. root: folder of the shards. media: names,
+    sorted. names: of the shards, inside the root. sizes, versions: of the shards. entries: (S,)
+    ENTRY, of their index files.
+    """
+
+    path: Path
+    root: str
+    settings: str
+    media: tuple[str, ...]
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    versions: tuple[str, ...]
+    entries: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path, root: str) -> Catalog:
+        """A catalog as it was written. Raises OSError, DamagedFileError."""
+        file = ColumnFile(path)
+        file.check()
+        names, sizes, versions = map(tuple, json.loads(file.values("shards").tobytes()))
+        if any(os.path.isabs(name) or ".." in name.split("/") for name in names):
+            raise damaged(path, "it names files of other folders")
+        media, entries = tuple(file.facts["media"]), file.values("entries").view(ENTRY)
+        return cls(path, root, file.facts["settings"], media, names, sizes, versions, entries)
+
+    def write(self) -> None:
+        """Write it, or replace an older one at once. Raises OSError."""
+        text = json.dumps([self.names, self.sizes, self.versions]).encode()
+        facts = {"settings": self.settings, "media": self.media}
+        columns = {
+            "shards": np.frombuffer(text, np.uint8),
+            "entries": np.ascontiguousarray(self.entries).view(np.uint8),
+        }
+        write_columns(self.path, facts, columns)
+
+    @cached_property
+    def shards(self) -> tuple[str, ...]:
+        """The paths of the shards."""
+        return tuple(os.path.join(self.root, name) for name in self.names)
+
+    @cached_property
+    def identity(self) -> str:
+        """Hex digest of what its index files contain, wherever they are."""
+        facts = (self.settings, self.names, self.sizes, self.versions)
+        heads = self.entries["head_crc"].tobytes()
+        return hashlib.sha256(repr(facts).encode() + heads).hexdigest()[:32]
+
+    def file(self, shard: int) -> Path:
+        """The index file of a shard."""
+        return index_file(self.path.parent, self.names[shard])
+
+    def has_shard(self, number: int, shard: Shard) -> bool:
+        """Whether a shard and its index file are as they were."""
+        try:
+            status = self.file(number).stat()
+        except OSError:
+            return False
+        entry = self.entries[number]
+        return (self.sizes[number], self.versions[number]) == (shard.size, shard.version) and (
+            (entry["file_size"], entry["file_time"]) == (status.st_size, status.st_mtime_ns)
+        )
 
 
-def _pieces(file: ColumnFile, name: str) -> Iterator[np.ndarray]:
-    for start in range(0, int(file.specs[name]["count"]), _PIECE):
-        yield file.values(name, start, start + _PIECE).astype(np.float64)
-
-
-def _check_most(file: ColumnFile, names: Sequence[str], most: int) -> None:
-    """The sum of these columns is at most ``most``, and none is negative."""
-    for pieces in zip(*(_pieces(file, name) for name in names), strict=True):
-        if min(piece.min() for piece in pieces) < 0 or np.sum(pieces, axis=0).max() > most:
-            raise ValueError(f"{' + '.join(names)} is outside 0..{most}")
-
-
-def _check_ascending(file: ColumnFile, name: str, most: int) -> None:
-    last = 0
-    for piece in _pieces(file, name):
-        if piece[0] < last or np.any(np.diff(piece) < 0) or piece[-1] > most:
-            raise ValueError(f"{name} does not ascend to {most} at most")
-        last = piece[-1]
+def index_file(home: Path, name: str) -> Path:
+    """Where the index of a shard is in a folder of indexes."""
+    return home / f"{name}.index"

@@ -11,11 +11,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import islice
+
+from fsspec.caching import BlockCache as Parts
 
 from data.index import remote
 from data.index.block_cache import BlockCache
@@ -52,7 +54,11 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
     Raises ValueError when there are none, any that braces name is missing, or a URL cannot be used.
     """
     remote.check_url(pattern)
-    named = [pattern] if os.path.isfile(pattern) else sorted({*_without_braces(pattern)})
+    texts = [pattern] if os.path.isfile(pattern) else _without_braces(pattern)
+    named = [*islice(texts, _MAX_SHARDS + 1)]
+    if len(named) > _MAX_SHARDS:
+        raise ValueError(f"{pattern!r} stands for more than {_MAX_SHARDS} shards")
+    named = sorted({*named})
     try:
         listed = remote.find(named) if remote.is_remote(pattern) else _find_local(named)
     except OSError as error:
@@ -60,9 +66,7 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
     found = {path: Shard(path, *state) for path, state in listed if state is not None}
     missing = sorted(path for path, state in listed if state is None)
     if not found or missing:
-        what = f"{len(missing)} shards of {pattern!r} are missing: {', '.join(missing[:3])}" + (
-            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        )
+        what = f"{len(missing)} shards of {pattern!r} are missing: {first_three(missing)}"
         hint = " A web server lists no files: use a brace range such as {000..123}."
         raise ValueError(
             f"{what if found else f'no shard matches {pattern!r}'}: prepare the data first, or "
@@ -72,37 +76,37 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
     return tuple(found[path] for path in sorted(found))
 
 
+def first_three(names: Sequence[str]) -> str:
+    """The first of these in a message, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]]:
     found: list[tuple[str, remote.State | None]] = []
     for pattern in patterns:
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-        shards = [(path, _state(os.stat(path))) for path in paths if os.path.isfile(path)]
+        shards = [(path, _state(path)) for path in paths if os.path.isfile(path)]
         found += shards or [(pattern, None)]
     return found
 
 
-def _without_braces(pattern: str) -> list[str]:
+def _without_braces(pattern: str) -> Iterator[str]:
     """All texts that a pattern with ranges and lists in braces stands for."""
-    done: list[str] = []
-    waiting = [pattern]
-    while waiting:
-        one = waiting.pop()
-        braces = _BRACES.search(one)
-        if braces is None:
-            done.append(one)
-            continue
-        first, last, step, words = braces.groups()
-        options: Iterable[str] = () if words is None else words.split(",")
-        if words is None:
-            low, high = sorted((int(first), int(last)))
-            numbers = range(low, high + 1, int(step or 1) or 1)
-            padded = any(re.match(r"-?0\d", end) for end in (first, last))
-            width = max(len(first), len(last)) if padded else 0
-            options = (f"{number:0{width}d}" for number in numbers[: _MAX_SHARDS + 1])
-        waiting += [one[: braces.start()] + option + one[braces.end() :] for option in options]
-        if len(done) + len(waiting) > _MAX_SHARDS:
-            raise ValueError(f"{pattern!r} stands for more than {_MAX_SHARDS} shards")
-    return done
+    braces = _BRACES.search(pattern)
+    if braces is None:
+        yield pattern
+        return
+    first, last, step, words = braces.groups()
+    if words is not None:
+        options: Iterable[str] = words.split(",")
+    else:
+        low, high = sorted((int(first), int(last)))
+        padded = any(re.match(r"-?0\d", end) for end in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        options = (f"{n:0{width}d}" for n in range(low, high + 1, int(step or 1) or 1))
+    for option in options:
+        yield from _without_braces(pattern[: braces.start()] + option + pattern[braces.end() :])
 
 
 def describe_shard(path: str) -> Shard:
@@ -110,7 +114,8 @@ def describe_shard(path: str) -> Shard:
     return ShardFile(path).shard
 
 
-def _state(status: os.stat_result) -> remote.State:
+def _state(file: str | int) -> remote.State:
+    status = os.stat(file)
     return status.st_size, str(status.st_mtime_ns)
 
 
@@ -146,11 +151,6 @@ class ShardFile:
         self._check_at = 0.0 if isinstance(shard, Shard) else time.monotonic() + self._pause
         self._check_now_and_then()
 
-    @property
-    def is_file(self) -> bool:
-        """Whether it is a file of this machine, which takes a descriptor."""
-        return self._file >= 0
-
     def read(self, offset: int, size: int) -> bytes:
         """Bytes [offset, offset + size), fewer at the end of the file; shares no file position.
 
@@ -161,7 +161,12 @@ class ShardFile:
         if not size:
             return b""
         if self._file >= 0:
-            data = self._read_file(offset, size)
+            data = os.pread(self._file, size, offset)
+            while len(data) < size:  # network disks may return less than asked
+                more = os.pread(self._file, size - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
         elif self._cache is not None and self.shard.version:
             data = self._cache.read(
                 f"{self.path}\0{self.shard.version}", self.shard.size, offset, size, self._read_url
@@ -194,23 +199,13 @@ class ShardFile:
             )
 
     def _state(self) -> remote.State:
-        return remote.describe(self.path) if self._file < 0 else _state(os.fstat(self._file))
+        return remote.describe(self.path) if self._file < 0 else _state(self._file)
 
     def _read_url(self, offset: int, size: int) -> bytes:
         data, now = remote.read(self.path, offset, size)
         if now is not None:
             self._compare(now)
         return data
-
-    def _read_file(self, offset: int, size: int) -> bytes:
-        parts: list[bytes] = []
-        while size > 0:
-            part = os.pread(self._file, size, offset)  # may return less than asked on network disks
-            if not part:
-                break
-            parts.append(part)
-            offset, size = offset + len(part), size - len(part)
-        return b"".join(parts)
 
     def stream(self) -> ShardStream:
         """The shard as a file with a position."""
@@ -230,9 +225,8 @@ class ShardStream:
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
         self.begin, self.size, self._position = 0, shard.shard.size, 0
-        self._shard, self._part_size = shard, part_size
         self._reads_left = sys.maxsize
-        self._part = lru_cache(_PARTS)(lambda n: shard.read(n * part_size, part_size))
+        self._parts = Parts(part_size, lambda a, b: shard.read(a, b - a), self.size, _PARTS)
 
     def member(self, begin: int, size: int) -> ShardStream:
         """A member as a file of its own, which shares what this stream keeps."""
@@ -250,14 +244,8 @@ class ShardStream:
         if self._reads_left < 0:
             raise ValueError(f"its header takes more than {_MAX_READS} reads")
         left = max(self.size - self._position, 0)
-        size = left if size < 0 else min(size, left)
-        if size > self._part_size:
-            data = self._shard.read(self.begin + self._position, size)
-        else:
-            number, first = divmod(self.begin + self._position, self._part_size)
-            data = self._part(number)[first : first + size]
-            if len(data) < size:
-                data += self._part(number + 1)[: size - len(data)]
+        begin = self.begin + self._position
+        data = self._parts._fetch(begin, begin + (left if size < 0 else min(size, left)))
         self._position += len(data)
         return data
 

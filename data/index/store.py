@@ -17,16 +17,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data.index.build import IndexTask, Progress, build_here
-from data.index.catalog import SUFFIX, Catalog, index_file
 from data.index.columns import DamagedFileError
 from data.index.remote import is_remote
 from data.index.samples import Index, Processors, settings_fingerprint
-from data.index.shard_index import ENTRY, read_entry
-from data.index.shards import Shard, find_shards, pattern_root
+from data.index.shard_index import ENTRY, Catalog, index_file, read_entry
+from data.index.shards import find_shards, first_three, pattern_root
 from data.text.chat import ChatTokenizer
 
 Build = Callable[[Sequence[IndexTask], ChatTokenizer, Processors, Progress | None], None]
@@ -47,7 +47,7 @@ class Survey:
     def open(self, keep: object = None) -> Index:
         """The index; its catalog is written if it is not yet. Raises ValueError, OSError."""
         if self.tasks:
-            named = ", ".join(task.shard.path for task in self.tasks[:3])
+            named = first_three([task.shard.path for task in self.tasks])
             raise ValueError(
                 f"{len(self.tasks)} shards have changed while they were indexed: {named}; wait "
                 "until they are written, and start again"
@@ -70,23 +70,24 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
             f"{pattern!r} names shards outside of {root}, such as {outside[0]}: give those of each "
             "folder as a source of its own"
         )
-    path = home / f"{_slug(pattern)}{SUFFIX}"
-    old = _read_catalog(path, root, settings)
+    path = home / f"{_slug(pattern)}.catalog"
+    old = _read(path, "made", Catalog.read, path, root)
+    if old is not None and old.settings != settings:
+        old = None
     if old is not None and (missing := sorted(set(old.names) - set(names))):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        paths = ", ".join(os.path.join(root, name) for name in missing[:3])
         raise ValueError(
-            f"shards of the index {path} are missing: {paths}{more}; put them back, or delete that "
-            "file to go on with the shards that are left"
+            f"shards of the index {path} are missing: "
+            f"{first_three([os.path.join(root, name) for name in missing])}; put them back, or "
+            "delete that file to go on with the shards that are left"
         )
     known = {} if old is None else {name: number for number, name in enumerate(old.names)}
     entries, tasks, num_known = np.zeros(len(shards), ENTRY), [], 0
     for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
         file, at = index_file(home, name), known.get(name)
-        if old is not None and at is not None and old.has_shard(at, shard, _size_and_time(file)):
+        if old is not None and at is not None and old.has_shard(at, shard):
             entries[number] = old.entries[at]
             num_known += 1
-        elif (entry := _read_entry(file, settings, shard, len(media))) is not None:
+        elif (entry := _read(file, "built", read_entry, file, settings, shard)) is not None:
             entries[number] = entry
         else:
             tasks.append(IndexTask(shard, file, settings))
@@ -97,33 +98,15 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
     return Survey(catalog, tuple(tasks), is_written=False)
 
 
-def _read_catalog(path: Path, root: str, settings: str) -> Catalog | None:
+def _read[T](file: Path, done: str, read: Callable[..., T], *args: Any) -> T | None:
+    """What ``read`` gives of a file; None, and a warning, if there is none that can be read."""
     try:
-        catalog = Catalog.read(path, root)
+        return read(*args)
     except FileNotFoundError:
         return None
     except (OSError, DamagedFileError) as error:
-        warnings.warn(f"made again: {error}", stacklevel=4)
+        warnings.warn(f"{done} again: {error}", stacklevel=4)
         return None
-    return catalog if catalog.settings == settings else None
-
-
-def _read_entry(file: Path, settings: str, shard: Shard, num_media: int) -> np.void | None:
-    try:
-        return read_entry(file, settings, shard, num_media)
-    except FileNotFoundError:
-        return None
-    except (OSError, DamagedFileError) as error:
-        warnings.warn(f"built again: {error}", stacklevel=4)
-        return None
-
-
-def _size_and_time(file: Path) -> tuple[int, int]:
-    try:
-        status = os.stat(file)
-    except OSError:
-        return -1, -1
-    return status.st_size, status.st_mtime_ns
 
 
 def load_or_build_index(
@@ -151,7 +134,6 @@ def load_or_build_index(
             stacklevel=2,
         )
         return build_index(pattern, chat, processors, progress)
-    _remove_former_version(pattern)
     if found.tasks:
         build(found.tasks, chat, processors, progress)
         found = survey(pattern, settings, media, found.catalog.path.parent)
@@ -230,19 +212,3 @@ def _slug(pattern: str) -> str:
     rest = _inside(_absolute_root(pattern), pattern)
     digest = hashlib.sha256(rest.encode()).hexdigest()[:8]
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', rest)[:100]}-{digest}"
-
-
-def _remove_former_version(pattern: str) -> None:
-    """Delete the index of this pattern as versions up to 5 kept it, and say so."""
-    root = _absolute_root(pattern)
-    slug = _inside(root, pattern).replace("*", "_all").replace("?", "_any")
-    folder = Path(root) / ".index" / re.sub(r"[^A-Za-z0-9._-]", "_", slug)
-    if is_remote(root) or not (folder / "meta.json").is_file():
-        return
-    warnings.warn(f"{folder} is of a former version; the index is built again", stacklevel=3)
-    try:
-        for file in (folder / "meta.json", *folder.glob("*.parquet")):
-            file.unlink(missing_ok=True)
-        folder.rmdir()
-    except OSError:
-        return  # it is in nobody's way

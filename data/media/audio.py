@@ -57,20 +57,12 @@ class AudioClips:
     max_seconds: float = 30.0
     tower_width: int = 384
 
+    suffixes = ("wav",)
+
     def __post_init__(self) -> None:
-        if min(self.num_mel_bins, self.tokens_per_row, self.tower_width) < 1:
-            raise ValueError(
-                f"num_mel_bins {self.num_mel_bins}, tokens_per_row {self.tokens_per_row} and "
-                f"tower_width {self.tower_width} need to be at least 1"
-            )
         if not 0 < self.max_seconds <= _MAX_SECONDS_DECODED:
             most = f"at most {_MAX_SECONDS_DECODED:g}"
             raise ValueError(f"max_seconds {self.max_seconds} needs to be above 0 and {most}")
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The suffix of WAV files."""
-        return ("wav",)
 
     def probe(self, file: BinaryIO) -> Size:
         """Size from the header. Raises ValueError unless it is a WAV file of PCM samples."""

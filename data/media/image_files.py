@@ -1,15 +1,12 @@
-"""Image files: decoding untrusted bytes safely, and what all media of image files share."""
+"""Image files: decoding untrusted bytes safely."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import astuple, fields
-from typing import Any, BinaryIO, ClassVar
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -23,8 +20,6 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImageP
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp")
 MAX_PIXELS_DECODED = 64 * 1024 * 1024
-
-_SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # columns and lines of rows, of a random file
 
 _JPEG_SCAN, _MAX_SCANS = b"\xff\xda", 500
 # An image's size before a draft, among what Pillow knows of it. No file brings a text of this name:
@@ -48,25 +43,19 @@ _ORIENTATION_METHOD = {
 }
 
 
-def image_size(
-    file: BinaryIO | bytes, max_pixels_decoded: int = MAX_PIXELS_DECODED
-) -> tuple[int, int]:
+def image_size(file: BinaryIO | bytes) -> Size:
     """(width, height) in pixels from the header alone, with the EXIF orientation applied.
 
-    Raises ValueError when the header cannot be read, or promises more than `max_pixels_decoded`.
+    Raises ValueError when the header cannot be read, or promises more than `MAX_PIXELS_DECODED`.
     """
-    image = _open_lazily(file, max_pixels_decoded)
+    image = _open_lazily(file)
     size = image.size
     if _has_late_metadata(image):
         _load(image)
     return _turned(image, size)
 
 
-def open_image(
-    data: bytes,
-    max_pixels_decoded: int = MAX_PIXELS_DECODED,
-    shown_size: Callable[[Size], Size | None] | None = None,
-) -> Image.Image:
+def open_image(data: bytes, shown_size: Callable[[Size], Size | None] | None = None) -> Image.Image:
     """Decode an image completely, with its EXIF orientation applied; of several frames, the first.
 
     Its size equals `image_size(data)`. The size is checked before any pixel is decoded, so a
@@ -76,12 +65,16 @@ def open_image(
 
     Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
     """
-    image = _open_lazily(data, max_pixels_decoded)
+    image = _open_lazily(data)
+    is_jpeg = image.format in ("JPEG", "MPO")
     # Each pass over a JPEG may take ten bytes and goes over all pixels; the mark is never data.
-    if image.format in ("JPEG", "MPO") and data.count(_JPEG_SCAN) > _MAX_SCANS:
+    if is_jpeg and data.count(_JPEG_SCAN) > _MAX_SCANS:
         raise ValueError(f"the JPEG has more than {_MAX_SCANS} scans; save it again")
-    if shown_size is not None and image.format in ("JPEG", "MPO"):
-        _draft(image, shown_size)
+    if is_jpeg and shown_size is not None:
+        full = _turned(image, image.size)
+        if (shown := shown_size(full)) is not None:
+            image.draft(None, _turned(image, shown))
+            image.info[_FULL_SIZE] = full
     _load(image)
     method = _ORIENTATION_METHOD.get(_orientation(image))
     return image if method is None else image.transpose(method)
@@ -90,14 +83,6 @@ def open_image(
 def full_size(image: Image.Image) -> Size:
     """(width, height) in pixels of the file that `open_image` has decoded."""
     return image.info.get(_FULL_SIZE, image.size)
-
-
-def _draft(image: Image.Image, shown_size: Callable[[Size], Size | None]) -> None:
-    """Have a lazily opened JPEG decoded no larger than it needs to be."""
-    full = _turned(image, image.size)
-    if (shown := shown_size(full)) is not None:
-        image.draft(None, _turned(image, shown))
-        image.info[_FULL_SIZE] = full
 
 
 def _load(image: Image.Image) -> None:
@@ -110,20 +95,19 @@ def _load(image: Image.Image) -> None:
         ) from error
 
 
-def _open_lazily(file: BinaryIO | bytes, max_pixels_decoded: int) -> Image.Image:
+def _open_lazily(file: BinaryIO | bytes) -> Image.Image:
+    file = io.BytesIO(file) if isinstance(file, bytes) else file
     try:
-        image = Image.open(
-            io.BytesIO(file) if isinstance(file, bytes) else file, formats=IMAGE_FORMATS
-        )
+        image = Image.open(file, formats=IMAGE_FORMATS)
     except Exception as error:  # includes Pillow's own bomb error, a plain Exception
         raise ValueError(
             f"the image header cannot be read ({type(error).__name__}: {error}): need one of "
             f"{', '.join(IMAGE_FORMATS)}; replace the file or remove the sample"
         ) from error
     width, height = image.size
-    if width < 1 or height < 1 or width * height > max_pixels_decoded:
+    if width < 1 or height < 1 or width * height > MAX_PIXELS_DECODED:
         raise ValueError(
-            f"the image is {width} x {height} pixels, between 1 and {max_pixels_decoded} are "
+            f"the image is {width} x {height} pixels, between 1 and {MAX_PIXELS_DECODED} are "
             "allowed; scale it down before writing the shard"
         )
     return image
@@ -139,15 +123,14 @@ def _has_late_metadata(image: Image.Image) -> bool:
         return False
     position = file.tell()  # decoding continues from here
     file.seek(_PNG_SIGNATURE)
-    pixels_seen = False
-    found = False
+    late = found = False
     while len(header := file.read(8)) == 8 and header[4:] != b"IEND":
         kind, length, start = header[4:], int.from_bytes(header[:4], "big"), file.tell()
-        pixels_seen = pixels_seen or kind == b"IDAT"
-        if pixels_seen and kind in _PNG_TEXTS:
+        late |= kind == b"IDAT"
+        if late and kind in _PNG_TEXTS:
             keyword = file.read(min(length, _PNG_KEYWORD)).split(b"\0", 1)[0]
-            found = found or keyword in _KEYWORDS_WITH_ORIENTATION
-        found = found or (pixels_seen and kind == b"eXIf")
+            found |= keyword in _KEYWORDS_WITH_ORIENTATION
+        found |= late and kind == b"eXIf"
         file.seek(start + length + 4)  # data and checksum
     file.seek(position)
     return found
@@ -183,68 +166,3 @@ def thumbnail_url(picture: np.ndarray, side: int) -> str:
     image.thumbnail((side, side))
     image.save(buffer, "JPEG", quality=80)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-class ImageFiles(ABC):
-    """The side of a `Media` that faces files, for dataclasses. Sizes are (width, height) in pixels.
-
-    jpeg_draft: whether a JPEG that will shrink to a half or less is decoded at a smaller size,
-    which is faster and changes its pixels.
-    """
-
-    KIND: ClassVar[str]
-    jpeg_draft: bool
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """Those of the formats that are decoded."""
-        return IMAGE_SUFFIXES
-
-    @property
-    @abstractmethod
-    def row_pixels(self) -> int:
-        """Side of a square in the resized image that makes one row."""
-
-    @abstractmethod
-    def shown_size(self, size: Size) -> Size | None:
-        """The size at which a file of this size becomes patches; None if there are several."""
-
-    def probe(self, file: BinaryIO) -> Size:
-        """Size, from the header. Raises as `image_size`."""
-        return image_size(file)
-
-    def decode(self, data: bytes) -> Image.Image:
-        """In RGB. Raises ValueError as `open_image`, and for a mode that cannot become RGB."""
-        image = open_image(data, shown_size=self.shown_size if self.jpeg_draft else None)
-        try:
-            return to_rgb(image)
-        except OSError as error:
-            raise ValueError(f"the image cannot become RGB ({error})") from error
-
-    def size_of(self, decoded: Image.Image) -> Size:
-        """Width and height of its file."""
-        return full_size(decoded)
-
-    def size_text(self, size: Size) -> str:
-        """Words for a size."""
-        width, height = size
-        return f"{width} x {height} pixels"
-
-    def picture(self, decoded: Image.Image) -> np.ndarray:
-        """The image itself."""
-        return np.asarray(decoded)
-
-    def random_file(self, rng: np.random.Generator) -> bytes:
-        """A PNG of noise: 1 to 4 rows, one to three side by side."""
-        columns, lines = _SIZES[int(rng.integers(len(_SIZES)))]
-        shape = lines * self.row_pixels, columns * self.row_pixels
-        buffer = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(buffer, "PNG")
-        return buffer.getvalue()
-
-    def fingerprint(self) -> str:
-        """Hex digest that changes whenever sizes or row counts may change."""
-        own: Any = self
-        pairs = zip(fields(own), astuple(own), strict=True)
-        settings = tuple(value for field, value in pairs if field.name != "jpeg_draft")
-        return hashlib.sha256(repr((self.KIND, settings)).encode()).hexdigest()[:16]

@@ -6,30 +6,46 @@ Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import astuple, dataclass, fields
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 from PIL import Image
 
-from data.media.image_files import ImageFiles, to_rgb
-from data.media.processor import Grid, Part, PartPlan, Size, WireForm, encoding_cost
+from data.media.image_files import IMAGE_SUFFIXES, full_size, image_size, open_image, to_rgb
+from data.media.processor import Part, PartPlan, Size, WireForm, encoding_cost
+from data.text.item_text import ITEM_SLOT
 
 MAX_ASPECT_RATIO = 200
 
 OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
+_RANDOM_ROWS = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # columns and lines of a random file
 
-class StillImages(ImageFiles):
-    """A `Media` of parts that are one image and become one item."""
 
+class StillImages(ABC):
+    """A `Media` of parts that are one image and become one item, for dataclasses.
+
+    Sizes are (width, height) in pixels. patch_size: P, pixels. merge_size: M, patches per side that
+    become one row. mean, std: per RGB channel, for values in 0..1. tower_width: hidden size of the
+    tower that encodes the patches; only the cost depends on it. jpeg_draft: whether a JPEG that
+    will shrink to a half or less is decoded at a smaller size, which is faster and changes its
+    pixels.
+    """
+
+    KIND: ClassVar[str]
+    RESAMPLING: ClassVar[Image.Resampling]
+    suffixes = IMAGE_SUFFIXES
     patch_size: int
     merge_size: int
     tower_width: int
+    jpeg_draft: bool
 
     @property
     def row_pixels(self) -> int:
@@ -37,53 +53,97 @@ class StillImages(ImageFiles):
         return self.patch_size * self.merge_size
 
     @abstractmethod
-    def grid(self, width: int, height: int) -> Grid:
-        """(1, h, w) in patches of an image of this many pixels."""
+    def resized(self, width: int, height: int) -> Size:
+        """The size at which an image becomes patches: multiples of P·M. May raise ValueError."""
 
-    def row_grid(self, width: int, height: int) -> Grid:
-        """(1, h, w) in rows: the grid after merging. Raises as `grid`."""
-        t, h, w = self.grid(width, height)
-        return t, h // self.merge_size, w // self.merge_size
+    # ------------------------------------------------------------------------------ files
 
-    def num_tokens(self, width: int, height: int) -> int:
-        """Rows, and so placeholder tokens, of an image: t·h·w / M². Raises as `grid`."""
-        return math.prod(self.row_grid(width, height))
+    def probe(self, file: BinaryIO) -> Size:
+        """Size, from the header. Raises as `image_size`."""
+        return image_size(file)
 
-    def cost(self, width: int, height: int) -> int:
-        """Relative work to encode an image, see `encoding_cost`. Raises as `grid`."""
-        return encoding_cost(math.prod(self.grid(width, height)), self.tower_width)
+    def decode(self, data: bytes) -> Image.Image:
+        """In RGB. Raises ValueError as `open_image`, and for a mode that cannot become RGB."""
+        image = open_image(data, self.shown_size if self.jpeg_draft else None)
+        try:
+            return to_rgb(image)
+        except OSError as error:
+            raise ValueError(f"the image cannot become RGB ({error})") from error
 
-    @abstractmethod
-    def patches(self, image: Image.Image) -> np.ndarray:
-        """uint8 (P, W)."""
+    def shown_size(self, size: Size) -> Size | None:
+        """The size at which a file of this size becomes patches; None if there are several."""
+        return self.resized(*size)
+
+    def size_of(self, decoded: Image.Image) -> Size:
+        """Width and height of its file."""
+        return full_size(decoded)
+
+    def size_text(self, size: Size) -> str:
+        """Words for a size."""
+        return f"{size[0]} x {size[1]} pixels"
+
+    def picture(self, decoded: Image.Image) -> np.ndarray:
+        """The image itself."""
+        return np.asarray(decoded)
+
+    def random_file(self, rng: np.random.Generator) -> bytes:
+        """A PNG of noise: 1 to 4 rows, one to three side by side."""
+        columns, lines = _RANDOM_ROWS[int(rng.integers(len(_RANDOM_ROWS)))]
+        shape = lines * self.row_pixels, columns * self.row_pixels
+        buffer = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    # ------------------------------------------------------------------------------ items
 
     def plan(self, part: Part) -> PartPlan:
-        """One item. Raises ValueError for several frames, and as `grid`."""
+        """One item. Raises ValueError for several frames, and as `resized`."""
         if part.frames != 1:
             raise ValueError(f"a part of {part.frames} frames, but its encoder takes still images")
-        return PartPlan(self.grid(*part.size), self.row_grid(*part.size), self.cost(*part.size))
+        return self._plan(self.resized(*part.size))
+
+    def _plan(
+        self, size: Size, t: int = 1, text: str = ITEM_SLOT, time_step: float = 1.0
+    ) -> PartPlan:
+        """Items of t patches of frames that are resized to ``size``."""
+        w, h = (side // self.patch_size for side in size)
+        return PartPlan(
+            grid=(t, h, w),
+            row_grid=(t, h // self.merge_size, w // self.merge_size),
+            cost=t * encoding_cost(h * w, self.tower_width),  # attention stays inside a frame
+            text=text,
+            time_step=time_step,
+        )
 
     def item_files(self, part: Part, item: int) -> range:
-        """The only file."""
-        return range(1)
+        """All of them."""
+        return range(part.frames)
 
     def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
-        """uint8 (P, W) of the image."""
+        """uint8 (h·w, 3·P·P) of the image."""
         return self.patches(files[0])
+
+    def patches(self, image: Image.Image) -> np.ndarray:
+        """uint8 (h·w, 3·P·P): patches, the M² of a row adjacent, see `cut_patches`."""
+        resized = to_rgb(image).resize(self.resized(*self.size_of(image)), self.RESAMPLING)
+        return cut_patches(np.asarray(resized)[None], self.patch_size, self.merge_size)
+
+    def fingerprint(self) -> str:
+        """Hex digest that changes whenever sizes or row counts may change."""
+        own: Any = self
+        pairs = zip(fields(own), astuple(own), strict=True)
+        settings = tuple(value for field, value in pairs if field.name != "jpeg_draft")
+        return hashlib.sha256(repr((self.KIND, settings)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class ImageProcessor(StillImages):
     """Qwen2-VL preprocessing: resize to whole merge blocks, cut into patches, normalise.
 
-    patch_size: P, pixels. merge_size: M, patches per side that become one row.
     temporal_patch_size: T, frames per patch; a still image is repeated T times.
     min_pixels, max_pixels: bounds on the pixels of the resized image.
-    mean, std: per RGB channel, for values in 0..1.
-    tower_width: hidden size of the tower that encodes the patches; only `cost` depends on it.
-    jpeg_draft: as in `ImageFiles`.
 
-    Raises ValueError when built with sizes that cannot work.
+    Raises ValueError when built with bounds that nothing can meet.
     """
 
     patch_size: int = 14
@@ -97,32 +157,16 @@ class ImageProcessor(StillImages):
     jpeg_draft: bool = False
 
     KIND: ClassVar[str] = "qwen2_vl-1"
+    RESAMPLING: ClassVar[Image.Resampling] = Image.Resampling.BICUBIC
 
     def __post_init__(self) -> None:
-        # Lists from YAML become tuples, so that equal settings have equal fingerprints.
-        object.__setattr__(self, "mean", tuple(float(value) for value in self.mean))
-        object.__setattr__(self, "std", tuple(float(value) for value in self.std))
-        problems = [
-            f"{name} is {getattr(self, name)}, needs to be at least 1"
-            for name in (
-                "patch_size",
-                "merge_size",
-                "temporal_patch_size",
-                "min_pixels",
-                "tower_width",
-            )
-            if getattr(self, name) < 1
-        ]
-        block = self.patch_size * self.merge_size
+        block = self.row_pixels
         if self.max_pixels < max(self.min_pixels, block * block):
-            problems.append(
-                f"max_pixels is {self.max_pixels}, needs to be at least min_pixels "
-                f"({self.min_pixels}) and one merge block ({block} x {block} = {block * block})"
+            raise ValueError(
+                f"image processor: max_pixels is {self.max_pixels}, needs to be at least "
+                f"min_pixels ({self.min_pixels}) and one merge block ({block} x {block} = "
+                f"{block * block})"
             )
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std, default=0.0) <= 0:
-            problems.append(f"mean {self.mean} and std {self.std} need 3 values each, std above 0")
-        if problems:
-            raise ValueError("image processor: " + "; ".join(problems))
 
     @property
     def wire(self) -> WireForm:
@@ -130,49 +174,35 @@ class ImageProcessor(StillImages):
         width, frames = 3 * self.patch_size**2, self.temporal_patch_size
         return WireForm(width, normalisation_table, self.mean, self.std, frames)
 
-    def shown_size(self, size: Size) -> Size:
-        """As `resized`."""
-        return self.resized(*size)
-
-    def resized(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) in pixels after resizing: multiples of P·M, within the pixel bounds.
+    def resized(self, width: int, height: int) -> Size:
+        """The size at which an image becomes patches, within the pixel bounds.
 
         The aspect ratio is kept as well as the multiples allow. A very long image may end above
         `max_pixels`, because a side is never shorter than one merge block.
 
-        Raises ValueError for an empty image or an aspect ratio above 200.
+        Raises ValueError for an aspect ratio above 200.
         """
-        if width < 1 or height < 1:
-            raise ValueError(
-                f"image of {width} x {height} pixels: both sides need to be at least 1"
-            )
+        return self._bounded(width, height, 1, 1)
+
+    def _bounded(self, width: int, height: int, frames: int, whole: int) -> Size:
+        """The size of ``frames`` frames, if ``whole`` of them together are to meet the bounds."""
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise ValueError(
                 f"image of {width} x {height} pixels has an aspect ratio of "
                 f"{max(width, height) / min(width, height):.0f}, at most {MAX_ASPECT_RATIO} is "
                 "allowed; crop or split it"
             )
-        block = self.patch_size * self.merge_size
+        block, pixels = self.row_pixels, frames * height * width
         new_width, new_height = round(width / block) * block, round(height / block) * block
-        if new_width * new_height > self.max_pixels:
-            shrink = math.sqrt((height * width) / self.max_pixels)
+        if whole * new_width * new_height > self.max_pixels:
+            shrink = math.sqrt(pixels / self.max_pixels)
             new_width = max(block, math.floor(width / shrink / block) * block)
             new_height = max(block, math.floor(height / shrink / block) * block)
-        elif new_width * new_height < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
+        elif whole * new_width * new_height < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / pixels)
             new_width = math.ceil(width * grow / block) * block
             new_height = math.ceil(height * grow / block) * block
         return new_width, new_height
-
-    def grid(self, width: int, height: int) -> Grid:
-        """(t, h, w) in patches of an image of `width` x `height` pixels; t is 1."""
-        new_width, new_height = self.resized(width, height)
-        return 1, new_height // self.patch_size, new_width // self.patch_size
-
-    def patches(self, image: Image.Image) -> np.ndarray:
-        """uint8 (t·h·w, 3·P·P): patches in Qwen's order, see `cut_patches`."""
-        resized = to_rgb(image).resize(self.resized(*self.size_of(image)), Image.Resampling.BICUBIC)
-        return cut_patches(np.asarray(resized)[None], self.patch_size, self.merge_size)
 
 
 def cut_patches(frames: np.ndarray, size: int, merge: int, frames_per_patch: int = 1) -> np.ndarray:

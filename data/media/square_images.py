@@ -5,6 +5,7 @@ Letters: `P` patch size in pixels, `M` merge size in patches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,9 +14,51 @@ import numpy as np
 from PIL import Image
 
 from data.media.image_files import to_rgb
-from data.media.images import StillImages, cut_patches, normalisation_table
-from data.media.pan_and_scan import Box, PanAndScan, crops_text
-from data.media.processor import Grid, Part, PartPlan, Size, WireForm
+from data.media.images import StillImages, normalisation_table
+from data.media.processor import Part, PartPlan, Size, WireForm
+from data.text.item_text import ITEM_SLOT
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels, as Pillow crops
+
+
+@dataclass(frozen=True)
+class PanAndScan:
+    """When a long image is shown whole and again in crops, and in how many.
+
+    Source: transformers `Gemma3ImageProcessorPil.pan_and_scan`.
+
+    min_crop_size: pixels of the shorter side of a crop; smaller ones are not made.
+    max_num_crops: crops of one image, side by side along its longer side.
+    min_ratio: of the longer side to the shorter one, below which an image is not cropped.
+    """
+
+    min_crop_size: int = 256
+    max_num_crops: int = 4
+    min_ratio: float = 1.2
+
+    def crops(self, width: int, height: int) -> list[Box]:
+        """The crops of an image of this many pixels, from its start on; none if it is not long.
+
+        Raises ValueError for an image too small for the crops that the settings ask for.
+        """
+        long, short = max(width, height), min(width, height)
+        if long / short < self.min_ratio:
+            return []
+        wanted = min(math.floor(long / self.min_crop_size), math.floor(long / short + 0.5))
+        count = min(self.max_num_crops, max(2, wanted))
+        step = math.ceil(long / count)
+        if min(step, short) < self.min_crop_size:
+            return []
+        starts = [step * number for number in range(count)]
+        if starts[-1] >= long:
+            raise ValueError(
+                f"image of {width} x {height} pixels: {count} crops of {step} pixels leave "
+                "nothing for the last one; raise pan_and_scan_min_crop_size"
+            )
+        spans = [(start, min(start + step, long)) for start in starts]
+        if width >= height:
+            return [(start, 0, end, height) for start, end in spans]
+        return [(0, start, width, end) for start, end in spans]
 
 
 @dataclass(frozen=True)
@@ -23,13 +66,8 @@ class SquareImageProcessor(StillImages):
     """Resize to ``image_size`` x ``image_size`` pixels, cut into patches, normalise.
 
     The aspect ratio is not kept. Source: transformers `Gemma3ImageProcessorPil`.
-    patch_size: P, pixels. merge_size: M, patches per side that become one row.
-    mean, std: per RGB channel, for values in 0..1.
-    tower_width: hidden size of the tower that encodes the patches; only `cost` depends on it.
-    pan_and_scan: when crops of an image become further items; None for never.
-    jpeg_draft: as in `ImageFiles`; of images without crops.
-
-    Raises ValueError when built with sizes that cannot work.
+    image_size: a multiple of P·M. pan_and_scan: when crops of an image become further items; None
+    for never. jpeg_draft: of images without crops.
     """
 
     image_size: int
@@ -42,62 +80,37 @@ class SquareImageProcessor(StillImages):
     jpeg_draft: bool = False
 
     KIND: ClassVar[str] = "gemma3-2"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mean", tuple(float(value) for value in self.mean))
-        object.__setattr__(self, "std", tuple(float(value) for value in self.std))
-        if min(self.patch_size, self.merge_size, self.tower_width) < 1:
-            raise ValueError(
-                f"image processor: patch_size {self.patch_size}, merge_size {self.merge_size} and "
-                f"tower_width {self.tower_width} need to be at least 1"
-            )
-        if self.image_size < self.row_pixels or self.image_size % self.row_pixels:
-            raise ValueError(
-                f"image processor: image_size {self.image_size} needs to be a multiple of "
-                f"patch_size · merge_size, {self.row_pixels}"
-            )
-        if min(self.std) <= 0:
-            raise ValueError(f"image processor: std {self.std} needs values above 0")
+    RESAMPLING: ClassVar[Image.Resampling] = Image.Resampling.BILINEAR
 
     @property
     def wire(self) -> WireForm:
         """3·P·P bytes of a patch, and as many values."""
         return WireForm(3 * self.patch_size**2, normalisation_table, self.mean, self.std)
 
+    def resized(self, width: int, height: int) -> Size:
+        """The square."""
+        return self.image_size, self.image_size
+
     def shown_size(self, size: Size) -> Size | None:
         """The square, unless there are crops."""
-        return None if self._crops(Part(size)) else (self.image_size, self.image_size)
-
-    def grid(self, width: int, height: int) -> Grid:
-        """(1, h, w) in patches, the same for every image.
-
-        Raises ValueError for an empty image.
-        """
-        if width < 1 or height < 1:
-            raise ValueError(
-                f"image of {width} x {height} pixels: both sides need to be at least 1"
-            )
-        side = self.image_size // self.patch_size
-        return 1, side, side
+        return None if self._crops(size) else self.resized(*size)
 
     def plan(self, part: Part) -> PartPlan:
-        """The image, and an item for each of its crops. Raises as `grid` and for several frames."""
-        whole = super().plan(part)
-        return replace(whole, text=crops_text(len(self._crops(part))))
+        """The image, and an item for each of its crops. Raises ValueError for several frames.
+
+        Source of the text: transformers `Gemma3Processor.replace_image_token`.
+        """
+        whole, crops = super().plan(part), " ".join([ITEM_SLOT] * len(self._crops(part.size)))
+        if not crops:
+            return whole
+        text = f"Here is the original image {ITEM_SLOT} and here are some crops to help you see"
+        return replace(whole, text=f"{text} better {crops}")
 
     def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
         """uint8 (h·w, 3·P·P) of the image, or of a crop of it."""
         if item == 0:
             return self.patches(files[0])
-        return self.patches(to_rgb(files[0]).crop(self._crops(part)[item - 1]))
+        return self.patches(to_rgb(files[0]).crop(self._crops(part.size)[item - 1]))
 
-    def _crops(self, part: Part) -> list[Box]:
-        if self.pan_and_scan is None:
-            return []
-        return self.pan_and_scan.crops(*part.size)
-
-    def patches(self, image: Image.Image) -> np.ndarray:
-        """uint8 (h·w, 3·P·P): patches, the M² of a row adjacent, see `cut_patches`."""
-        size = (self.image_size, self.image_size)
-        resized = to_rgb(image).resize(size, Image.Resampling.BILINEAR)
-        return cut_patches(np.asarray(resized)[None], self.patch_size, self.merge_size)
+    def _crops(self, size: Size) -> list[Box]:
+        return [] if self.pan_and_scan is None else self.pan_and_scan.crops(*size)

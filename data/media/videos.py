@@ -9,17 +9,16 @@ Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from PIL import Image
 
 from data.media.image_files import to_rgb
-from data.media.images import MAX_ASPECT_RATIO, ImageProcessor, cut_patches
-from data.media.processor import Part, PartPlan, WireForm, encoding_cost
+from data.media.images import ImageProcessor, cut_patches
+from data.media.processor import Part, PartPlan, Size, WireForm
 from data.text.item_text import ITEM_SLOT
 
 VIDEO = "video"
@@ -40,14 +39,6 @@ class VideoProcessor(ImageProcessor):
 
     KIND: ClassVar[str] = "qwen2_vl-video-1"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.tokens_per_second > 0:
-            raise ValueError(
-                f"video processor: tokens_per_second is {self.tokens_per_second}, needs to be "
-                "above 0"
-            )
-
     @classmethod
     def like(
         cls,
@@ -57,17 +48,8 @@ class VideoProcessor(ImageProcessor):
         tokens_per_second: float = 2.0,
     ) -> Self:
         """A processor that cuts and normalises like ``images``, the one for the tower's images."""
-        return cls(
-            patch_size=images.patch_size,
-            merge_size=images.merge_size,
-            temporal_patch_size=images.temporal_patch_size,
-            min_pixels=min_pixels,
-            max_pixels=max_pixels,
-            mean=images.mean,
-            std=images.std,
-            tower_width=images.tower_width,
-            tokens_per_second=tokens_per_second,
-        )
+        own: dict[str, Any] = vars(images) | {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        return cls(**own | {"jpeg_draft": False, "tokens_per_second": tokens_per_second})
 
     @property
     def wire(self) -> WireForm:
@@ -75,8 +57,8 @@ class VideoProcessor(ImageProcessor):
         width = 3 * self.temporal_patch_size * self.patch_size**2
         return WireForm(width, frame_normalisation_table, self.mean, self.std)
 
-    def frame_size(self, part: Part) -> tuple[int, int]:
-        """(width, height) in pixels of the part's resized frames. Raises as `resized`."""
+    def frame_size(self, part: Part) -> Size:
+        """Of the part's resized frames. Raises as `resized`."""
         return self.resized(*part.size)
 
     def plan(self, part: Part) -> PartPlan:
@@ -85,22 +67,7 @@ class VideoProcessor(ImageProcessor):
         # In float32 as in transformers, because positions are then cut to whole numbers.
         seconds = np.float32(self.temporal_patch_size / part.fps)
         step = np.float32(self.tokens_per_second) * seconds
-        return self._plan(part, t, ITEM_SLOT, float(step))
-
-    def _plan(self, part: Part, t: int, text: str, time_step: float) -> PartPlan:
-        width, height = self.frame_size(part)
-        h, w = height // self.patch_size, width // self.patch_size
-        return PartPlan(
-            grid=(t, h, w),
-            row_grid=(t, h // self.merge_size, w // self.merge_size),
-            cost=t * encoding_cost(h * w, self.tower_width),  # attention stays inside a frame
-            text=text,
-            time_step=time_step,
-        )
-
-    def item_files(self, part: Part, item: int) -> range:
-        """All frames."""
-        return range(part.frames)
+        return self._plan(self.frame_size(part), t, time_step=float(step))
 
     def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
         """uint8 (t·h·w, 3·T·P·P): patches in Qwen's order, see `cut_patches`."""
@@ -120,46 +87,29 @@ class TimedVideoProcessor(VideoProcessor):
 
     KIND: ClassVar[str] = "qwen3_vl-video-1"
 
-    def frame_size(self, part: Part) -> tuple[int, int]:
-        """(width, height) in pixels of the part's resized frames: multiples of P·M.
-
-        Raises ValueError for an aspect ratio above 200.
-        """
-        block, frames = self.row_pixels, max(part.frames, self.temporal_patch_size)
+    def frame_size(self, part: Part) -> Size:
+        """Of the part's resized frames. Raises as `resized`."""
+        block, size = self.row_pixels, self.temporal_patch_size
         width, height = part.size
         if min(width, height) < block:
             scale = max(block / height, block / width)
             width, height = int(width * scale), int(height * scale)
-        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-            self.resized(width, height)  # raises
-        new_width, new_height = round(width / block) * block, round(height / block) * block
-        whole = round(frames / self.temporal_patch_size) * self.temporal_patch_size
-        pixels = frames * height * width
-        if whole * new_width * new_height > self.max_pixels:
-            shrink = math.sqrt(pixels / self.max_pixels)
-            new_width = max(block, math.floor(width / shrink / block) * block)
-            new_height = max(block, math.floor(height / shrink / block) * block)
-        elif whole * new_width * new_height < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / pixels)
-            new_width = math.ceil(width * grow / block) * block
-            new_height = math.ceil(height * grow / block) * block
-        return new_width, new_height
+        frames = max(part.frames, size)
+        return self._bounded(width, height, frames, round(frames / size) * size)
 
     def plan(self, part: Part) -> PartPlan:
         """An item per T frames. Raises as `frame_size`."""
-        files = [self.item_files(part, item) for item in range(self._num_items(part))]
+        count = -(-part.frames // self.temporal_patch_size)
+        files = [self.item_files(part, item) for item in range(count)]
         # A patch that is filled with copies of the last frame ends at that frame.
         times = [(own[0] / part.fps + own[-1] / part.fps) / 2 for own in files]
         text = "".join(f"<{time:.1f} seconds>{ITEM_SLOT}" for time in times)
-        return self._plan(part, 1, text, 1.0)
+        return self._plan(self.frame_size(part), text=text)
 
     def item_files(self, part: Part, item: int) -> range:
         """T frames, fewer at the end of the video."""
         first = item * self.temporal_patch_size
         return range(first, min(first + self.temporal_patch_size, part.frames))
-
-    def _num_items(self, part: Part) -> int:
-        return -(-part.frames // self.temporal_patch_size)
 
 
 def resize_frames(frames: np.ndarray, width: int, height: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The rows of JSON, JSON Lines and Parquet files, one after the other in bounded memory."""
+"""The rows of JSON, JSON Lines and Parquet files, one after the other."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import IO, Any
 from data.index.shards import pattern_root
 from data.text.forms import unique_keys
 
-_MAX_ROW = 64 * 2**20  # bytes of JSON, or characters of an element
-_CHUNK = 2**20
 _BATCH = 16  # rows of Parquet that are in memory, beside the row group they come from
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 
@@ -60,41 +58,31 @@ def read_rows(file: str) -> Iterator[Row]:
         if file.lower().endswith(".parquet"):
             yield from _of_parquet(file)
             return
-        size = max(os.path.getsize(file), 1)
         with open(file, "rb") as opened:
-            if opened.read(3) != b"\xef\xbb\xbf":  # a byte order mark
-                opened.seek(0)
-            start = opened.tell()
-            is_array = opened.read(4096).lstrip()[:1] == b"["
-            opened.seek(start)
-            yield from (_of_array if is_array else _of_lines)(opened, file, size)
+            is_array = opened.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            opened.seek(0)
+            yield from (_of_array if is_array else _of_lines)(opened, file)
     except OSError as error:  # pyarrow's own errors are OSError or ValueError
         raise ValueError(f"{file} cannot be read: {error}") from error
 
 
-def _of_lines(opened: IO[bytes], file: str, size: int) -> Iterator[Row]:
-    number = 0
-    while line := opened.readline(_MAX_ROW + 1):
-        number += 1
-        too_long = len(line) > _MAX_ROW
-        while too_long and line and not line.endswith(b"\n"):
-            line = opened.readline(_MAX_ROW)
-        document, problem = None, f"has more than {_MAX_ROW >> 20} MiB" if too_long else ""
-        if not too_long:
-            if not line.strip():
-                continue
-            try:
-                document = json.loads(line, object_pairs_hook=unique_keys)
-            except (ValueError, RecursionError) as error:
-                problem = f"malformed JSON: {error}"
-        yield Row(file, number, document, opened.tell() / size, problem)
+def _of_lines(opened: IO[bytes], file: str) -> Iterator[Row]:
+    size, done = os.path.getsize(file), 0
+    for number, line in enumerate(opened, 1):
+        done += len(line)
+        if not line.strip():
+            continue
+        document, problem = None, ""
+        try:
+            document = json.loads(line, object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError) as error:
+            problem = f"malformed JSON: {error}"
+        yield Row(file, number, document, done / size, problem)
 
 
-def _of_array(opened: IO[bytes], file: str, size: int) -> Iterator[Row]:
-    """The elements of an array; of the file, hardly more than one of them is in memory."""
-    decode = codecs.getincrementaldecoder("utf-8")().decode
-    text, number, ended = "", 0, False
-    problems: list[str] = []  # of the element, which ends where it ends all the same
+def _of_array(opened: IO[bytes], file: str) -> Iterator[Row]:
+    """The elements of an array; the file is in memory as a text, and one element of it decoded."""
+    number, problems = 0, list[str]()  # of an element, which ends where it ends all the same
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         try:
@@ -103,45 +91,31 @@ def _of_array(opened: IO[bytes], file: str, size: int) -> Iterator[Row]:
             problems.append(str(error))
             return {}
 
-    scan = json.JSONDecoder(object_pairs_hook=read_object).raw_decode
-
-    def more(least: int) -> None:
-        nonlocal text, ended
-        data = opened.read(least)
-        ended = not data
-        text = (text + decode(data, ended)).lstrip()
-
-    def fail(problem: object) -> ValueError:
-        return ValueError(f"{file}, after element {number}: {problem}; nothing after it was read")
-
+    decoder = json.JSONDecoder(object_pairs_hook=read_object)
     try:
-        while True:
-            while not text and not ended:
-                more(_CHUNK)
-            if text[:1] == "]" and number:
+        text = opened.read().decode("utf-8-sig")
+        place, mark = _behind_space(text, 0), "["
+        while text[place : place + 1] == mark:
+            place = _behind_space(text, place + 1)
+            if mark == "[" and text[place : place + 1] == "]":
                 return
-            if text[:1] != ("," if number else "["):
-                raise fail("no comma or end of the array")
-            text = text[1:].lstrip()
-            while True:
-                if not number and text[:1] == "]":
-                    return
-                problems.clear()
-                try:
-                    document, end = scan(text) if text else (None, 0)
-                except json.JSONDecodeError as error:
-                    if ended or len(text) > _MAX_ROW:
-                        raise fail(f"malformed JSON or too large a row ({error})") from error
-                    end = 0
-                if end and (end < len(text) or ended):
-                    break
-                if ended:
-                    raise fail("the file is cut off")
-                more(max(_CHUNK, len(text)))
-            number, text = number + 1, text[end:].lstrip()
-            yield Row(file, number, document, opened.tell() / size, "; ".join(problems[:1]))
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise fail(error) from error
+            problems.clear()
+            document, place = decoder.raw_decode(text, place)
+            number += 1
+            yield Row(file, number, document, place / len(text), "; ".join(problems[:1]))
+            place, mark = _behind_space(text, place), ","
+        if text[place : place + 1] != "]":
+            raise ValueError("no comma or end of the array")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file}, after element {number}: {error}; nothing after it was read"
+        ) from error
+
+
+def _behind_space(text: str, place: int) -> int:
+    while text[place : place + 1].isspace():
+        place += 1
+    return place
 
 
 def _of_parquet(file: str) -> Iterator[Row]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from data.media.audio import AudioClips
 from data.media.image_files import image_size
 from data.pack.rows import Row, find_files, read_rows
 from data.text.forms import Embedded, parse_messages, read_chat
-from data.text.messages import check_messages, mentions
+from data.text.messages import mentions
 
 BAD_SAMPLES = "bad_samples.jsonl"
 _SHARD = "shard-{:06d}.tar"
@@ -95,15 +94,16 @@ def pack(
     if any(out.iterdir()) and not overwrite:
         raise ValueError(f"{out} is not empty: give another folder, or --overwrite")
     packed, rows = Packed(), 0
-    with _Writer(out, size, packed).opened() as writer:
+    with _Writer(out, size, packed) as writer:
         for number, file in enumerate(files):
             for row in read_rows(file):
                 try:
                     sample = _sample(row, f"{rows:09d}", media)
+                except (ValueError, TypeError, RecursionError) as error:
+                    _list_bad(out, row, str(error), packed)
+                else:
                     packed.files += len(sample) - 2
                     writer.write(sample)
-                except _BadRow as error:
-                    _list_bad(out, row, str(error), packed)
                 rows += 1
                 if packed.bad > max_bad_fraction * max(rows, _ENOUGH_ROWS):
                     raise _too_many(packed, rows, max_bad_fraction, out)
@@ -122,10 +122,6 @@ def _too_many(packed: Packed, rows: int, limit: float, out: Path) -> ValueError:
     )
 
 
-class _BadRow(Exception):
-    """A row that is left out; the text is the reason."""
-
-
 def _list_bad(out: Path, row: Row, reason: str, packed: Packed) -> None:
     packed.bad += 1
     reason = reason[:_MAX_REASON]
@@ -136,45 +132,40 @@ def _list_bad(out: Path, row: Row, reason: str, packed: Packed) -> None:
 
 
 def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
-    """A row for the tar writer, in our form. Raises _BadRow."""
+    """A row for the tar writer, in our form.
+
+    Raises ValueError, RecursionError, and TypeError for bytes inside a message.
+    """
     if row.problem:
-        raise _BadRow(row.problem)
-    try:
-        chat = read_chat(row.document)
-        check_messages(chat.messages, key)
-        if chat.left:
-            raise ValueError(f"it has files that no message mentions ({', '.join(chat.left)})")
-        kinds = [one.media for one in mentions(chat.messages, key) for _ in range(one.frames)]
-        assert len(kinds) == len(chat.files), "one entry per file"
-        tools = chat.messages[0].pop("tools", None)
-        document = {"messages": chat.messages} | ({"tools": tools} if tools else {})
-        sample: dict[str, str | bytes] = {"__key__": key}
-        for number, (kind, given) in enumerate(zip(kinds, chat.files, strict=True)):
-            try:
-                suffix, data = media.read(kind, given)
-            except ValueError as error:
-                raise ValueError(f"file {number}: {error}") from error
-            sample[f"{number}.{suffix}"] = data
-        sample["json"] = text = json.dumps(document, ensure_ascii=False).encode()
-        if len(text) > MAX_JSON_BYTES:
-            raise ValueError(f"its chat has {len(text)} bytes, at most {MAX_JSON_BYTES} are read")
-        parse_messages(text)  # what no reader would take is not packed
-    except (ValueError, TypeError, RecursionError) as error:  # TypeError: bytes inside a message
-        raise _BadRow(str(error)) from error
+        raise ValueError(row.problem)
+    chat = read_chat(row.document)
+    mentioned = mentions(chat.messages, key)
+    if chat.left:
+        raise ValueError(f"it has files that no message mentions ({', '.join(chat.left)})")
+    kinds = [one.media for one in mentioned for _ in range(one.frames)]
+    tools = chat.messages[0].pop("tools", None)
+    document = {"messages": chat.messages} | ({"tools": tools} if tools else {})
+    sample: dict[str, str | bytes] = {"__key__": key}
+    for number, (kind, given) in enumerate(zip(kinds, chat.files, strict=True)):
+        try:
+            suffix, data = media.read(kind, given)
+        except ValueError as error:
+            raise ValueError(f"file {number}: {error}") from error
+        sample[f"{number}.{suffix}"] = data
+    sample["json"] = text = json.dumps(document, ensure_ascii=False).encode()
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"its chat has {len(text)} bytes, at most {MAX_JSON_BYTES} are read")
+    parse_messages(text)  # what no reader would take is not packed
     return sample
 
 
-@dataclass(frozen=True)
 class MediaFolder:
     """The folder that rows name files in; nothing outside of it is read."""
 
-    root: Path
-    _real: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_real", os.path.realpath(self.root))
+    def __init__(self, root: Path) -> None:
+        self.root, self._real = root, os.path.realpath(root)
         if not os.path.isdir(self._real):
-            raise ValueError(f"the media root {self.root} is no folder: correct --media-root")
+            raise ValueError(f"the media root {root} is no folder: correct --media-root")
 
     def read(self, kind: str, given: Any) -> tuple[str, bytes]:
         """Suffix and bytes of a file as a row names it, or has it. Raises ValueError."""
@@ -185,15 +176,14 @@ class MediaFolder:
                 raise ValueError(f"has more than {_MAX_FILE >> 20} MiB")
             try:
                 given = base64.b64decode(given.data, validate=True)
-            except (binascii.Error, ValueError) as error:
+            except ValueError as error:
                 raise ValueError(f"is not Base64: {error}") from error
         data = given if isinstance(given, bytes) else self._of_path(given)
         if len(data) > _MAX_FILE:
             raise ValueError(f"has more than {_MAX_FILE >> 20} MiB")
         AudioClips().probe(io.BytesIO(data)) if kind == "audio" else image_size(data)
-        found = [name for start, name in _KINDS.items() if re.match(start, data, re.DOTALL)]
-        assert found, "a header that was read"
-        return found[0], data
+        found = (name for start, name in _KINDS.items() if re.match(start, data, re.DOTALL))
+        return next(found), data
 
     def _of_path(self, given: object) -> bytes:
         if not isinstance(given, str) or not given:
@@ -225,12 +215,14 @@ class _Writer:
         self._tar: Any = None
         self._samples = self._bytes = 0
 
-    @contextmanager
-    def opened(self) -> Iterator[_Writer]:
-        """Ends the last shard; leaves none half written."""
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """End the last shard; leave none half written."""
         try:
-            yield self
-            self._end()
+            if kind is None:
+                self._end()
         finally:
             if self._tar is not None:
                 with suppress(OSError):

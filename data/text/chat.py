@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from data.text.chat_template import find_chat_template, generation_ends
+from data.text.chat_template import Template, find_chat_template, generation_ends
 from data.text.item_text import ITEM_SLOT, MediaText, write_items
 from data.text.messages import (
     Mention,
@@ -20,17 +20,32 @@ from data.text.messages import (
     MessagesError,
     PlaceholderError,
     UnknownMediaError,
-    check_messages,
     is_answer,
     item_parts,
     mentions,
 )
-from data.text.rendering import Template
 from data.text.special_tokens import SpecialTokens
 
-IMAGE_PLACEHOLDERS = {"image": "<|image_pad|>"}
+IMAGES = {"image": MediaText("<|image_pad|>")}
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats
 _VERSION = 2  # raise it whenever the same files give other ids or masks
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """Messages to tokenize; key: names them in errors.
+
+    parts: media, and text with `{item}` in it, of each content part that is not text, in order of
+    mention. rows: of each item.
+    """
+
+    messages: Sequence[Message]
+    parts: Sequence[tuple[str, str]]
+    rows: Sequence[int]
+    key: str
+
+    def error(self, problem: object) -> MessagesError:
+        return MessagesError(f"sample {self.key!r}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -62,17 +77,13 @@ class ChatTokenizer:
     The folder of a checkpoint is one too. Safe to use from several threads: it only ever reads.
 
     directory: folder with tokenizer.json and a chat template; never downloads anything.
-    placeholders: by media, which is the type of content part such as "image" or "video", how its
-    items stand in the text. A token alone is one that the template writes once per item.
+    media_text: by media, which is the type of content part such as "image" or "video", how its
+    items stand in the text.
 
     Raises ValueError when the folder, its template, or a needed token is missing.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        placeholders: Mapping[str, str | MediaText] = IMAGE_PLACEHOLDERS,
-    ) -> None:
+    def __init__(self, directory: str | Path, media_text: Mapping[str, MediaText] = IMAGES) -> None:
         from transformers import AutoTokenizer  # here, because it costs seconds to import
 
         self.directory = Path(directory)
@@ -84,9 +95,8 @@ class ChatTokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"no tokenizer can be loaded from {self.directory}: {error}"
-            ) from error
+            problem = f"no tokenizer can be loaded from {self.directory}: {error}"
+            raise ValueError(problem) from error
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(
@@ -97,27 +107,24 @@ class ChatTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer, self._backend = tokenizer, backend
-        self.media_text = {
-            media: text if isinstance(text, MediaText) else MediaText(text)
-            for media, text in placeholders.items()
-        }
-        self.placeholders = {media: text.placeholder for media, text in self.media_text.items()}
+        self.media_text = media_text
+        self.placeholders = {media: text.placeholder for media, text in media_text.items()}
         # Not the number of entries: some tokenizers leave ids out.
         self.vocab_size: int = 1 + max(tokenizer.get_vocab().values())
         self.placeholder_ids: dict[str, int] = {
             media: self._required_id(token, f"the {media} placeholder")
             for media, token in self.placeholders.items()
         }
-        known = [token for token in _ENDS_OF_TURN if backend.token_to_id(token) is not None]
-        eos = known[0] if known else tokenizer.eos_token
+        known = (token for token in _ENDS_OF_TURN if backend.token_to_id(token) is not None)
+        eos = next(known, tokenizer.eos_token)
         self.eos_token_id = self._required_id(eos, "the end of a turn")
         ends = (self.eos_token_id, tokenizer.eos_token_id, *generation_ends(self.directory))
         self.stop_token_ids = frozenset(end for end in ends if end is not None)
         added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self._around_items = sorted(special - self.stop_token_ids)
-        texts = self.media_text.values()
-        needed = {eos, *self.placeholders.values(), *(one.written for one in texts)}
+        written = {one.written for one in media_text.values()}
+        needed = {eos, *self.placeholders.values()} | written
         self._special_tokens = SpecialTokens(backend, needed)
         self._template = Template(self.template, tokenizer, self._special_tokens)
         pad = tokenizer.pad_token
@@ -129,7 +136,6 @@ class ChatTokenizer:
         Raises MessagesError for malformed messages, UnknownMediaError for a media that has no
         placeholder.
         """
-        check_messages(messages, key)
         found = mentions(messages, key)
         for one in found:
             if one.media not in self.placeholders:
@@ -156,16 +162,16 @@ class ChatTokenizer:
         per item that it becomes; None where each is one item.
 
         Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
-        MessagesError when the template or the tokenizer refuses the messages, the template cannot
-        be cut at the answers, or it writes another placeholder.
+        MessagesError when the template or the tokenizer refuses the messages, or the template
+        cannot be cut at the answers.
         """
-        parts = self._parts(messages, rows_per_item, key, part_texts)
-        whole = self._rendered(messages, parts, key)
-        answer = np.zeros(len(whole.ids), dtype=bool)
-        for start, end in self._answers(messages, whole, parts, key):
+        chat = self._chat(messages, rows_per_item, key, part_texts)
+        whole = self._rendered(chat)
+        answer = np.zeros_like(whole.ids, bool)
+        for start, end in self._answers(chat, whole):
             answer[start:end] = True
         answer &= ~self._of_items(whole)
-        return self._expand(whole.ids, answer, parts, rows_per_item, key)
+        return self._expand(chat, whole.ids, answer)
 
     def encode_prompt(
         self,
@@ -179,20 +185,14 @@ class ChatTokenizer:
 
         Raises as `encode`, and MessagesError when the last message already is the assistant's.
         """
-        parts = self._parts(messages, rows_per_item, "prompt", part_texts)
+        chat = self._chat(messages, rows_per_item, "prompt", part_texts)
         if is_answer(messages[-1]):
             raise MessagesError(
                 "the last message of a prompt is the assistant's: leave the answer out"
             )
-        ids = self._rendered(messages, parts, "prompt", add_generation_prompt=True).ids
-        answer = np.zeros(len(ids), dtype=bool)
-        sample = self._expand(ids, answer, parts, rows_per_item, "prompt")
-        return EncodedSample(
-            input_ids=sample.input_ids,
-            labels=np.full_like(sample.input_ids, self.pad_token_id),
-            loss_mask=sample.loss_mask,
-            item_offsets=sample.item_offsets,
-        )
+        ids = self._rendered(chat, add_generation_prompt=True).ids
+        sample = self._expand(chat, ids, np.zeros_like(ids, bool))
+        return replace(sample, labels=np.full_like(sample.input_ids, self.pad_token_id))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids, without special tokens and outer white space."""
@@ -200,17 +200,14 @@ class ChatTokenizer:
 
     def text(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> str:
         """Text of token ids as it is; special: with the special tokens."""
-        tokens = [int(token) for token in ids]
-        return self._backend.decode(tokens, skip_special_tokens=not special)
+        return self._backend.decode([*map(int, ids)], skip_special_tokens=not special)
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever token ids or the rendering may change."""
         parts = (
             self._backend.to_str(),
             self.template,
-            sorted(
-                (name, str(token)) for name, token in self._tokenizer.special_tokens_map.items()
-            ),
+            sorted((name, str(one)) for name, one in self._tokenizer.special_tokens_map.items()),
             (sorted(self.media_text.items()), self.eos_token_id, self.pad_token_id),
             sorted(self.stop_token_ids),
             _VERSION,
@@ -226,46 +223,36 @@ class ChatTokenizer:
             )
         return token_id
 
-    def _parts(
+    def _chat(
         self,
         messages: Sequence[Message],
-        rows_per_item: Sequence[int],
+        rows: Sequence[int],
         key: str,
         part_texts: Sequence[str] | None,
-    ) -> list[tuple[str, str]]:
-        """(media, text with `{item}` in it) of each content part that is not text."""
+    ) -> _Chat:
         media = [one.media for one in self.mentions(messages, key)]
         texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
         items = sum(text.count(ITEM_SLOT) for text in texts)
-        for count, needed in ((len(media), len(texts)), (items, len(rows_per_item))):
+        for count, needed in ((len(media), len(texts)), (items, len(rows))):
             if count != needed:
                 raise PlaceholderError(key, count, needed)
-        return list(zip(media, texts, strict=True))
+        return _Chat(messages, list(zip(media, texts, strict=True)), rows, key)
 
     def _rendered(
-        self,
-        messages: Sequence[Message],
-        parts: Sequence[tuple[str, str]],
-        key: str,
-        add_generation_prompt: bool = False,
+        self, chat: _Chat, count: int | None = None, add_generation_prompt: bool = False
     ) -> _Rendered:
-        """parts: as of `_parts`; `messages` may be only the first of those that they belong to."""
+        """The first ``count`` messages, or all of them."""
+        messages = chat.messages[:count]
+        parts = chat.parts[: len(item_parts(messages))]
         try:
             text = self._template.render(messages, add_generation_prompt)
-        except ValueError as error:
-            raise MessagesError(f"sample {key!r}: {error}") from error
-        own = parts[: len(item_parts(messages))]
-        finish = self._special_tokens.finish
-        text, spans = write_items(text, own, self.media_text, key, finish)
-        try:
+            finish = self._special_tokens.finish
+            text, spans = write_items(text, parts, self.media_text, chat.key, finish)
             ids, offsets = self._special_tokens.encode(text)
-        except (TypeError, UnicodeError) as error:  # from a tokenizer given half a character
-            raise MessagesError(
-                f"sample {key!r}: the messages cannot be tokenized ({error}); need whole Unicode "
-                "characters (no lone surrogate such as \\ud83d)"
-            ) from error
+        except (MessagesError, PlaceholderError):
+            raise
         except ValueError as error:
-            raise MessagesError(f"sample {key!r}: {error}") from error
+            raise chat.error(error) from error
         return _Rendered(text, ids, offsets, spans)
 
     def _of_items(self, rendered: _Rendered) -> np.ndarray:
@@ -278,23 +265,16 @@ class ChatTokenizer:
         found = np.zeros(len(starts), dtype=bool)
         for start, end in rendered.parts:
             found |= (starts < end) & (ends > start)
-        before = np.flatnonzero(found[1:] & ~found[:-1])
-        after = np.flatnonzero(found[:-1] & ~found[1:]) + 1
-        beside = np.concatenate([before, after])
+        edges = np.diff(found.astype(np.int8))
+        beside = np.append(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) + 1)
         found[beside] = np.isin(rendered.ids[beside], self._around_items)
         return found
 
-    def _answers(
-        self,
-        messages: Sequence[Message],
-        whole: _Rendered,
-        parts: Sequence[tuple[str, str]],
-        key: str,
-    ) -> list[tuple[int, int]]:
+    def _answers(self, chat: _Chat, whole: _Rendered) -> list[tuple[int, int]]:
         """Tokens [start, end) of every answer, its end token included."""
-        numbers = [number for number, message in enumerate(messages) if is_answer(message)]
+        numbers = [number for number, message in enumerate(chat.messages) if is_answer(message)]
         if numbers[:1] == [0]:
-            raise MessagesError(f"sample {key!r}: begins with an answer; need a question before it")
+            raise chat.error("begins with an answer; need a question before it")
         if self._template.opening is not None:
             begins = [found.end() for found in self._template.opening.finditer(whole.text)]
             # A token with a character of the opening, such as two line breaks in one, is not whole.
@@ -303,67 +283,36 @@ class ChatTokenizer:
             ends = turns[np.searchsorted(turns, starts, side="right")]
             if len(starts) == len(numbers) and (ends <= [*starts[1:], len(whole.ids)]).all():
                 return list(zip(starts.tolist(), ends.tolist(), strict=True))
-        return [self._answer_span(messages, number, whole.ids, parts, key) for number in numbers]
+        return [self._answer_span(chat, number, whole.ids) for number in numbers]
 
-    def _answer_span(
-        self,
-        messages: Sequence[Message],
-        number: int,
-        ids: np.ndarray,
-        parts: Sequence[tuple[str, str]],
-        key: str,
-    ) -> tuple[int, int]:
+    def _answer_span(self, chat: _Chat, number: int, ids: np.ndarray) -> tuple[int, int]:
         """[start, end) of the answer in message `number`, for templates without an opening of it.
 
         They need to write the same for the first messages, whatever follows.
         """
-        before = self._rendered(messages[:number], parts, key, add_generation_prompt=True).ids
-        # The last answer ends the conversation: no need to render the same messages again.
-        last = number == len(messages) - 1
-        through = ids if last else self._rendered(messages[: number + 1], parts, key).ids
-        if not (_begins(through, before) and _begins(ids, through)):
-            raise MessagesError(
-                f"sample {key!r}: the chat template of {self.directory} renders the messages "
-                f"before answer {number} differently once the answer is there, so its tokens "
-                "cannot be told apart: need a template whose answers begin with a special token, "
-                "or whose output only grows with each message"
-            )
-        end = len(through)
+        before = self._rendered(chat, number, add_generation_prompt=True).ids
+        through = self._rendered(chat, number + 1).ids
+        for first, longer in ((before, through), (through, ids)):
+            if not np.array_equal(longer[: len(first)], first):
+                raise chat.error(
+                    f"the chat template of {self.directory} renders the messages before answer "
+                    f"{number} differently once the answer is there, so its tokens cannot be told "
+                    "apart: need a template whose answers begin with a special token, or whose "
+                    "output only grows with each message"
+                )
         # What follows the end of a turn (a line break, in Qwen's template) is never generated.
-        for position in range(len(through) - 1, len(before) - 1, -1):
-            if through[position] == self.eos_token_id:
-                end = position + 1
-                break
-        return len(before), end
+        turns = len(before) + np.flatnonzero(through[len(before) :] == self.eos_token_id)
+        return len(before), int(turns[-1]) + 1 if len(turns) else len(through)
 
-    def _expand(
-        self,
-        ids: np.ndarray,
-        answer: np.ndarray,
-        parts: Sequence[tuple[str, str]],
-        rows_per_item: Sequence[int],
-        key: str,
-    ) -> EncodedSample:
-        """Repeat each placeholder rows_per_item[k] times; shift labels and mask by one."""
+    def _expand(self, chat: _Chat, ids: np.ndarray, answer: np.ndarray) -> EncodedSample:
+        """Repeat each placeholder as often as its item has rows; shift labels and mask by one."""
         placeholders = np.flatnonzero(np.isin(ids, list(self.placeholder_ids.values())))
-        wanted = [
-            self.placeholder_ids[m] for m, text in parts for _ in range(text.count(ITEM_SLOT))
-        ]
-        if len(placeholders) != len(wanted):
-            raise PlaceholderError(key, len(placeholders), len(wanted))
-        if ids[placeholders].tolist() != wanted:
-            raise MessagesError(
-                f"sample {key!r}: the placeholders in its text are not those of its items in order "
-                f"of mention ({', '.join(media for media, _ in parts)})"
-            )
+        if len(placeholders) != len(chat.rows):
+            raise PlaceholderError(chat.key, len(placeholders), len(chat.rows))
         repeats = np.ones(len(ids), dtype=np.int64)
-        repeats[placeholders] = rows_per_item
+        repeats[placeholders] = chat.rows
         input_ids = np.repeat(ids, repeats)
         labels = np.append(input_ids[1:], self.pad_token_id)
         loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)
         starts = np.cumsum(repeats) - repeats
         return EncodedSample(input_ids, labels, loss_mask, starts[placeholders])
-
-
-def _begins(ids: np.ndarray, first: np.ndarray) -> bool:
-    return np.array_equal(ids[: len(first)], first)

@@ -114,7 +114,8 @@ class _Reader:
         is_llava = any("from" in turn for turn in turns)
         # Elsewhere `<image>` is a text like any other.
         self._tokens = is_llava or (any(self.given.values()) and not in_parts)
-        found = [media for turn in turns for media in _TOKEN.findall(_text_of(turn))]
+        texts = (turn.get("value" if "from" in turn else "content") for turn in turns)
+        found = [m for text in texts if isinstance(text, str) for m in _TOKEN.findall(text)]
         self._first: list[str] = []
         for media, own in self.given.items() if self._tokens else ():
             count = found.count(media)
@@ -127,15 +128,15 @@ class _Reader:
         """A message in our form; what is not recognised stays, and is refused when checked."""
         if not isinstance(turn, Mapping):
             return turn
-        turn = {name: value for name, value in turn.items() if value is not None}
+        turn = _present(turn)
         if "from" in turn:
-            turn = self._of_llava(turn)
-        if turn.get("role") in ("developer", "function"):
-            turn["role"] = {"developer": "system", "function": "tool"}[turn["role"]]
-        calls = turn.get("tool_calls") or [turn[n] for n in ("function_call",) if n in turn]
-        turn.pop("function_call", None)
-        if calls:
-            turn["tool_calls"] = [_call(one) for one in calls]
+            turn = _of_llava(turn)
+        for theirs, ours in (("developer", "system"), ("function", "tool")):
+            if turn.get("role") == theirs:
+                turn["role"] = ours
+        call = turn.pop("function_call", None)
+        if calls := turn.get("tool_calls") or ([] if call is None else [call]):
+            turn["tool_calls"] = [_call(one) for one in (calls if _is_list(calls) else [calls])]
             turn.setdefault("content", "")
         content = turn.get("content")
         if isinstance(content, str) and self._tokens:
@@ -144,28 +145,11 @@ class _Reader:
             turn["content"] = [self._part(part) for part in content]
         return turn
 
-    def _of_llava(self, turn: dict[str, Any]) -> dict[str, Any]:
-        sender, value = turn.pop("from"), turn.pop("value", None)
-        if sender not in _ROLES:
-            raise ValueError(
-                f'a message is "from" {short_text(sender)}; need one of {sorted(_ROLES)}'
-            )
-        if sender == "function_call":
-            calls = _parsed(value, "a function_call")
-            return {
-                **turn,
-                "role": "assistant",
-                "tool_calls": calls if _is_list(calls) else [calls],
-            }
-        return {**turn, "role": _ROLES[sender], "content": value}
-
     def _split(self, text: str, asks: bool) -> Any:
-        pieces = _TOKEN.split(text)
         parts: list[Any] = []
         if asks:
-            parts = [self._item(media) for media in self._first]
-            self._first = []
-        for number, piece in enumerate(pieces):
+            parts, self._first = [self._item(media) for media in self._first], []
+        for number, piece in enumerate(_TOKEN.split(text)):
             if number % 2:
                 parts.append(self._item(piece))
             elif piece:
@@ -199,16 +183,33 @@ class _Reader:
     def _part(self, part: Any) -> Any:
         if not isinstance(part, Mapping):
             return part
-        part = {name: value for name, value in part.items() if value is not None}
-        kind = part.get("type")
-        if kind == "image_url":
-            url = part.get("image_url")
-            return self._item("image", {"url": url.get("url") if isinstance(url, Mapping) else url})
-        if kind == "input_audio":
-            sound = part.get("input_audio")
-            data = sound.get("data") if isinstance(sound, Mapping) else None
-            return self._item("audio", {"audio": Embedded(str(data))})
-        return self._item(kind, part) if isinstance(kind, str) and kind != "text" else part
+        part = _present(part)
+        match part:
+            case {"type": "image_url"}:
+                url = part.get("image_url")
+                url = url.get("url") if isinstance(url, Mapping) else url
+                return self._item("image", {"url": url})
+            case {"type": "input_audio"}:
+                sound = part.get("input_audio")
+                data = sound.get("data") if isinstance(sound, Mapping) else None
+                return self._item("audio", {"audio": Embedded(str(data))})
+            case {"type": str(kind)} if kind != "text":
+                return self._item(kind, part)
+        return part
+
+
+def _present(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not null: Parquet fills rows up with nulls."""
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _of_llava(turn: dict[str, Any]) -> dict[str, Any]:
+    sender, value = turn.pop("from"), turn.pop("value", None)
+    if sender not in _ROLES:
+        raise ValueError(f'a message is "from" {short_text(sender)}; need one of {sorted(_ROLES)}')
+    if sender == "function_call":
+        return {**turn, "role": "assistant", "tool_calls": _parsed(value, "a function_call")}
+    return {**turn, "role": _ROLES[sender], "content": value}
 
 
 def _files(document: Mapping[str, Any], media: str) -> list[Any]:
@@ -256,11 +257,6 @@ def _parsed(value: Any, what: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is a text that is not JSON: {short_text(value)}") from error
-
-
-def _text_of(turn: Mapping[str, Any]) -> str:
-    text = turn.get("value" if "from" in turn else "content")
-    return text if isinstance(text, str) else ""
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:

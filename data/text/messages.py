@@ -68,8 +68,10 @@ class Mention:
 def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
     """The content parts that stand for items, in order of mention.
 
-    Raises MessagesError for invalid `frames` or `fps`.
+    Raises MessagesError unless `messages` is a chat of texts and items with valid `frames` and
+    `fps`.
     """
+    _check(messages, key)
     found = []
     for part in item_parts(messages):
         frames, fps = part.get("frames", 1), part.get("fps", DEFAULT_FPS)
@@ -87,9 +89,7 @@ def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
     return found
 
 
-def check_messages(messages: object, key: str) -> None:
-    """Raise MessagesError unless `messages` is a chat list of text parts and items."""
-
+def _check(messages: object, key: str) -> None:
     def fail(problem: str) -> MessagesError:
         return MessagesError(
             f"sample {key!r}: {problem}; need a list such as "
@@ -108,11 +108,13 @@ def check_messages(messages: object, key: str) -> None:
         if not isinstance(content, Sequence):
             raise fail(f"the content of message {number} is {short_text(content)}")
         for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            has_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
-            if not isinstance(kind, str) or (kind == "text" and not has_text):
-                shown = short_text(part)
-                raise fail(f"message {number} has the content part {shown}, neither text nor item")
+            match part:
+                case {"type": "text", "text": str()}:
+                    continue
+                case {"type": str(kind)} if kind != "text":
+                    continue
+            shown = short_text(part)
+            raise fail(f"message {number} has the content part {shown}, neither text nor item")
 
 
 def short_text(value: object) -> str:

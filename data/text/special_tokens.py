@@ -106,9 +106,15 @@ class SpecialTokens:
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Finished text -> ids int64 (L,) and the characters [start, end) of each, int64 (L, 2).
 
-        Raises ValueError when a text would become a needed token.
+        Raises ValueError for half a character, and when a text would become a needed token.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:  # from a tokenizer given half a character
+            raise ValueError(
+                f"the messages cannot be tokenized ({error}); need whole Unicode characters (no "
+                "lone surrogate such as \\ud83d)"
+            ) from error
         ids = np.array(encoding.ids, np.int64)
         if np.isin(ids, self._needed_ids).any():
             raise ValueError(

@@ -1,26 +1,25 @@
-"""Two bridges on the same ranks and rows, in alternating runs: what every rank executes.
+"""Bridges on the same ranks and rows, in turns: what every rank executes.
 
 Letters: N rows of one lane, n rows of this rank, H hidden.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge import BridgeEnd, BridgeReceiver, BridgeSender, FlatEmbeddings
-from mimo.bench.bare_messages import BareMessages
-from mimo.bench.bridge_result import Contest, Rival, Traffic
+from bridge import BridgeEnd, BridgeReceiver, BridgeSender, Exchange, FlatEmbeddings
 from mimo.bench.bridge_workload import ENCODER, Case, Delivery, Workload
-from mimo.bench.received import count_received
+from mimo.bench.contest import Run, take_turns
 from mimo.device import (
     backend,
     barrier,
@@ -29,7 +28,7 @@ from mimo.device import (
     set_threads,
     synchronize,
 )
-from mimo.engines.megatron.rival_bridge import MegatronBridge
+from mimo.engines.megatron.rival_bridge import megatron_bridge
 from mimo.launch.ranks import rank_environment
 from mimo.layout.grids import LANGUAGE
 from mimo.layout.groups import Topology, build_topology, comm_grid
@@ -39,41 +38,89 @@ _TIMEOUT_SECONDS = 300
 _START_IN_SECONDS = 0.01  # until the common start, long enough for every rank to hear of it
 DTYPE = torch.float32
 
+_How = Literal["isend", "irecv"]
+_Call = tuple[_How, Tensor, int, dist.ProcessGroup]
+Way = Literal["forward", "forward + backward"]
+WAYS: tuple[Way, ...] = ("forward", "forward + backward")
 
-class Contestant(Protocol):
-    """One bridge, seen from one rank."""
 
-    def prepare(self) -> None:
+@dataclass(frozen=True)
+class Passage:
+    """What rows took one way through one layout, by contestant: "ours" is the first.
+
+    received: bytes that each rank at the end of the way got in a run: rows at the language model,
+    or gradients back at the encoder. bound: the least that could be.
+    """
+
+    case: Case
+    rows: int
+    way: Way
+    runs: dict[str, list[Run]]
+    received: dict[str, list[int]]
+    bound: list[int]
+
+    def __str__(self) -> str:
+        """For example `2×tp1 → 1×tp4 sp, 8192 rows, forward`."""
+        return f"{self.case}, {self.rows} rows, {self.way}"
+
+
+class Bridge(ABC):
+    """One contestant, seen from one rank.
+
+    values: on an encoder rank the rows that it gives. On a rank of the language model: gradient:
+    what it sends back; places: where the rows that it gets belong, in the order of ``delivery``.
+    """
+
+    values: Tensor
+    places: Tensor
+    gradient: Tensor | None = None
+    delivery: Delivery = "sharded"
+
+    def __init__(self, workload: Workload, topology: Topology) -> None:
+        self.workload, self.rank = workload, topology.rank
+        self.encodes = topology.owns(ENCODER)
+        self.grid = workload.case.layout.grids[ENCODER if self.encodes else LANGUAGE]
+        self.lane = self.grid.coords(self.rank).dp
+
+    def prepare(self) -> None:  # noqa: B027
         """Do what is not timed, before every run."""
 
+    @abstractmethod
     def run(self, backward: bool) -> Tensor:
         """Move the rows, and with `backward` their gradients back.
 
         Returns what arrived at this rank last: the rows on a rank of the language model, and with
         `backward` the gradients on a rank of the encoder.
         """
-        ...
 
     def check(self) -> None:
-        """Raise AssertionError if rows or gradients are not what they must be."""
+        """Rows arrive as planned; gradients of twice the rows come back as twice the rows."""
+        self.prepare()
+        arrived = self.run(backward=False).detach()
+        if not self.encodes:
+            expected = self.workload.values_at(self.rank, self.places.cpu(), self.delivery)
+            assert torch.equal(arrived.cpu(), expected), f"{self}: wrong rows arrived"
+            if self.gradient is None:
+                self.gradient = torch.empty_like(arrived)
+            torch.mul(arrived, 2, out=self.gradient)
+        self.prepare()
+        arrived = self.run(backward=True)
+        if self.encodes:
+            assert torch.equal(arrived, 2 * self.values), f"{self}: wrong gradients came back"
 
 
-class OurBridge:
+class OurBridge(Bridge):
     """`bridge` as the training loop uses it."""
 
     def __init__(self, workload: Workload, topology: Topology, delivery: Delivery) -> None:
-        self.workload = workload
-        self.delivery: Delivery = delivery
-        layout, rank = workload.case.layout, topology.rank
-        groups = topology.bridges[Link(ENCODER)]
-        self.encodes = topology.owns(ENCODER)
-        module = ENCODER if self.encodes else LANGUAGE
-        grid = layout.grids[module]
+        super().__init__(workload, topology)
+        self.delivery = delivery
+        groups, grid = topology.bridges[Link(ENCODER)], self.grid
         all_gathers = not grid.sp and delivery == "sharded"
         shares = grid.tp > 1 and (self.encodes or all_gathers)
-        self.end = BridgeEnd(
+        end = BridgeEnd(
             name=ENCODER,
-            rank=rank,
+            rank=self.rank,
             forward=groups.forward,
             backward=groups.backward,
             hidden_size=workload.hidden,
@@ -81,15 +128,13 @@ class OurBridge:
             wire_dtype=DTYPE,
             device=local_device(),
             trainable=True,
-            gather=topology.modules[module].tp if shares else None,
+            gather=topology.modules[grid.module].tp if shares else None,
         )
-        self.lane = grid.coords(rank).dp
         if self.encodes:
-            self.sender = BridgeSender(self.end, self.lane, run_ahead=1)
-            self.values = workload.encoder_values(self.lane).to(self.end.device).requires_grad_()
+            self.sender = BridgeSender(end, self.lane, run_ahead=1)
+            self.values = workload.encoder_values(self.lane).to(end.device).requires_grad_()
         else:
-            self.receiver = BridgeReceiver(self.end, run_ahead=1, posted_ahead=1)
-        self.gradient: Tensor | None = None
+            self.receiver = BridgeReceiver(end, run_ahead=1, posted_ahead=1)
 
     def prepare(self) -> None:
         """Make a fresh plan, so that the run itself works out what it needs of it."""
@@ -112,179 +157,182 @@ class OurBridge:
         self.sender.finish()
         return arrived
 
-    def check(self) -> None:
-        """Rows as planned; gradients of twice the rows come back as twice the rows."""
-        self.prepare()
-        arrived = self.run(backward=False)
-        if not self.encodes:
-            places = self.places.cpu()
-            expected = self.workload.values_at(self.end.rank, places, self.delivery)
-            assert torch.equal(arrived.detach().cpu(), expected), "wrong rows arrived"
-            self.gradient = 2 * arrived.detach()
-        self.prepare()
-        arrived = self.run(backward=True)
-        if self.encodes:
-            assert torch.equal(arrived, 2 * self.values), "wrong gradients came back"
 
-
-class TheirBridge:
+class TheirBridge(Bridge):
     """Megatron's bridge. Its leaders get complete gradients at no cost, which is in its favour.
 
     In training with SP each rank would have only the gradient of its slice, and an all-gather in
     the TP group would come first.
     """
 
-    def __init__(self, workload: Workload, topology: Topology) -> None:
-        layout = workload.case.layout
-        self.encodes = topology.owns(ENCODER)
-        grid = layout.grids[ENCODER if self.encodes else LANGUAGE]
-        lane = grid.coords(topology.rank).dp
-        self.bridge = MegatronBridge(
-            comm_grid(layout.encoders[ENCODER]), comm_grid(layout.language), DTYPE, backend()
-        )
-        values = workload.encoder_values if self.encodes else workload.language_values
-        self.values = values(lane).to(local_device())
-        self.gradient = None if self.encodes else 2 * self.values
+    delivery = "replicated"
 
-    def prepare(self) -> None:
-        """Nothing: there is no plan, and shapes are exchanged in each run."""
+    def __init__(self, workload: Workload, topology: Topology) -> None:
+        super().__init__(workload, topology)
+        layout = workload.case.layout
+        grids = comm_grid(layout.encoders[ENCODER]), comm_grid(layout.language)
+        self.bridge = megatron_bridge(*grids, DTYPE, backend())
+        if self.encodes:
+            self.values = workload.encoder_values(self.lane).to(local_device())
+        else:  # every rank of a lane gets all its rows, in their order
+            index = workload.build_plan(self.delivery).receives(self.rank).index
+            self.places = torch.from_numpy(np.sort(index))
 
     def run(self, backward: bool) -> Tensor:
         """The bridge's calls of one microbatch, in the order of a pipeline schedule."""
         with torch.no_grad():
             if not self.encodes:
-                rows = self.bridge.receive_rows()
+                rows = self.bridge.recv_forward()
                 if backward:
-                    assert self.gradient is not None
-                    self.bridge.send_gradients(self.gradient)
+                    assert self.gradient is not None, "`check` comes first"
+                    self.bridge.send_backward(self.gradient)
                 return rows
-            self.bridge.send_rows(self.values)
-            return self.bridge.receive_gradients() if backward else self.values
-
-    def check(self) -> None:
-        """Rows as planned; gradients of twice the rows come back as twice the rows."""
-        arrived = self.run(backward=True)
-        expected = 2 * self.values if self.encodes else self.values
-        assert torch.equal(arrived, expected), "Megatron's bridge was used wrongly"
+            self.bridge.send_forward(self.values)
+            return self.bridge.recv_backward() if backward else self.values
 
 
-def _traffic(ranks: Sequence[int], received: list[list[int]], bound: list[int]) -> Traffic:
-    """What `ranks` received in our runs and in theirs, from what all ranks received."""
-    ours, theirs = ([of_rank[rank] for rank in ranks] for of_rank in received)
-    return Traffic(ours, theirs, bound)
+class BareMessages(Bridge):
+    """The floor: isend and irecv of our bridge's messages, in memory that is already allocated.
+
+    No plan, no autograd, no checks, no timeouts: only the time of the transport. Only for layouts
+    in which a language rank needs just its slice.
+    """
+
+    def __init__(self, workload: Workload, topology: Topology) -> None:
+        super().__init__(workload, topology)
+        plan, groups = workload.build_plan("sharded"), topology.bridges[Link(ENCODER)]
+        exchange = plan.sends(self.rank) if self.encodes else plan.receives(self.rank)
+        self.places = torch.from_numpy(exchange.index)
+        if not self.encodes:
+            self.rows = torch.zeros(len(self.places), workload.hidden, device=local_device())
+            self.gradient = torch.zeros_like(self.rows)
+            self.out = [_calls("irecv", self.rows, exchange, groups.forward)]
+            self.back = [_calls("isend", self.gradient, exchange, groups.backward)]
+            return
+        self.values = workload.encoder_values(self.lane)[self.places].to(local_device())
+        self.rows = torch.zeros_like(self.values)
+        self.out = [_calls("isend", self.values, exchange, groups.forward)]
+        # Then each replica tells the others the gradients that it got.
+        group = topology.modules[ENCODER].tp
+        shares: list[_Call] = []
+        for sibling in dist.get_process_group_ranks(group):
+            if sibling != self.rank:
+                share = self.rows.new_zeros(plan.collects(sibling).num_rows, workload.hidden)
+                shares.append(("isend", self.rows, sibling, group))
+                shares.append(("irecv", share, sibling, group))
+        self.back = [_calls("irecv", self.rows, exchange, groups.backward), shares]
+
+    def run(self, backward: bool) -> Tensor:
+        """Send all messages of a direction at once, one direction after the other."""
+        for calls in self.out + self.back if backward else self.out:
+            works = [getattr(dist, how)(part, peer, group) for how, part, peer, group in calls]
+            for work in works:
+                work.wait()
+        return self.rows
 
 
-def _common_start() -> float:
-    """Wait for a moment that all ranks of this machine agree on, and return it."""
+def _calls(how: _How, rows: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> list[_Call]:
+    """One call per peer; rows (n, H) holds all messages one after the other."""
+    parts = rows.split(list(exchange.counts))
+    return [(how, part, peer, group) for part, peer in zip(parts, exchange.peers, strict=True)]
+
+
+def _timed(bridge: Bridge, backward: bool) -> Run:
+    """From a start that all ranks of the machine agree on to the end of this rank's part."""
+    bridge.prepare()
+    synchronize()
+    barrier()
     start = torch.tensor([time.perf_counter() + _START_IN_SECONDS], dtype=torch.float64)
     start = start.to(local_device())
     dist.broadcast(start, src=0)
     moment = start.item()
     time.sleep(max(0.0, moment - time.perf_counter()))
-    return moment
-
-
-def _seconds(contestant: Contestant, backward: bool) -> float:
-    """From a common start to the end of this rank's part of one run."""
-    contestant.prepare()
+    bridge.run(backward)
     synchronize()
-    barrier()
-    start = _common_start()
-    contestant.run(backward)
-    synchronize()
-    return time.perf_counter() - start
+    return Run(time.perf_counter() - moment)
 
 
-def alternate(
-    one: Contestant, other: Contestant, backward: bool, repeats: int
-) -> tuple[list[float], list[float]]:
-    """Milliseconds of both, over `repeats` pairs of runs; each pair reverses the order.
-
-    A run ends when its last rank is done.
-    """
-    mine: dict[int, list[float]] = {0: [], 1: []}
-    for repeat in range(repeats):
-        pair = [(0, one), (1, other)]
-        for index, contestant in pair if repeat % 2 == 0 else reversed(pair):
-            mine[index].append(_seconds(contestant, backward))
-    slowest = torch.tensor([mine[0], mine[1]], dtype=torch.float64, device=local_device())
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    first, second = (1000 * slowest).tolist()
-    return first, second
-
-
-def received_bytes(contestant: Contestant, backward: bool) -> list[int]:
+def _received(bridge: Bridge, backward: bool) -> list[int]:
     """Bytes that each rank of the world receives in one run."""
-    contestant.prepare()
+    bridge.prepare()
     barrier()
-    with count_received() as received:
-        contestant.run(backward)
-    return _everyone(received.num_bytes)
-
-
-def _everyone(value: int) -> list[int]:
+    with ReceivedBytes() as received:
+        bridge.run(backward)
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, received.num_bytes)
     return values
 
 
-def compete(
-    case: Case, rows: int, hidden: int, repeats: int, rival: Rival, topology: Topology
-) -> Contest:
-    """Check ours and `rival`, count their bytes, then time them; every rank calls it."""
-    workload = Workload(case, rows, hidden)
-    theirs: Contestant
-    if rival == "megatron":
-        theirs = TheirBridge(workload, topology)
-    elif rival == "messages":
-        theirs = BareMessages(workload, topology)
-    else:
-        theirs = OurBridge(workload, topology, rival)
-    ours = OurBridge(workload, topology, "sharded")
-    for contestant in (ours, theirs):
-        contestant.check()
-
-    layout = case.layout
-    encoder, language = layout.encoders[ENCODER].ranks, layout.language.ranks
-    row_bytes = hidden * DTYPE.itemsize
-    forward = [received_bytes(contestant, False) for contestant in (ours, theirs)]
-    both = [received_bytes(contestant, True) for contestant in (ours, theirs)]
-    needed = [workload.needed_rows(r) * row_bytes for r in language]
+def compete(case: Case, rows: int, hidden: int, rounds: int, topology: Topology) -> list[Passage]:
+    """Check all contestants, count their bytes, then time them; every rank calls it."""
+    workload, layout = Workload(case, rows, hidden), case.layout
+    bridges: dict[str, Bridge] = {
+        "ours": OurBridge(workload, topology, "sharded"),
+        "megatron": TheirBridge(workload, topology),
+        "replicated": OurBridge(workload, topology, "replicated"),
+    }
+    if case.sp:
+        bridges["bare messages"] = BareMessages(workload, topology)
+    for bridge in bridges.values():
+        bridge.check()
     # A replica of the encoder needs the gradients of all rows of its lane.
-    returned = [rows // case.encoder_lanes * row_bytes for _ in encoder]
-    forward_ms = alternate(ours, theirs, False, repeats)
-    both_ms = alternate(ours, theirs, True, repeats)
-    return Contest(
-        case=str(case),
-        rival=rival,
-        rows=rows,
-        hidden=hidden,
-        num_ranks=layout.world_size,
-        language_tp=case.language_tp,
-        sp=case.sp,
-        forward_ours_ms=forward_ms[0],
-        forward_theirs_ms=forward_ms[1],
-        both_ours_ms=both_ms[0],
-        both_theirs_ms=both_ms[1],
-        rows_received=_traffic(language, forward, needed),
-        gradients_received=_traffic(encoder, both, returned),
-    )
+    needed = {
+        "forward": {rank: workload.needed_rows(rank) for rank in layout.language.ranks},
+        "forward + backward": dict.fromkeys(
+            layout.encoders[ENCODER].ranks, rows // case.encoder_lanes
+        ),
+    }
+    found = []
+    for way in WAYS:
+        backward = way != "forward"
+        everyone = {name: _received(bridge, backward) for name, bridge in bridges.items()}
+        turns = {name: partial(_timed, one, backward) for name, one in bridges.items()}
+        runs = take_turns(turns, rounds)
+        # A run ends when its last rank is done.
+        mine = [[run.seconds for run in own] for own in runs.values()]
+        slowest = torch.tensor(mine, dtype=torch.float64, device=local_device())
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        found.append(
+            Passage(
+                case,
+                rows,
+                way,
+                {name: [*map(Run, own)] for name, own in zip(runs, slowest.tolist(), strict=True)},
+                {name: [own[rank] for rank in needed[way]] for name, own in everyone.items()},
+                [number * hidden * DTYPE.itemsize for number in needed[way].values()],
+            )
+        )
+    return found
 
 
-def in_world(write: Path, case: Case, rows: int, hidden: int, repeats: int, rival: Rival) -> None:
-    """Be one rank: join the world and `compete`; rank 0 writes the result as JSON."""
+def in_world(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
+    """Be one rank: join the world and `compete`."""
     environment = rank_environment()
-    assert environment is not None
-    set_threads(None, environment.world_size)
+    assert environment is not None, "runs inside a launched job"
+    rank, world_size = environment.rank, environment.world_size
+    set_threads(None, world_size)
     initialize_distributed(
-        environment.rank,
-        environment.world_size,
-        environment.rendezvous,
-        _TIMEOUT_SECONDS,
-        environment.local_rank,
+        rank, world_size, environment.rendezvous, _TIMEOUT_SECONDS, environment.local_rank
     )
-    topology = build_topology(case.layout, _TIMEOUT_SECONDS)
-    found = compete(case, rows, hidden, repeats, rival, topology)
-    if environment.rank == 0:
-        write.write_text(json.dumps(asdict(found)))
+    found = compete(case, rows, hidden, rounds, build_topology(case.layout, _TIMEOUT_SECONDS))
     barrier()
+    return found
+
+
+class ReceivedBytes(TorchDispatchMode):
+    """Counts the bytes that messages and broadcasts bring to this rank while it is entered.
+
+    It does not matter which call starts them: all are one operator each for PyTorch.
+    """
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, then pass on. A broadcast brings its tensor to all ranks but its source."""
+        if func is torch.ops.c10d.recv_.default:
+            self.num_bytes += sum(tensor.nbytes for tensor in args[0])
+        elif func is torch.ops.c10d.broadcast_.default:
+            tensors, group, source = args[:3]
+            if dist.ProcessGroup.unbox(group).rank() != source:
+                self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+        return func(*args, **(kwargs or {}))

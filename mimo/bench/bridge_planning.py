@@ -1,22 +1,22 @@
-"""How long a rank takes to plan a step, by parts: all that is done from the index, without reading.
+"""How long a rank takes to plan a step, and how well items balance over encoder lanes.
 
-Samples are drawn: chats of up to five images, without files or texts.
+All from an index that is drawn: chats of up to five images, without files or texts.
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from bridge import assign_items, imbalance
 from data.index.reader import SampleReader
 from data.media.images import ImageProcessor
+from data.media.processor import Part
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import EncodedSample
@@ -32,26 +32,32 @@ _SAMPLES, _BLOCK, _IMAGES = 200_000, 64, 5
 _MEDIA, _PLACEHOLDER, _TEXT = "image", 1, 2
 _REPEATS = 5
 
+_BALANCE_LANES = 64
+BALANCE_ITEMS = (512, 4096)
+_BALANCE_DRAWS = 20
+_SIDES = (224, 1792)
+_IMAGES_PER_SAMPLE = 8
+
 
 @dataclass(frozen=True)
 class StepTime:
     """Median milliseconds of a core to plan a step, on a rank that sends and one that receives.
 
     num_ranks: of the language model. packed: sequences of several samples, as many as fit; else of
-    one. samples, items: of the whole step. sender, receiver: by part of the planning.
+    one. samples, items: of the whole step.
     """
 
     num_ranks: int
     packed: bool
     samples: int
     items: int
-    sender: dict[str, float]
-    receiver: dict[str, float]
+    sender_ms: float
+    receiver_ms: float
 
     @property
     def ms(self) -> float:
-        """All parts of the slower rank."""
-        return max(sum(self.sender.values()), sum(self.receiver.values()))
+        """Of the slower rank."""
+        return max(self.sender_ms, self.receiver_ms)
 
 
 class DrawnIndex:
@@ -99,9 +105,6 @@ class DrawnIndex:
         return EncodedSample(ids, ids, np.ones(len(ids), np.float32), offsets)
 
 
-_drawn_index = functools.cache(DrawnIndex)
-
-
 def layout_of(num_ranks: int) -> Layout:
     """A language model of tp 8 with SP and cp 2, and an encoder lane for every 8 ranks of it."""
     lanes, dp = num_ranks // _RANKS_PER_ENCODER_LANE, num_ranks // (_TP * _CP)
@@ -112,10 +115,10 @@ def layout_of(num_ranks: int) -> Layout:
 def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime:
     """Plan steps of 32 microbatches one after another, the first one to warm up."""
     processor, layout = ImageProcessor(), layout_of(num_ranks)
-    index: Any = _drawn_index(processor)
+    index: Any = DrawnIndex(processor)
     chat: Any = SimpleNamespace(placeholder_ids={_MEDIA: _PLACEHOLDER})
     readers = [SampleReader(index, chat, {_MEDIA: processor})]
-    found, samples, items = [], 0, 0
+    medians, samples, items = [], 0, 0
     for rank in (0, layout.language.rank_offset):
         planner = StepPlanner(
             layout,
@@ -128,21 +131,16 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
             budget=_BUDGET if packed else None,
             linear_tokens=4096,
         )
-        times: dict[str, list[float]] = {}
-
-        def timed[T](part: str, work: Callable[[], T], times: dict[str, list[float]] = times) -> T:
-            started = time.process_time()
-            result = work()
-            times.setdefault(part, []).append(1000 * (time.process_time() - started))
-            return result
-
+        times = []
         for step in range(1 + repeats):
-            planned = timed("samples and lanes", functools.partial(planner.microbatches, step))
-            plan = timed("transfers", functools.partial(planner.finish, planned))
-            ends = ("receives", "returns") if rank else ("sends", "collects")
+            started = time.process_time()
+            planned = planner.microbatches(step)
+            plan = planner.finish(planned)
             (bridges,) = plan.bridges.values()
-            calls = [getattr(bridge, end) for bridge in bridges for end in ends]
-            timed("messages", lambda calls=calls, rank=rank: [call(rank) for call in calls])
+            for bridge in bridges:
+                for messages in ("receives", "returns") if rank else ("sends", "collects"):
+                    getattr(bridge, messages)(rank)
+            times.append(time.process_time() - started)
             if not rank:
                 continue
             parts = [m.samples for m in planned]
@@ -151,9 +149,52 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
                 for part in parts
             ]
             loaded = LoadedStep(step, planned, planner.used_before(step + 1), encoded)
-            pack = functools.partial(pack_language, loaded, plan, readers, 0, 0)
-            timed("sequences", pack)
+            started = time.process_time()
+            pack_language(loaded, plan, readers, 0, 0)
+            times[-1] += time.process_time() - started
             samples = sum(part.num_samples for part in parts)
             items = sum(len(part.item) for part in parts)
-        found.append({part: statistics.median(own[1:]) for part, own in times.items()})
-    return StepTime(num_ranks, packed, samples, items, *found)
+        medians.append(1e3 * statistics.median(times[1:]))
+    return StepTime(num_ranks, packed, samples, items, *medians)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Largest lane load over the mean, for each draw of the images.
+
+    bound: max(mean load, largest item) / mean; no assignment of whole items can be below it.
+    items: items assigned one by one, largest first (`assign_items`). samples: the same, but all
+    images of a sample stay together.
+    """
+
+    num_items: int
+    bound: list[float]
+    items: list[float]
+    samples: list[float]
+
+    @property
+    def worst(self) -> float:
+        """The largest ratio of item-level imbalance to its bound over all draws."""
+        return max(got / bound for got, bound in zip(self.items, self.bound, strict=True))
+
+
+def measure_balance(
+    num_items: int, lanes: int = _BALANCE_LANES, draws: int = _BALANCE_DRAWS
+) -> Balance:
+    """The balance for images with sides log-uniform in 224-1,792 pixels, 1 to 8 per sample."""
+    found = Balance(num_items, [], [], [])
+    # No image is shrunk, so the sides are those drawn: the hardest case.
+    processor = ImageProcessor(patch_size=14, max_pixels=_SIDES[1] ** 2)
+    for seed in range(draws):
+        draw = np.random.default_rng(seed)
+        sides = np.exp(draw.uniform(np.log(_SIDES[0]), np.log(_SIDES[1]), (num_items, 2)))
+        drawn = np.rint(sides).astype(int).tolist()
+        costs = np.array([processor.plan(Part((w, h))).cost for w, h in drawn])
+        sizes = draw.integers(1, _IMAGES_PER_SAMPLE + 1, num_items)
+        sample = np.repeat(np.arange(num_items), sizes)[:num_items]
+        sample_costs = np.bincount(sample, weights=costs).astype(np.int64)
+        mean = costs.sum() / lanes
+        found.bound.append(float(max(mean, costs.max()) / mean))
+        for kind, work in ((found.items, costs), (found.samples, sample_costs)):
+            kind.append(imbalance(np.bincount(assign_items(work, lanes), work, lanes)))
+    return found

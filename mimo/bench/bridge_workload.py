@@ -1,4 +1,4 @@
-"""What both bridges carry: a layout of two modules, its items, and what must arrive where.
+"""What all bridges carry: a layout of two modules, its items, and what must arrive where.
 
 Letters: N rows of the global microbatch, H hidden, T packed tokens of one language lane.
 """
@@ -6,7 +6,8 @@ Letters: N rows of the global microbatch, H hidden, T packed tokens of one langu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -42,13 +43,8 @@ class Case:
     def layout(self) -> Layout:
         """Both grids, disjoint."""
         encoder = GridSpec(ENCODER, tp=self.encoder_tp, dp=self.encoder_lanes)
-        language = GridSpec(
-            LANGUAGE,
-            tp=self.language_tp,
-            sp=self.sp,
-            dp=self.language_lanes,
-            rank_offset=encoder.size,
-        )
+        tp, dp, first = self.language_tp, self.language_lanes, encoder.size
+        language = GridSpec(LANGUAGE, tp=tp, sp=self.sp, dp=dp, rank_offset=first)
         return Layout(language, {ENCODER: encoder}, encoder.size + language.size)
 
     @property
@@ -58,11 +54,8 @@ class Case:
 
     def __str__(self) -> str:
         """For example `2×tp1 → 1×tp4 sp`: lanes × tensor parallelism on both sides."""
-        sequence = " sp" if self.sp else ""
-        return (
-            f"{self.encoder_lanes}×tp{self.encoder_tp} → "
-            f"{self.language_lanes}×tp{self.language_tp}{sequence}"
-        )
+        language = f"{self.language_lanes}×tp{self.language_tp}{' sp' if self.sp else ''}"
+        return f"{self.encoder_lanes}×tp{self.encoder_tp} → {language}"
 
 
 @dataclass(frozen=True)
@@ -79,13 +72,38 @@ class Workload:
     case: Case
     rows: int
     hidden: int
-    runs: ItemRuns = field(init=False)
-    tokens: tuple[int, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        runs, tokens = _items(self.case, self.rows)
-        object.__setattr__(self, "runs", runs)
-        object.__setattr__(self, "tokens", tokens)
+    @cached_property
+    def runs(self) -> ItemRuns:
+        """The items, one per sample; the same on all ranks."""
+        draw, case = np.random.default_rng(0), self.case
+        share = self.rows // case.lanes_once
+        count = max(1, round(share / _ROWS_PER_ITEM))
+        cuts = [
+            np.sort(draw.choice(np.arange(1, share), count - 1, replace=False))
+            for _ in range(case.lanes_once)
+        ]
+        rows = np.concatenate([np.diff(own, prepend=0, append=share) for own in cuts])
+        number = np.repeat(np.arange(case.lanes_once), count)
+        lane = number * case.language_lanes // case.lanes_once
+        text = draw.integers(1, 32, rows.size)  # before each item
+        position = np.cumsum(text + rows) - rows
+        return ItemRuns(
+            sample=np.arange(rows.size),
+            source_lane=number * case.encoder_lanes // case.lanes_once,
+            destination_lane=lane,
+            position=position - (position - text)[np.searchsorted(lane, lane)],
+            rows=rows,
+            num_samples=rows.size,
+        )
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Of each language lane: some text comes last."""
+        runs, tp = self.runs, self.case.language_tp
+        ends = np.zeros(self.case.language_lanes, np.int64)
+        np.maximum.at(ends, runs.destination_lane, runs.position + runs.rows)
+        return tuple((-(-(ends + 1) // tp) * tp).tolist())
 
     def build_plan(self, delivery: Delivery) -> BridgePlan:
         """A fresh plan, so that nothing is cached from the last run."""
@@ -106,69 +124,26 @@ class Workload:
         share = self.rows // self.case.encoder_lanes
         return self._values(torch.arange(lane * share, (lane + 1) * share))
 
-    def language_values(self, lane: int) -> Tensor:
-        """(N / language lanes, H) fp32: the rows of one language lane, in order of position."""
-        share = self.rows // self.case.language_lanes
-        return self._values(torch.arange(lane * share, (lane + 1) * share))
-
     def values_at(self, rank: int, places: Tensor, delivery: Delivery) -> Tensor:
         """(n, H) fp32: what `rank` must find at its local positions `places` (n,)."""
-        language = self.case.layout.language
-        coords = language.coords(rank)
-        sliced = language.sp and delivery == "sharded"
-        first = coords.tp * self.tokens[coords.dp] // language.tp if sliced else 0
-        return self._values(self._row_at(coords.dp)[places + first])
+        return self._values(self._row_at(rank, delivery)[places])
 
     def needed_rows(self, rank: int) -> int:
         """The bound: rows that language `rank` needs before its first layer and does not hold."""
+        return int((self._row_at(rank, "sharded") >= 0).sum())
+
+    def _row_at(self, rank: int, delivery: Delivery) -> Tensor:
+        """The number of the row at each local position of a language rank, -1 for text."""
         language = self.case.layout.language
         coords = language.coords(rank)
-        row_at = self._row_at(coords.dp)
-        if language.sp:
-            row_at = row_at.chunk(language.tp)[coords.tp]
-        return int((row_at >= 0).sum())
-
-    def _row_at(self, lane: int) -> Tensor:
-        """(T,) the number of the row at each position of a language lane, -1 for text."""
-        row_at = torch.full((self.tokens[lane],), -1)
-        number = np.cumsum(self.runs.rows) - self.runs.rows
-        for item in np.flatnonzero(self.runs.destination_lane == lane).tolist():
-            at, count = int(self.runs.position[item]), int(self.runs.rows[item])
-            row_at[at : at + count] = torch.arange(int(number[item]), int(number[item]) + count)
-        return row_at
+        row_at = np.full(self.tokens[coords.dp], -1)
+        first = np.cumsum(self.runs.rows) - self.runs.rows
+        for item in np.flatnonzero(self.runs.destination_lane == coords.dp):
+            at, count = self.runs.position[item], self.runs.rows[item]
+            row_at[at : at + count] = first[item] + np.arange(count)
+        sliced = language.sp and delivery == "sharded"
+        return torch.from_numpy(np.split(row_at, language.tp)[coords.tp] if sliced else row_at)
 
     def _values(self, numbers: Tensor) -> Tensor:
         columns = torch.arange(self.hidden, dtype=torch.float32) / self.hidden
         return numbers.to(torch.float32).unsqueeze(1) + columns
-
-
-def _items(case: Case, num_rows: int) -> tuple[ItemRuns, tuple[int, ...]]:
-    """The items, one per sample, and the tokens of each language lane; the same on all ranks."""
-    shares = case.lanes_once
-    assert num_rows % shares == 0, f"{num_rows} rows are not a multiple of {shares}"
-    draw = np.random.default_rng(0)
-    share = num_rows // shares
-    num_items = max(1, min(share, round(share / _ROWS_PER_ITEM)))
-    rows, source, destination, position, tokens = [], [], [], [], []
-    at = np.zeros(case.language_lanes, np.int64)
-    for number in range(shares):
-        cuts = np.sort(draw.choice(np.arange(1, share), num_items - 1, replace=False))
-        lane = number * case.language_lanes // shares
-        for count in np.diff(np.concatenate(([0], cuts, [share]))).tolist():
-            at[lane] += int(draw.integers(1, 32))  # text before the item
-            rows.append(count)
-            source.append(number * case.encoder_lanes // shares)
-            destination.append(lane)
-            position.append(int(at[lane]))
-            at[lane] += count
-    for end in at.tolist():
-        tokens.append(-(-(end + 1) // case.language_tp) * case.language_tp)
-    runs = ItemRuns(
-        sample=np.arange(len(rows)),
-        source_lane=np.array(source, np.int64),
-        destination_lane=np.array(destination, np.int64),
-        position=np.array(position, np.int64),
-        rows=np.array(rows, np.int64),
-        num_samples=len(rows),
-    )
-    return runs, tuple(tokens)

@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 
 from mimo.bench.data_workload import BATCH, PLACEHOLDER, Batch, Workload
+from mimo.bench.train_theirs import answer_labels
 
 Backend = Literal["pil", "torchvision"]
 ENERGON = "megatron.energon"
 INSTALL = {ENERGON: "megatron-energon", "torchvision": "torchvision"}  # optional, by its import
-_IGNORED, _END = -100, "<|im_end|>"
 
 
 def is_installed(package: str) -> bool:
@@ -54,12 +54,7 @@ class Preparation:
         text = tokens.apply_chat_template(messages, tokenize=False)
         text = text.replace(PLACEHOLDER, rows * PLACEHOLDER)
         ids = tokens(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-        end = int((ids == tokens.convert_tokens_to_ids(_END)).nonzero().max())
-        answer = messages[-1]["content"][0]["text"]
-        first = end - len(tokens(answer, add_special_tokens=False)["input_ids"])
-        labels = torch.full_like(ids, _IGNORED)
-        labels[first : end + 1] = ids[first : end + 1]
-        return {"key": key, "ids": ids, "labels": labels, **found}
+        return {"key": key, "ids": ids, "labels": answer_labels(tokens, ids, messages), **found}
 
     def pack(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """A batch."""

@@ -1,57 +1,61 @@
-"""`mimo bench train`: whole training steps of ours and of transformers on the same samples."""
+"""`mimo bench train`: whole training steps of ours and of transformers on the same samples.
+
+Each side is a process of its own, because the engine changes what PyTorch's calls do on a machine
+without a GPU, for the whole process.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from mimo.bench.outcome import RanksFailed, conclude, machine, open_console
-from mimo.bench.train_picture import draw_training
-from mimo.bench.train_report import TrainReport, judge, notes, print_report
-from mimo.bench.train_result import Overhead, Steps
-from mimo.bench.train_workload import Sizes, Workload
-from mimo.launch.ranks import launch, warm_up
+from mimo.bench.contest import Apart, Contest, Run, apart, take_turns
+from mimo.bench.report import Bound, Report
+from mimo.bench.train_theirs import PADDED_BATCH, their_side
+from mimo.bench.train_workload import OURS, THEIRS, Lengths, Sizes, Workload
 
-PRELOAD = (
-    "mimo.engines.megatron.preload",
-    "mimo.bench.train_contest",
-    "mimo.train.rank",
-    "transformers",
-)
 QUICK = Sizes(width=1, num_layers=4, samples=8, tokens=256, median_words=12)
+# Contestants that are compared: ours, theirs, and the least times faster that is promised.
+_PAIRS = (
+    ("packed", "padded", 2.0),
+    ("packed", "sorted", None),
+    ("packed equal", "batched equal", 1.15),
+)
+_LOSS_ERROR = 1e-4  # relative; fp32 on both sides, in another order of sums
 
 
-def measure(sizes: Sizes, rounds: int, threads: int) -> TrainReport:
-    """Write the samples, let both sides train in turns, and judge. Raises RanksFailed."""
-    from transformers.utils import logging
+def judge(runs: Mapping[str, Sequence[Run]]) -> list[Bound]:
+    """Every promise, kept or not: that it was the same work, and how much faster.
 
-    logging.disable_progress_bar()  # a bar of one file says nothing
-    warm_up(PRELOAD)  # the engine loads while the samples are written
-    with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
-        found = Path(directory)
-        workload = Workload(found, sizes)
-        workload.write()
-        code = launch(
-            "mimo.bench.train_contest:in_turns", (found, workload, rounds, threads), 2, PRELOAD
-        )
-        if code != 0:
-            raise RanksFailed(code)
-        ours = json.loads((found / "ours.json").read_text())
-        theirs = json.loads((found / "theirs.json").read_text())
-    steps = [Steps(**one) for one in (*ours["steps"], *theirs["steps"])]
-    return TrainReport(
-        machine=machine(),
-        threads=threads,
-        model=f"Qwen3-VL, {sizes.num_layers} layers, hidden size {128 * sizes.width}, fp32",
-        samples=str(sizes),
-        notes=notes(rounds, sizes.tokens),
-        steps=steps,
-        overhead=Overhead(**ours["overhead"]),
-        bounds=judge(steps),
-    )
+    runs: the first of each contestant is not timed. They find the loss, and the real tokens.
+    """
+    found = []
+    for ours, theirs, least in _PAIRS:
+        pairs = [(a.found, b.found) for a, b in zip(runs[ours], runs[theirs], strict=True)]
+        error = max(abs(a["loss"] - b["loss"]) / max(abs(b["loss"]), 1e-12) for a, b in pairs)
+        name = f"{ours}, {theirs}: relative difference of losses"
+        found.append(Bound(name, error, _LOSS_ERROR, True))
+        difference = max(abs(a["tokens"] - b["tokens"]) for a, b in pairs)
+        found.append(Bound(f"{ours}, {theirs}: difference of real tokens", difference, 0, True))
+        if least is not None:
+            ratio = _contest("", (ours, theirs), runs).ratio(theirs)
+            found.append(Bound(f"{ours} against {theirs}, times faster", ratio, least, False))
+    return found
+
+
+def _contest(name: str, contestants: Sequence[str], runs: Mapping[str, Sequence[Run]]) -> Contest:
+    return Contest(name, {one: runs[one][1:] for one in contestants})
+
+
+def _our_side(*given: Any) -> Callable[[str], Any]:
+    """Load the engine here alone: where it initialises a GPU, no process could be forked then."""
+    from mimo.bench.train_ours import our_side
+
+    return our_side(*given)
 
 
 def main(
@@ -62,16 +66,68 @@ def main(
     json_path: Path | None,
     picture: Path,
 ) -> int:
-    """Measure, print, draw and judge; returns 1 when a bound is missed. Quick runs judge nothing.
+    """Write the samples, let both sides train in turns, and judge; 1 when a bound is missed.
 
-    threads: of each side; None for all cores.
+    threads: of each side; None for all cores. Quick runs judge no speed, which says nothing of
+    tiny models; that both sides did the same work does.
     """
-    sizes = QUICK if quick else Sizes(samples=samples)
-    try:
-        report = measure(sizes, 1 if quick else rounds, threads or len(os.sched_getaffinity(0)))
-    except RanksFailed as failed:
-        return failed.exit_code
-    print_report(report, open_console())
-    # The speed of tiny models says nothing; that both sides did the same work does.
-    judged = [bound for bound in report.bounds if bound.at_most or not quick]
-    return conclude(judged, partial(draw_training, report), picture, report.to_json(), json_path)
+    sizes, rounds = (QUICK, 1) if quick else (Sizes(samples=samples), rounds)
+    threads = threads or len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
+        workload = Workload(Path(directory), sizes)
+        apart(workload.write)
+        with Apart(partial(their_side, workload, threads)) as theirs:
+            mean_tokens: dict[Lengths, float] = theirs("mean tokens")
+            # Enough steps that the last timed one still reads ahead.
+            make = partial(_our_side, workload, rounds + 5, threads, mean_tokens)
+            with Apart(make) as ours:
+                sides = dict.fromkeys(OURS, ours) | dict.fromkeys(THEIRS, theirs)
+                turns = {name: partial(side, name) for name, side in sides.items()}
+                runs = take_turns(turns, 1 + rounds, tell=True)
+                profile: dict[str, Any] = ours("profile")
+    by_lengths = {
+        "long-tailed": ("packed", "padded", "sorted"),
+        "equal": ("packed equal", "batched equal"),
+    }
+    report = Report(
+        title=f"Training steps of Qwen3-VL, {sizes.num_layers} layers, hidden size "
+        f"{128 * sizes.width}, fp32, {threads} threads",
+        notes=[
+            f"Samples: {sizes}.",
+            "A step is data, forward, backward and update; all steps of a contestant train on the "
+            f"same samples. {rounds} rounds after one that is not timed; in every round each runs "
+            "once, in another order. Ratios are medians over rounds.",
+            "Ours and theirs are two processes on the same cores; one sleeps while the other "
+            "trains. What a side prepares for its next step counts in the step that it is "
+            "prepared in. Memory is of a side.",
+            f"padded: batches of {PADDED_BATCH} in the samples' order. sorted: by length over all "
+            f"samples of the step, as many in a batch as have {sizes.tokens} tokens with their "
+            "padding. transformers can pack only with kernels that need a GPU.",
+            "transformers prepares images by pillow, as ours does, and updates by fused AdamW.",
+            f"A step of packed under the profiler spends "
+            f"{100 * (1 - profile['operators']):.1f} % of its time outside PyTorch's operators.",
+        ],
+        contests=[_contest(name, own, runs) for name, own in by_lengths.items()],
+        columns={
+            "tokens/s": lambda one, name: f"{_found(one, name, 'tokens') / one.median(name):.0f}",
+            "s / step": lambda one, name: f"{one.median(name):.2f}",
+            "real tokens": lambda one, name: str(_found(one, name, "tokens")),
+            "computed": lambda one, name: str(_found(one, name, "computed")),
+            "batches": lambda one, name: str(_found(one, name, "batches")),
+            "data wait, ms": lambda one, name: (
+                f"{1e3 * _found(one, name, 'data_wait_seconds'):.1f}" if name == one.ours else ""
+            ),
+            "peak MiB": lambda one, name: f"{one.median(name, 'peak_bytes') / 2**20:.0f}",
+        },
+        bounds=judge(runs),
+        tables={"a step of packed under the profiler": profile["slowest"]},
+        others={
+            "losses": {name: [run.found["loss"] for run in own] for name, own in runs.items()},
+            "operators": profile["operators"],
+        },
+    )
+    return report.conclude(picture, json_path, judge_speed=not quick)
+
+
+def _found(contest: Contest, contestant: str, what: str) -> float:
+    return contest.runs[contestant][0].found[what]

@@ -1,14 +1,18 @@
-"""Our training loop on the samples of `mimo bench train`: steps, their sections, a profile."""
+"""Our training loop on the samples of `mimo bench train`: steps, and a profile of one."""
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
-from mimo.bench.train_result import Overhead
+from mimo.bench.contest import timed
+from mimo.bench.train_workload import OURS, Lengths, Workload, lengths_of
+from mimo.device import initialize_distributed, set_threads
 from mimo.hf.initial import initial_weights
 from mimo.layout.build import build_layout
 from mimo.layout.groups import build_topology
@@ -19,35 +23,36 @@ from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 
 _SLOWEST = 10  # operators
+_TIMEOUT_SECONDS = 1800.0
 
 
-class Sections(StepObserver):
-    """How long the loop stays in each activity. seconds: by activity, of each step."""
+def our_side(
+    workload: Workload, steps: int, threads: int, mean_tokens: Mapping[Lengths, float]
+) -> Callable[[str], Any]:
+    """For a process of its own: a function that lets a contestant do a step, or the profile."""
+    set_threads(threads, 1)
+    initialize_distributed(0, 1, HashStore(), _TIMEOUT_SECONDS)
+    contestants = {}
+    for name in OURS:
+        lengths = lengths_of(name)
+        contestants[name] = OurSteps(workload.recipe(lengths, steps, mean_tokens[lengths], threads))
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
-        self.computed = self.tokens = self.batches = 0
-        self.begin()
+    def answer(what: str) -> Any:
+        if what == "profile":
+            return contestants["packed"].profile()
+        return timed(contestants[what].step, until_idle=True)
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._activity, self._since = "metrics", time.perf_counter()
+    return answer
 
-    def at(self, step: int, activity: str) -> None:
-        """Note how long the last activity took."""
-        now = time.perf_counter()
-        self.seconds.setdefault(self._activity, []).append(now - self._since)
-        self._activity, self._since = activity, now
+
+class Counts(StepObserver):
+    """What the plan of the last step says."""
 
     def planned(self, step: int, plan: StepPlan) -> None:
-        """Count the tokens."""
-        self.batches = len(plan.microbatches)
-        self.tokens = plan.num_tokens
-        self.computed = sum(int(m.samples.lane_tokens.sum()) for m in plan.microbatches)
-
-    def medians(self) -> dict[str, float]:
-        """Seconds by activity, over the steps after the first."""
-        return {name: statistics.median(own[1:] or own) for name, own in self.seconds.items()}
+        """Count tokens, with and without padding."""
+        computed = sum(int(m.samples.lane_tokens.sum()) for m in plan.microbatches)
+        batches = len(plan.microbatches)
+        self.found = {"tokens": plan.num_tokens, "computed": computed, "batches": batches}
 
 
 class OurSteps:
@@ -55,38 +60,33 @@ class OurSteps:
 
     def __init__(self, recipe: Recipe) -> None:
         topology = build_topology(build_layout(recipe))
-        run_dir = Path(recipe.train.run_dir)
-        trainer = Trainer(recipe, topology, run_dir, initial_weights(recipe))
+        trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
         dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
         assert dataset is not None, "the recipe has a source"
-        self.sections = Sections()
-        self._steps = trainer.train(dataset, None, self.sections)
+        self.counts = Counts()
+        self._steps = trainer.train(dataset, None, self.counts)
 
-    def step(self) -> float:
-        """One step; returns the loss per loss token."""
-        self.sections.begin()
+    def step(self) -> dict[str, float]:
+        """One step: the loss per loss token, the wait for data, and what was counted."""
         metrics = next(self._steps)
-        self.sections.at(metrics["step"], "metrics")
-        return metrics["loss"]
+        own: dict[str, float] = {name: metrics[name] for name in ("loss", "data_wait_seconds")}
+        return {**own, **self.counts.found}
 
-    def profile(self) -> Overhead:
-        """One more step, under PyTorch's profiler, which itself costs time outside operators."""
-        sections = self.sections.medians()
+    def profile(self) -> dict[str, Any]:
+        """One more step, under PyTorch's profiler, which itself costs time outside operators.
+
+        operators: share of the time inside PyTorch's. slowest: those that took longest.
+        """
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             started = time.perf_counter()
             self.step()
             seconds = time.perf_counter() - started
-        found = [
-            (event.key, event.self_cpu_time_total / 1e6 / seconds, event.count)
-            for event in profile.key_averages()
-            if event.key.startswith("aten::")
+        found = [one for one in profile.key_averages() if one.key.startswith("aten::")]
+        found.sort(key=lambda one: -one.self_cpu_time_total)
+        shares = [one.self_cpu_time_total / 1e6 / seconds for one in found]
+        slowest = [
+            {"operator": one.key, "share": share, "calls": one.count}
+            for one, share in zip(found[:_SLOWEST], shares, strict=False)
         ]
-        found.sort(key=lambda one: -one[1])
-        return Overhead(
-            seconds=seconds,
-            sections=sections,
-            operators=sum(share for _, share, _ in found),
-            calls=sum(count for *_, count in found),
-            slowest=found[:_SLOWEST],
-        )
+        return {"operators": sum(shares), "slowest": slowest}

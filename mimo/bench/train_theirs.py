@@ -7,20 +7,61 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
+from webdataset.compat import WebDataset
 
-from mimo.bench.train_result import PADDED_BATCH, Contestant
+from mimo.bench.contest import timed
+from mimo.bench.train_workload import THEIRS, Lengths, Workload, lengths_of
+from mimo.device import set_threads
 from mimo.hf.transformers_processor import load_processor
+from mimo.recipe.schema import Train
 
+PADDED_BATCH = 8
 _IGNORED = -100  # what transformers leaves out of the loss
 _END = "<|im_end|>"
+
+
+def their_side(workload: Workload, threads: int) -> Callable[[str], Any]:
+    """For a process of its own: a function that lets a contestant do a step.
+
+    It also tells the mean number of tokens of a sample, by the kind of lengths.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    set_threads(threads, 1)
+    collators: dict[Lengths, Collator] = {
+        lengths: Collator(workload.checkpoint, workload.shard(lengths))
+        for lengths in ("long-tailed", "equal")
+    }
+    means = {name: sum(one.lengths) / len(one.lengths) for name, one in collators.items()}
+    train = workload.recipe("equal", 1, means["equal"], threads).train
+    contestants = {}
+    for name in THEIRS:
+        collator = collators[lengths_of(name)]
+        batches = batches_of(name, collator.lengths, workload.sizes.tokens)
+        contestants[name] = TransformersSteps(workload.checkpoint, collator, batches, train)
+
+    def answer(what: str) -> Any:
+        return means if what == "mean tokens" else timed(contestants[what].step, until_idle=True)
+
+    return answer
+
+
+def answer_labels(tokenizer: Any, ids: Tensor, messages: Sequence[dict[str, Any]]) -> Tensor:
+    """(S,) token ids of a chat -> (S,) labels on its answer and the end of it."""
+    labels = torch.full_like(ids, _IGNORED)
+    answer = messages[-1]["content"][0]["text"]
+    end = int((ids == tokenizer.convert_tokens_to_ids(_END)).nonzero().max())
+    first = end - len(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    labels[first : end + 1] = ids[first : end + 1]
+    return labels
 
 
 class Collator:
@@ -33,41 +74,28 @@ class Collator:
         self.processor = load_processor(checkpoint)
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "right"
-        self._end = self.tokenizer.convert_tokens_to_ids(_END)
-        with tarfile.open(shard) as tar:
-            files = {member.name: tar.extractfile(member) for member in tar if member.isfile()}
-            self._files = {name: file.read() for name, file in files.items() if file is not None}
-        keys = sorted({name.split(".")[0] for name in self._files})
-        self._messages = [json.loads(self._files[f"{key}.json"])["messages"] for key in keys]
-        self._images = [
-            sorted(n for n in self._files if n.startswith(f"{key}.") and not n.endswith("json"))
-            for key in keys
-        ]
-        counted = [self([number]) for number in range(len(keys))]
+        self._samples: list[dict[str, Any]] = list(WebDataset(str(shard), shardshuffle=False))
+        counted = [self([number]) for number in range(len(self._samples))]
         self.lengths = [inputs["input_ids"].shape[1] for inputs in counted]
         self.loss_tokens = [int((one["labels"][:, 1:] != _IGNORED).sum()) for one in counted]
 
     def __call__(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """Inputs (B, S), labels (B, S) and the pixels of all images."""
-        chats = [self._messages[n] for n in samples]
-        names = [name for n in samples for name in self._images[n]]
-        images = [Image.open(io.BytesIO(self._files[name])).convert("RGB") for name in names]
+        own = [self._samples[n] for n in samples]
+        chats = [json.loads(sample["json"])["messages"] for sample in own]
+        files = [sample[name] for sample in own for name in sorted(sample) if name.endswith("png")]
+        images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
         text = self.processor.apply_chat_template(chats, tokenize=False)
         given: dict[str, Any] = {"images": images} if images else {}
         inputs = self.processor(
             text=text, padding=True, return_tensors="pt", add_special_tokens=False, **given
         )
-        ids = inputs["input_ids"]
-        labels = torch.full_like(ids, _IGNORED)
-        for row, chat in enumerate(chats):
-            answer = chat[-1]["content"][0]["text"]
-            end = int((ids[row] == self._end).nonzero().max())
-            first = end - len(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
-            labels[row, first : end + 1] = ids[row, first : end + 1]
+        rows = zip(inputs["input_ids"], chats, strict=True)
+        labels = torch.stack([answer_labels(self.tokenizer, ids, chat) for ids, chat in rows])
         return {**inputs, "labels": labels}
 
 
-def batches_of(contestant: Contestant, lengths: Sequence[int], tokens: int) -> list[list[int]]:
+def batches_of(contestant: str, lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """The samples of each forward pass. tokens: most of a batch, padding included."""
     order = list(range(len(lengths)))
     if contestant == "batched equal":
@@ -84,51 +112,44 @@ def batches_of(contestant: Contestant, lengths: Sequence[int], tokens: int) -> l
 
 
 class TransformersSteps:
-    """A model of transformers with AdamW. learning_rate, weight_decay, clip: as of our recipe."""
+    """A model of transformers with AdamW. train: of our recipe."""
 
     def __init__(
         self,
         checkpoint: Path,
         collator: Collator,
         batches: Sequence[Sequence[int]],
-        learning_rate: float,
-        weight_decay: float,
-        betas: tuple[float, float],
-        clip: float,
+        train: Train,
     ) -> None:
         from transformers import AutoModelForImageTextToText
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
             str(checkpoint), dtype=torch.float32, local_files_only=True, attn_implementation="sdpa"
         ).train()
-        self.collator, self.batches, self.clip = collator, batches, clip
+        self.collator, self.batches = collator, batches
+        assert train.clip_grad_norm is not None, "the recipe clips"
+        self.clip = train.clip_grad_norm
         params = list(self.model.parameters())
         groups = [
-            {"params": [p for p in params if p.dim() > 1], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": train.weight_decay},
             {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
         ]
+        betas = (train.adam_beta1, train.adam_beta2)
         # Fused, as is the default of its Trainer.
-        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, fused=True)
 
-    @property
-    def computed_tokens(self) -> int:
-        """Of a step, padding included."""
-        lengths = self.collator.lengths
-        return sum(len(batch) * max(lengths[n] for n in batch) for batch in self.batches)
-
-    def step(self) -> float:
-        """All batches, one update; returns the loss per loss token."""
-        count = sum(self.collator.loss_tokens)
+    def step(self) -> dict[str, float]:
+        """All batches, one update: the loss per loss token, and tokens with and without padding."""
+        count = torch.tensor(sum(self.collator.loss_tokens))
         loss = 0.0
         for batch in self.batches:
-            output = self.model(
-                **self.collator(batch), use_cache=False, num_items_in_batch=torch.tensor(count)
-            )
+            output = self.model(**self.collator(batch), use_cache=False, num_items_in_batch=count)
             output.loss.backward()
             loss += float(output.loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
+        lengths = self.collator.lengths
+        computed = sum(len(batch) * max(lengths[n] for n in batch) for batch in self.batches)
+        tokens = sum(lengths)
+        return {"loss": loss, "tokens": tokens, "computed": computed, "batches": len(self.batches)}

@@ -21,8 +21,19 @@ from mimo.recipe.schema import Recipe
 FAMILY = "qwen3_vl"
 _ROW_PIXELS = 30  # side of a row of the tiny checkpoint
 _MAX_ROWS = 64  # of an image
+_SPREAD, _MOST_WORDS = 1.0, 1500  # of the words of a sample: log-normal with this sigma
 
 Lengths = Literal["long-tailed", "equal"]
+OURS = ("packed", "packed equal")
+THEIRS = ("padded", "sorted", "batched equal")
+"""Contestants. Of transformers: `padded`, batches of 8 in the samples' order; `sorted`, by length
+into batches of at most a microbatch's tokens, padding included; `batched equal`, all samples, which
+are equally long, in one batch as in one of our microbatches."""
+
+
+def lengths_of(contestant: str) -> Lengths:
+    """The samples that a contestant trains on."""
+    return "equal" if contestant.endswith("equal") else "long-tailed"
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class Sizes:
     """Of the model, and of its samples.
 
     width, num_layers: of `TinyCheckpoint`. samples: of one step. tokens: of a microbatch, about.
-    median_words, spread, most_words: of a sample's text; log-normal with this sigma.
+    median_words: of a sample's text.
     """
 
     width: int = 4
@@ -38,16 +49,13 @@ class Sizes:
     samples: int = 32
     tokens: int = 4096
     median_words: int = 120
-    spread: float = 1.0
-    most_words: int = 1500
-    seed: int = 0
 
     def __str__(self) -> str:
         """The distribution of lengths, in words."""
         return (
-            f"words: log-normal, median {self.median_words}, sigma {self.spread}, at most "
-            f"{self.most_words}; one sample in two has 1 or 2 images of 4 to {_MAX_ROWS} rows, "
-            f"square or not; seed {self.seed}"
+            f"words: log-normal, median {self.median_words}, sigma {_SPREAD}, at most "
+            f"{_MOST_WORDS}; one sample in two has 1 or 2 images of 4 to {_MAX_ROWS} rows, "
+            f"square or not"
         )
 
 
@@ -73,59 +81,67 @@ class Workload:
 
     def write(self) -> None:
         """Write everything that is read later."""
-        sizes = self.sizes
-        settings = TinyCheckpoint(
-            FAMILY, sizes.seed, width=sizes.width, num_layers=sizes.num_layers
-        )
-        write_tiny(settings, self.checkpoint)
-        _allow_larger_images(self.checkpoint / "preprocessor_config.json")
+        width, num_layers = self.sizes.width, self.sizes.num_layers
+        write_tiny(TinyCheckpoint(FAMILY, width=width, num_layers=num_layers), self.checkpoint)
+        file = self.checkpoint / "preprocessor_config.json"  # its images have few rows
+        content = json.loads(file.read_text())
+        content["size"]["longest_edge"] = _MAX_ROWS * _ROW_PIXELS**2
+        file.write_text(json.dumps(content))
         for lengths in ("long-tailed", "equal"):
             write_shard(self.shard(lengths), self._samples(lengths))
 
     def recipe(self, lengths: Lengths, steps: int, mean_tokens: float, threads: int) -> Recipe:
         """Our recipe: one rank, one step per pass over the samples. mean_tokens: of a sample."""
+        content = {
+            "name": "bench",
+            "init_from": str(self.checkpoint),
+            "encoders": {"vision": {"placement": "colocated"}},
+            "data": {
+                "sources": [{"path": str(self.shard(lengths))}],
+                "sequence_length": 4096,
+                "shuffle_block": 1_000_000,
+            },
+            "train": {
+                "steps": steps,
+                "global_batch_size": self.num_samples(lengths),
+                "micro_batch_size": self._samples_together(lengths, mean_tokens),
+                "learning_rate": 1e-4,
+                "min_learning_rate_ratio": 1.0,
+                "weight_decay": 0.01,
+                "run_dir": str(self.directory / "runs"),
+                "threads_per_rank": threads,
+            },
+        }
         path = self.directory / f"{lengths}.yaml"
-        together = self._samples_together(lengths, mean_tokens)
-        path.write_text(
-            _RECIPE.format(
-                checkpoint=self.checkpoint,
-                shard=self.shard(lengths),
-                runs=self.directory / "runs",
-                steps=steps,
-                samples=self.num_samples(lengths),
-                together=together,
-                threads=threads,
-            )
-        )
+        path.write_text(json.dumps(content))  # which is YAML as well
         return load_recipe(path)
 
     def _samples_together(self, lengths: Lengths, mean_tokens: float) -> int:
-        """Samples of one microbatch, so that they have about ``sizes.tokens`` tokens.
-
-        The one place where microbatches are sized.
-        """
+        """Samples of one microbatch, so that they have about ``sizes.tokens`` tokens."""
         samples = self.num_samples(lengths)
         wanted = max(1.0, self.sizes.tokens / mean_tokens)
         divisors = [n for n in range(1, samples + 1) if samples % n == 0]
         return min(divisors, key=lambda n: abs(n - wanted))
 
-    def _samples(self, lengths: Lengths) -> list[dict[str, Any]]:
-        """Members of each sample's files, for the tar writer."""
-        sizes = self.sizes
-        rng = np.random.default_rng(sizes.seed)
-        found = []
+    def _samples(self, lengths: Lengths) -> Iterable[dict[str, Any]]:
+        """Members of each sample's files, for the tar writer: a question about images."""
+        rng, median = np.random.default_rng(0), self.sizes.median_words
         for number in range(self.num_samples(lengths)):
             if lengths == "equal":
-                count, images = 2 * sizes.median_words, [(3, 3)]
+                num_words, images = 2 * median, [(3, 3)]
             else:
-                drawn = sizes.median_words * np.exp(sizes.spread * rng.standard_normal())
-                count = int(np.clip(drawn, 8, sizes.most_words))
-                images = [
-                    tuple(int(n) for n in rng.integers(2, 1 + round(_MAX_ROWS**0.5), 2))
-                    for _ in range(int(rng.integers(1, 3)) if rng.random() < 0.5 else 0)
-                ]
-            found.append(_members(number, count, images, rng))
-        return found
+                drawn = median * np.exp(_SPREAD * rng.standard_normal())
+                num_words = int(np.clip(drawn, 8, _MOST_WORDS))
+                count = int(rng.integers(1, 3)) if rng.random() < 0.5 else 0
+                images = rng.integers(2, 1 + round(_MAX_ROWS**0.5), (count, 2)).tolist()
+            members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
+            members["json"] = chat(num_words, len(images), rng)
+            for place, (h, w) in enumerate(images):
+                pixels = rng.integers(0, 256, (h * _ROW_PIXELS, w * _ROW_PIXELS, 3), dtype=np.uint8)
+                buffer = io.BytesIO()
+                Image.fromarray(pixels).save(buffer, "PNG")
+                members[f"{place}.png"] = buffer.getvalue()
+            yield members
 
 
 def chat(num_words: int, num_images: int, rng: np.random.Generator) -> bytes:
@@ -142,50 +158,8 @@ def chat(num_words: int, num_images: int, rng: np.random.Generator) -> bytes:
     return json.dumps({"messages": messages}).encode()
 
 
-def _members(
-    number: int, num_words: int, images: list[tuple[int, ...]], rng: np.random.Generator
-) -> dict[str, Any]:
-    """A question about images of (h, w) rows, and an answer."""
-    members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
-    members["json"] = chat(num_words, len(images), rng)
-    for place, (h, w) in enumerate(images):
-        pixels = rng.integers(0, 256, (h * _ROW_PIXELS, w * _ROW_PIXELS, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        members[f"{place}.png"] = buffer.getvalue()
-    return members
-
-
 def write_shard(path: Path, samples: Iterable[dict[str, Any]]) -> None:
     """One tar file with the members of each sample."""
     with TarWriter(str(path), encoder=False) as tar:
         for members in samples:
             tar.write(members)
-
-
-def _allow_larger_images(file: Path) -> None:
-    """Of `_MAX_ROWS` rows, where the tiny checkpoint has few."""
-    content = json.loads(file.read_text())
-    content["size"]["longest_edge"] = _MAX_ROWS * _ROW_PIXELS**2
-    file.write_text(json.dumps(content))
-
-
-_RECIPE = """\
-name: bench
-init_from: {checkpoint}
-encoders:
-  vision: {{placement: colocated}}
-data:
-  sources: [{{path: "{shard}"}}]
-  sequence_length: 4096
-  shuffle_block: 1000000
-train:
-  steps: {steps}
-  global_batch_size: {samples}
-  micro_batch_size: {together}
-  learning_rate: 1.0e-4
-  min_learning_rate_ratio: 1.0
-  weight_decay: 0.01
-  run_dir: {runs}
-  threads_per_rank: {threads}
-"""

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,16 +13,16 @@ from mimo.bounds import MAX_RANKS
 from mimo.errors import InputError
 
 RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, for example recipes/x.yaml.")]
+RunArgument = Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(help="Keys to override, for example train.steps=20 language.grid.tp=2."),
 ]
 NumRanksOption = Annotated[
     int | None,
-    typer.Option(
-        "--num-ranks", min=1, max=MAX_RANKS, help="Ranks of the job; default: what the grids need."
-    ),
+    typer.Option(min=1, max=MAX_RANKS, help="Ranks of the job; default: what the grids need."),
 ]
+JsonOption = Annotated[Path | None, typer.Option(help="Write every figure to this file.")]
 
 
 def number(value: float | None) -> float | None:
@@ -32,13 +32,13 @@ def number(value: float | None) -> float | None:
     return value
 
 
-def readable_errors[**P](command: Callable[P, int | None]) -> Callable[P, None]:
+def readable_errors(command: Callable[..., int | None]) -> Callable[..., None]:
     """Turn an InputError into a message on stderr, and a command's result into the exit code."""
 
     @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+    def run(**given: Any) -> None:
         try:
-            code = command(*args, **kwargs)
+            code = command(**given)
         except InputError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(error.exit_code) from None

@@ -5,28 +5,19 @@ from typing import Annotated
 
 import typer
 
-from mimo.commands._shared import (
-    readable_errors,
-)
+from mimo.commands._shared import JsonOption
+
+_PictureOption = Annotated[Path, typer.Option(help="Where the PNG goes.")]
 
 
-@readable_errors
 def bench_bridge(
-    rows: Annotated[
-        int, typer.Option("--rows", min=1, max=2**24, help="Rows of the larger size.")
-    ] = 8192,
-    hidden: Annotated[
-        int, typer.Option("--hidden", min=1, max=2**20, help="Values of a row.")
-    ] = 1024,
+    rows: Annotated[int, typer.Option(min=1, max=2**24, help="Rows of the larger size.")] = 8192,
+    hidden: Annotated[int, typer.Option(min=1, max=2**20, help="Values of a row.")] = 1024,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=10_000, help="Alternating pairs of runs.")
+        int, typer.Option(min=1, max=10_000, help="Rounds in which all take turns.")
     ] = 15,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write every figure to this file.")
-    ] = None,
-    picture: Annotated[Path, typer.Option("--picture", help="Where the PNG goes.")] = Path(
-        "runs/bench_bridge.png"
-    ),
+    json: JsonOption = None,
+    picture: _PictureOption = Path("runs/bench_bridge.png"),
 ) -> int | None:
     """Compare the bridge with Megatron's; exit code 1 and a line for each bound that is missed."""
     from mimo.bench.bridge import main as run
@@ -34,27 +25,19 @@ def bench_bridge(
     return run(rows, hidden, repeats, json, picture)
 
 
-@readable_errors
 def bench_train(
-    samples: Annotated[
-        int, typer.Option("--samples", min=8, max=4096, help="Samples of a step.")
-    ] = 32,
+    samples: Annotated[int, typer.Option(min=8, max=4096, help="Samples of a step.")] = 32,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, max=1000, help="Timed steps of each contestant.")
+        int, typer.Option(min=1, max=1000, help="Timed steps of each contestant.")
     ] = 4,
     threads: Annotated[
-        int | None,
-        typer.Option("--threads", min=1, max=2**12, help="Of each side; default: all cores."),
+        int | None, typer.Option(min=1, max=2**12, help="Of each side; default: all cores.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="One round of a tiny model; its speed is not judged.")
     ] = False,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write every figure to this file.")
-    ] = None,
-    picture: Annotated[Path, typer.Option("--picture", help="Where the PNG goes.")] = Path(
-        "runs/bench_train.png"
-    ),
+    json: JsonOption = None,
+    picture: _PictureOption = Path("runs/bench_train.png"),
 ) -> int | None:
     """Compare whole training steps with transformers on the same samples and cores."""
     from mimo.bench.train import main as run
@@ -62,27 +45,19 @@ def bench_train(
     return run(samples, rounds, threads, quick, json, picture)
 
 
-@readable_errors
 def bench_data(
     samples: Annotated[
-        int, typer.Option("--samples", min=1, max=2**20, help="Samples of a pass, at least.")
+        int, typer.Option(min=1, max=2**20, help="Samples of a pass, at least.")
     ] = 32,
-    rounds: Annotated[
-        int, typer.Option("--rounds", min=1, max=1000, help="Timed passes of each loader.")
-    ] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed passes of each loader.")] = 3,
     workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=1, max=2**12, help="Of each loader; default: all cores."),
+        int | None, typer.Option(min=1, max=2**12, help="Of each loader; default: all cores.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="One round of tiny images; the speed is not judged.")
     ] = False,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write every figure to this file.")
-    ] = None,
-    picture: Annotated[Path, typer.Option("--picture", help="Where the PNG goes.")] = Path(
-        "runs/bench_data.png"
-    ),
+    json: JsonOption = None,
+    picture: _PictureOption = Path("runs/bench_data.png"),
 ) -> int | None:
     """Compare the input path with webdataset and Megatron-Energon on the same photos."""
     from mimo.bench.data import main as run

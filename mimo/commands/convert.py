@@ -1,16 +1,13 @@
-"""`mimo convert`: from and to Hugging Face format."""
+"""`mimo convert` and `mimo tiny`: checkpoints in Hugging Face format."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from mimo.commands._shared import (
-    readable_errors,
-)
+from mimo.commands._shared import RunArgument
 
 
-@readable_errors
 def convert_from_hf(
     folder: Annotated[Path, typer.Argument(help="A checkpoint in Hugging Face format.")],
     out: Annotated[Path, typer.Argument(help="Where the checkpoint folder goes.")],
@@ -24,13 +21,10 @@ def convert_from_hf(
     run(folder, out)
 
 
-@readable_errors
 def convert_to_hf(
-    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    run: RunArgument,
     out: Annotated[Path, typer.Argument(help="Where the folder goes.")],
-    shard_size: Annotated[
-        str, typer.Option("--shard-size", help="Largest file, such as 500MB or 5GB.")
-    ] = "5GB",
+    shard_size: Annotated[str, typer.Option(help="Largest file, such as 500MB or 5GB.")] = "5GB",
     adapter: Annotated[
         bool,
         typer.Option("--adapter", help="Write the adapters of a run with lora alone, for peft."),
@@ -49,3 +43,27 @@ def convert_to_hf(
     from mimo.convert.to_hf import parse_size
 
     write(run, out, parse_size(shard_size))
+
+
+def tiny(
+    family: Annotated[
+        str,
+        typer.Argument(
+            help="qwen2_5_vl, qwen3_vl or gemma3; of text alone: qwen2, qwen3, gemma3_text."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    shard_size: Annotated[
+        str | None, typer.Option(help="Largest file of weights, such as 1MB; default: one.")
+    ] = None,
+    tie: Annotated[
+        bool | None, typer.Option(help="Tie the output layer; default: as the family does.")
+    ] = None,
+) -> int | None:
+    """Write a small checkpoint with random weights in Hugging Face format."""
+    from mimo.hf.tiny import TinyCheckpoint
+    from mimo.hf.tiny import main as run
+
+    return run(TinyCheckpoint(family, seed, dtype, shard_size, tie), out)

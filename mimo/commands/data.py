@@ -6,23 +6,21 @@ from typing import Annotated
 import typer
 
 from mimo.commands._shared import (
+    JsonOption,
     NumRanksOption,
     OverridesArgument,
     RecipeArgument,
     number,
-    readable_errors,
 )
 from mimo.errors import InputError
 from mimo.progress import progress_of
 
 
-@readable_errors
-def index(
+def data_index(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=1, max=2**12, help="Processes; default: the cores."),
+        int | None, typer.Option(min=1, max=2**12, help="Processes; default: the cores.")
     ] = None,
 ) -> int | None:
     """Index the shards of all splits that are not indexed yet; started again, it goes on.
@@ -34,25 +32,21 @@ def index(
     return run(recipe, overrides or [], workers)
 
 
-@readable_errors
 def data_doctor(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     num_ranks: NumRanksOption = None,
-    page: Annotated[Path, typer.Option("--page", help="Where the HTML page goes.")] = Path(
+    page: Annotated[Path, typer.Option(help="Where the HTML page goes.")] = Path(
         "runs/data_doctor.html"
     ),
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write every figure to this file.")
-    ] = None,
+    json: JsonOption = None,
 ) -> int | None:
     """Look at the data before a job: one page of figures, bad samples and samples to look at."""
-    from mimo.step.doctor_page import main as run
+    from mimo.step.doctor import main as run
 
     return run(recipe, overrides or [], num_ranks, page, json)
 
 
-@readable_errors
 def data_pack(
     source: Annotated[
         str,
@@ -62,17 +56,13 @@ def data_pack(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write shards into.")],
     media_root: Annotated[
-        Path | None,
-        typer.Option("--media-root", help="The folder of the files; default: that of SRC."),
+        Path | None, typer.Option(help="The folder of the files; default: that of SRC.")
     ] = None,
     shard_size: Annotated[
-        str, typer.Option("--shard-size", help="Of a shard: 2000 samples, or 512MiB.")
+        str, typer.Option(help="Of a shard: 2000 samples, or 512MiB.")
     ] = "512MiB",
     max_bad_fraction: Annotated[
-        float,
-        typer.Option(
-            "--max-bad-fraction", min=0, max=1, callback=number, help="Rows that may be left out."
-        ),
+        float, typer.Option(min=0, max=1, callback=number, help="Rows that may be left out.")
     ] = 0.01,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what a former call wrote to OUT.")

@@ -1,45 +1,32 @@
-"""`mimo generate`: an answer of a trained model."""
+"""`mimo generate` and `mimo evaluate`: answers of a trained model, and the score of a split."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mimo.commands._shared import (
-    number,
-    readable_errors,
-)
+from mimo.commands._shared import RunArgument, number
 
 
-@readable_errors
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
-    prompt: Annotated[str, typer.Option("--prompt", help="The question.")],
+    run: RunArgument,
+    prompt: Annotated[str, typer.Option(help="The question.")],
     image: Annotated[
-        list[Path] | None, typer.Option("--image", help="An image; may be given several times.")
+        list[Path] | None, typer.Option(help="An image; may be given several times.")
     ] = None,
     frame: Annotated[
-        list[Path] | None,
-        typer.Option("--frame", help="A frame of a video, in order; all of one size."),
+        list[Path] | None, typer.Option(help="A frame of a video, in order; all of one size.")
     ] = None,
     fps: Annotated[
         float,
-        typer.Option(
-            "--fps",
-            min=0.001,
-            max=1e6,
-            callback=number,
-            help="Frames of the video per second.",
-        ),
+        typer.Option(min=0.001, max=1e6, callback=number, help="Frames of the video per second."),
     ] = 2.0,
     item: Annotated[
         list[str] | None,
-        typer.Option(
-            "--item", metavar="MEDIA=FILE", help="A file of any media; may be given several times."
-        ),
+        typer.Option(metavar="MEDIA=FILE", help="A file of any media; may be given several times."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, max=2**20, help="Most tokens of the answer.")
+        int, typer.Option(min=1, max=2**20, help="Most tokens of the answer.")
     ] = 64,
 ) -> int | None:
     """Answer a question about images, a video or other items with a trained checkpoint.
@@ -56,3 +43,24 @@ def generate(
         items.append(GivenItem("--frame", "video", frame, {"frames": len(frame), "fps": fps}))
     items += [GivenItem.parse("--item", text) for text in item or []]
     return answer(run, items, prompt, max_new_tokens)
+
+
+def evaluate(
+    run: RunArgument,
+    split: Annotated[str, typer.Option(help="validation or test.")] = "test",
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2**20,
+            help="Most tokens of an answer; default: those of the longest expected one.",
+        ),
+    ] = None,
+) -> int | None:
+    """Answer the held-out samples of a run's recipe and compare with the expected answers.
+
+    Like `mimo generate`, it computes the whole sequence anew for each new token.
+    """
+    from mimo.generate.evaluate import main as compare
+
+    return compare(run, split, max_new_tokens)

@@ -7,9 +7,7 @@ Types, limits and defaults are the schema's, the sentences are the docstrings of
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mimo.families.registry import encoder_families, language_families
 from mimo.recipe.schema import Recipe
 from mimo.step.prepare import GENERATORS
 
@@ -31,10 +30,6 @@ docstrings of the fields, not this file. [recipes.md](recipes.md) explains how r
 be given, unless the checkpoint that `init_from` names provides it. A list `phases` may lay other
 values over these keys: see [phases.md](phases.md).
 """
-_FAMILIES = (
-    ("mimo.languages", "Settings of language families", "language.model"),
-    ("encoders", "Settings of encoder families", "encoders.<name>.model"),
-)
 
 
 def recipe_keys() -> str:
@@ -42,10 +37,12 @@ def recipe_keys() -> str:
     parts = [_INTRO]
     for model, places in _sections(Recipe, "", {}).items():
         parts.append(_section("##", model, places, _summary(model)))
-    for package, title, place in _FAMILIES:
-        parts.append(f"## {title}\n\nKeys under `{place}`.\n")
-        for name, settings in _family_settings(package):
-            parts.append(_section("###", settings, [name], ""))
+    for families, module, place in (
+        (language_families(), "language", "language.model"),
+        (encoder_families(), "encoder", "encoders.<name>.model"),
+    ):
+        parts.append(f"## Settings of {module} families\n\nKeys under `{place}`.\n")
+        parts += [_section("###", own.Settings, [name], "") for name, own in families.items()]
     parts.append(
         "## Settings of generators of example data\n\nKeys under `data.prepare_settings`.\n"
     )
@@ -74,12 +71,6 @@ def _models_in(annotation: Any, suffix: str) -> Iterator[tuple[type[BaseModel], 
     suffix += {dict: ".<name>", tuple: "[]"}.get(kind, "") if isinstance(kind, type) else ""
     for argument in get_args(annotation):
         yield from _models_in(argument, suffix)
-
-
-def _family_settings(package: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if not module.name.startswith("_"):
-            yield module.name, importlib.import_module(f"{package}.{module.name}").Settings
 
 
 def _section(level: str, model: type[BaseModel], places: list[str], summary: str) -> str:

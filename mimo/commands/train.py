@@ -1,19 +1,20 @@
-"""`mimo train`."""
+"""`mimo prepare`, `mimo train`, and `mimo quickstart`, which does both and evaluates."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mimo.commands._shared import (
-    NumRanksOption,
-    OverridesArgument,
-    RecipeArgument,
-    readable_errors,
-)
+from mimo.commands._shared import NumRanksOption, OverridesArgument, RecipeArgument
 
 
-@readable_errors
+def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> int | None:
+    """Write the example data and the index that a recipe needs."""
+    from mimo.step.prepare import main as run
+
+    return run(recipe, overrides or [])
+
+
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -24,11 +25,16 @@ def train(
             "--resume", help="Continue from the run's latest checkpoint; without any, start anew."
         ),
     ] = False,
-    resume_from: Annotated[
-        Path | None, typer.Option("--resume-from", help="Continue from this checkpoint.")
-    ] = None,
+    resume_from: Annotated[Path | None, typer.Option(help="Continue from this checkpoint.")] = None,
 ) -> int | None:
     """Train a recipe on this machine, or as one rank of a torchrun or srun job."""
     from mimo.train.main import main as run
 
     return run(recipe, overrides or [], num_ranks, resume=resume, resume_from=resume_from)
+
+
+def quickstart(overrides: OverridesArgument = None) -> int | None:
+    """Prepare, train and evaluate the small example that runs without a GPU."""
+    from mimo.generate.quickstart import main as run
+
+    return run(overrides or [])

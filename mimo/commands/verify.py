@@ -1,56 +1,36 @@
-"""`mimo verify`: a layout against one rank."""
+"""`mimo verify` and `mimo parity`: a layout against one rank, a checkpoint against transformers."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mimo.commands._shared import (
+    JsonOption,
     NumRanksOption,
     OverridesArgument,
     RecipeArgument,
-    readable_errors,
+    number,
 )
 
 
-class LayoutsChoice(StrEnum):
-    """Which layouts `verify` runs."""
-
-    RECIPE = "recipe"
-    SWEEP = "sweep"
-
-
-class PrecisionChoice(StrEnum):
-    """What `verify` computes in."""
-
-    FP32 = "fp32"
-    FP64 = "fp64"
-
-
-@readable_errors
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     num_ranks: NumRanksOption = None,
     max_ranks: Annotated[
-        int,
-        typer.Option(
-            "--max-ranks", min=1, max=1024, help="Shrink larger layouts to this many ranks."
-        ),
+        int, typer.Option(min=1, max=1024, help="Shrink larger layouts to this many ranks.")
     ] = 8,
     full: Annotated[
         bool, typer.Option("--full", help="Keep the layout as it is; only the model is tiny.")
     ] = False,
     layouts: Annotated[
-        LayoutsChoice, typer.Option("--layouts", help="The recipe's own, or the built-in matrix.")
-    ] = LayoutsChoice.RECIPE,
+        Literal["recipe", "sweep"], typer.Option(help="The recipe's own, or the built-in matrix.")
+    ] = "recipe",
     precision: Annotated[
-        PrecisionChoice, typer.Option("--precision", help="fp64 compares to 1e-10, fp32 to 1e-5.")
-    ] = PrecisionChoice.FP32,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write every error to this file.")
-    ] = None,
+        Literal["fp32", "fp64"], typer.Option(help="fp64 compares to 1e-10, fp32 to 1e-5.")
+    ] = "fp32",
+    json: JsonOption = None,
 ) -> int | None:
     """Compare a recipe's layout with one rank: loss, every gradient, weights after two steps.
 
@@ -59,5 +39,26 @@ def verify(
     """
     from mimo.verify.main import main as run
 
-    sweep = layouts is LayoutsChoice.SWEEP
-    return run(recipe, overrides or [], num_ranks, max_ranks, full, sweep, precision.value, json)
+    sweep = layouts == "sweep"
+    return run(recipe, overrides or [], num_ranks, max_ranks, full, sweep, precision, json)
+
+
+def parity(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder in Hugging Face format.")],
+    overrides: OverridesArgument = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, callback=number, help="Largest error; default: 1e-5, for fp32."
+        ),
+    ] = None,
+    json: JsonOption = None,
+) -> int | None:
+    """Compare a checkpoint in transformers with a layout of ours: inputs, every module, gradients.
+
+    Runs both on this machine's CPU. Exit code 1 and the first module that diverges when they are
+    not equal. Layouts are overrides, such as language.grid.tp=2.
+    """
+    from mimo.parity.main import main as run
+
+    return run(checkpoint, overrides or [], tolerance, json)

@@ -24,7 +24,8 @@ from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_family
 from mimo.hf.initial import initial_weights
 from mimo.progress import counter_of
-from mimo.recipe.schema import LANGUAGE, LoRA
+from mimo.recipe.modules import LoRA
+from mimo.recipe.schema import LANGUAGE
 
 _PREFIX = "base_model.model."
 _COMPARED_BYTES = 10**9

@@ -19,7 +19,7 @@ from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
 from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.initial import initial_weights
-from mimo.hf.recipe_keys import fill_recipe
+from mimo.hf.recipes import fill_recipe
 from mimo.progress import counter_of
 from mimo.recipe.schema import LANGUAGE, Recipe
 

@@ -20,8 +20,10 @@ from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight
 from mimo.families.lora import adapter_names, adapter_shapes, is_adapter, merged_weight
 from mimo.hf.architectures import Architecture
-from mimo.hf.recipe_keys import architecture_of_folder
-from mimo.recipe.schema import LoRA, Recipe
+from mimo.hf.folder import shards_of
+from mimo.hf.recipes import architecture_of_folder
+from mimo.recipe.modules import LoRA
+from mimo.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,7 @@ class TrainedModel:
 
     def shards(self, num_bytes: int) -> Iterator[list[TrainedWeight]]:
         """Groups of consecutive parameters of at most so many bytes; a larger one is alone."""
-        shard: list[TrainedWeight] = []
-        size = 0
-        for one in self.weights:
-            if shard and size + one.num_bytes > num_bytes:
-                yield shard
-                shard, size = [], 0
-            shard.append(one)
-            size += one.num_bytes
-        yield shard
+        return shards_of(((one, one.num_bytes) for one in self.weights), num_bytes)
 
     def read(self, weights: Iterable[TrainedWeight]) -> dict[str, Tensor]:
         """Parameters and what adapts them, by key."""

@@ -2,8 +2,7 @@
 
 A family of encoders is a file in `encoders`, a family of language models one in `mimo.languages`.
 Modules whose names begin with an underscore hold what families share. A family satisfies
-`EncoderFamily` or `LanguageFamily`. If its models are published in Hugging Face format, so that a
-recipe may start from such a folder, it also satisfies the protocol of published families.
+`EncoderFamily` or `LanguageFamily`, and its settings say all that is known before it is built.
 
 Letters: P patches of all items of a call, C numbers per patch, I items, N rows, L feature levels,
 H hidden size of the language model, D of the tower, S sequence, B batch, V vocabulary.
@@ -11,13 +10,16 @@ H hidden size of the language model, D of the tower, S sequence, B batch, V voca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Self
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
+from pydantic import BaseModel, model_validator
 
 from data.media.processor import Media
-from mimo.families.flops import Product
+from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
+from mimo.families.flops import Product, causal_pairs, layer_products
 from mimo.families.hf_config import Config
 from mimo.families.hf_preprocessing import Processors
 from mimo.families.item_rules import ItemRules
@@ -29,25 +31,33 @@ if TYPE_CHECKING:
     from mimo.engines.megatron import LanguageModel, ModuleContext
 
 
-class FamilySettings(Protocol):
-    """Sizes of a model: a pydantic model with `mimo.bounds.STRICT`, every number bounded.
+class FamilySettings(BaseModel):
+    """Sizes of a model, as numbers of elements: the keys under ``model`` that all modules have.
 
-    Whatever it accepts can be built on any grid in which `check_grid` finds no problem.
+    Whatever it accepts can be built on any grid in which `grid_problems` finds none.
     """
 
-    @property
-    def num_layers(self) -> int:
-        """Transformer layers. All have parameters of the same sizes, whatever their number."""
-        ...
+    model_config = STRICT
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of a layer: H of a language model, D of a tower."""
-        ...
+    num_layers: Layers
+    """Transformer layers."""
+    hidden_size: Width
+    """Width between layers."""
+    ffn_hidden_size: Width
+    """Inner width of the MLP."""
+    num_attention_heads: Heads
+    """Attention heads; of queries, where keys and values have fewer."""
+    norm_eps: Epsilon = 1e-6
+    """Added to the variance in norms."""
+    init_std: InitStd = 0.02
+    """Standard deviation of freshly drawn weights."""
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """One name per layer; layers that compute different things have different names."""
-        ...
+        """One name per layer; layers that compute different things have different names.
+
+        All have parameters of the same sizes, whatever their number.
+        """
+        return ("attention",) * self.num_layers
 
     def scaled_down(self, chunks: int, tp: int) -> Self:
         """The smallest settings of the same character, for `mimo verify`.
@@ -56,28 +66,40 @@ class FamilySettings(Protocol):
         every chunk has a layer of every kind there was. Weights are drawn large enough for every
         part of the model to matter to the loss.
         """
-        ...
+        raise NotImplementedError
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
-        """Pydantic's."""
-        ...
+    def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
+        """What is wrong with ``tp`` ranks and so many chunks of all pipeline stages.
 
-    @classmethod
-    def model_validate(cls, obj: Any) -> Self:
-        """Pydantic's."""
-        ...
+        Each is a sentence that names axis, key and size.
+        """
+        for key, size in self._divided_by_tp().items():
+            if size % tp:
+                yield f"tp={tp} must divide {key}, which is {size}"
+        if self.num_layers % chunks:
+            yield f"pp · vpp = {chunks} must divide num_layers, which is {self.num_layers}"
 
-    def model_dump(self) -> dict[str, Any]:
-        """Pydantic's."""
-        ...
+    def _divided_by_tp(self) -> dict[str, int]:
+        return {
+            "num_attention_heads": self.num_attention_heads,
+            "ffn_hidden_size": self.ffn_hidden_size,
+        }
 
 
-class EncoderSettings(FamilySettings, Protocol):
+class EncoderSettings(FamilySettings):
     """The recipe keys under ``encoders.<name>.model``."""
+
+    @property
+    def num_levels(self) -> int:
+        """L, the feature levels that the encoder emits besides the embeddings.
+
+        Level k is added to the hidden states after the language model's k-th layer (DeepStack).
+        """
+        return 0
 
     def processor(self, media: str = "image") -> Media[Any]:
         """What turns items of that media into patches and says how many rows each item becomes."""
-        ...
+        raise NotImplementedError
 
     def products(self, output_size: int) -> list[Product]:
         """All matrices and attention of tower and projector, in the order of a forward.
@@ -85,30 +107,109 @@ class EncoderSettings(FamilySettings, Protocol):
         Every parameter of two dimensions or more has one, under its name in ``weights_in_hf``; one
         that is looked up has no elements. output_size: H.
         """
-        ...
+        raise NotImplementedError
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         """How many there are of each unit of `products` in items with these grids (I, 3)."""
-        ...
+        raise NotImplementedError
+
+    def stack_products(self, per: str, gated: bool) -> list[Product]:
+        """The layers, for one token ``per`` unit, and the final norm."""
+        heads = self.num_attention_heads
+        found = layer_products(
+            "blocks.layers",
+            self.layer_kinds(),
+            per,
+            self.hidden_size,
+            self.ffn_hidden_size,
+            (heads, heads, self.hidden_size // heads),
+            gated,
+        )
+        return [*found, Product("blocks.final_layernorm.weight", per)]
+
+    def _scaled_sizes(self, tp: int) -> dict[str, Any]:
+        """Widths of a tiny copy that ``tp`` ranks divide."""
+        heads = math.lcm(2, tp)
+        return {
+            "hidden_size": 8 * heads,
+            "ffn_hidden_size": math.lcm(24, tp),
+            "num_attention_heads": heads,
+        }
 
 
-class LanguageSettings(FamilySettings, Protocol):
-    """The recipe keys under ``language.model``."""
+class LanguageSettings(FamilySettings):
+    """The recipe keys under ``language.model``: a decoder with grouped queries and a gated MLP."""
+
+    item_rules: ClassVar[ItemRules]
+    """How the family treats tokens that stand for items."""
+
+    num_query_groups: Heads
+    """Key and value heads; query heads share them in equal groups."""
+    head_size: Width
+    """Width of a head."""
+    vocab_size: Vocabulary | None = None
+    """Tokens that the model knows; as many as the tokenizer has when left out."""
+    vocab_multiple: Width = 64
+    """The vocabulary is padded to a multiple of this, in every layout alike."""
+    tie_word_embeddings: bool = False
+    """Use the embedding's weights for the output layer too."""
+
+    @model_validator(mode="after")
+    def _heads_form_groups(self) -> Self:
+        if self.head_size % 2:
+            raise ValueError(f"head_size {self.head_size} must be even: channels turn in pairs")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
+                f"num_query_groups {self.num_query_groups}"
+            )
+        return self
 
     def num_tokens(self, tokenizer_size: int) -> int:
         """How many tokens the model knows, given a tokenizer of this many.
 
         Raises ValueError if the tokenizer has more than the model.
         """
-        ...
+        if self.vocab_size is None:
+            return tokenizer_size
+        if tokenizer_size > self.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer_size} tokens, but language.model.vocab_size is "
+                f"{self.vocab_size}; use the tokenizer that belongs to the model"
+            )
+        return self.vocab_size
 
     def padded_vocab_size(self, num_tokens: int) -> int:
         """V, the rows of the embedding for this many tokens, the same in every layout."""
-        ...
+        known = max(num_tokens, self.vocab_size or 0)
+        return -(-known // self.vocab_multiple) * self.vocab_multiple
+
+    def _divided_by_tp(self) -> dict[str, int]:
+        padded = {"vocabulary (padded by vocab_multiple)": self.padded_vocab_size(1)}
+        return super()._divided_by_tp() | padded
+
+    def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
+        """As of all modules; groups of heads may also be fewer than ranks."""
+        yield from super().grid_problems(tp, chunks)
+        groups = self.num_query_groups
+        if groups % tp and tp % groups:
+            yield f"tp={tp} must divide num_query_groups, which is {groups}, or be a multiple of it"
 
     def products(self, vocab_size: int) -> list[Product]:
         """As of `EncoderSettings`. vocab_size: V."""
-        ...
+        embedding = "embedding.word_embeddings.weight"
+        layers = layer_products(
+            "decoder.layers",
+            self.layer_kinds(),
+            "token",
+            self.hidden_size,
+            self.ffn_hidden_size,
+            (self.num_attention_heads, self.num_query_groups, self.head_size),
+            gated=True,
+        )
+        head = embedding if self.tie_word_embeddings else "output_layer.weight"
+        size = (vocab_size, self.hidden_size)
+        return [Product(embedding, "token"), *layers, Product(head, "loss token", size)]
 
     def counts(
         self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int
@@ -118,34 +219,21 @@ class LanguageSettings(FamilySettings, Protocol):
         lengths, item_rows: without padding; item_rows (I,) of all items in them. loss_tokens: in
         all of them together, for which alone the head is needed.
         """
-        ...
+        return {
+            "token": float(lengths.sum()),
+            "loss token": float(loss_tokens),
+            "attention pair": causal_pairs(lengths),
+        }
 
 
-class EncoderFamily[S: EncoderSettings](Protocol):
+class EncoderFamily(Protocol):
     """A family of encoders: a tower with its projector to the language model's width."""
 
-    @property
-    def Settings(self) -> type[S]:  # noqa: N802 - the name of a class in the module
-        """The settings' class."""
-        ...
+    Settings: type[EncoderSettings]
+    PROJECTOR: tuple[str, ...]
+    """How the names of the projector's parameters begin; all others are the tower's."""
 
-    @property
-    def PROJECTOR(self) -> tuple[str, ...]:  # noqa: N802 - a constant of the module
-        """How the names of the projector's parameters begin; all others are the tower's."""
-        ...
-
-    def check_grid(self, settings: S, tp: int, pp: int) -> list[str]:
-        """Problems of a grid with these sizes, each one sentence that names axis, key and size."""
-        ...
-
-    def num_levels(self, settings: S) -> int:
-        """L, the feature levels that it emits besides the embeddings, 0 for most.
-
-        Level k is added to the hidden states after the language model's k-th layer (DeepStack).
-        """
-        ...
-
-    def build(self, settings: S, ctx: ModuleContext, output_size: int, seed: int) -> nn.Module:
+    def build(self, settings: Any, ctx: ModuleContext, output_size: int, seed: int) -> nn.Module:
         """This rank's part of tower and projector, with freshly drawn weights.
 
         The weights are the same in every layout; a checkpoint fills those in ``ctx.provided``.
@@ -171,7 +259,7 @@ class EncoderFamily[S: EncoderSettings](Protocol):
         """
         ...
 
-    def weights_in_hf(self, settings: S, output_size: int) -> list[Weight]:
+    def weights_in_hf(self, settings: Any, output_size: int) -> list[Weight]:
         """Every parameter of the whole module by its name, with the tensors it is made of.
 
         These have their names in the published checkpoints. A family without any uses the names of
@@ -181,7 +269,7 @@ class EncoderFamily[S: EncoderSettings](Protocol):
         ...
 
 
-class PublishedEncoderFamily[S: EncoderSettings](EncoderFamily[S], Protocol):
+class PublishedEncoderFamily(EncoderFamily, Protocol):
     """A family whose models are part of published checkpoints in Hugging Face format."""
 
     def settings_from_hf(self, config: Config, processors: Processors) -> dict[str, Any]:
@@ -192,29 +280,14 @@ class PublishedEncoderFamily[S: EncoderSettings](EncoderFamily[S], Protocol):
         ...
 
 
-class LanguageFamily[S: LanguageSettings](Protocol):
+class LanguageFamily(Protocol):
     """A family of language models."""
 
-    @property
-    def Settings(self) -> type[S]:  # noqa: N802 - the name of a class in the module
-        """The settings' class."""
-        ...
-
-    @property
-    def ITEM_RULES(self) -> ItemRules:  # noqa: N802 - a constant of the module
-        """How the family treats tokens that stand for items."""
-        ...
-
-    def check_grid(self, settings: S, tp: int, pp: int, vocab_size: int) -> list[str]:
-        """Problems of a grid with these sizes, each one sentence that names axis, key and size.
-
-        pp: number of chunks of all pipeline stages. vocab_size: V.
-        """
-        ...
+    Settings: type[LanguageSettings]
 
     def build(
         self,
-        settings: S,
+        settings: Any,
         ctx: ModuleContext,
         num_tokens: int,
         max_sequence_length: int,
@@ -235,20 +308,16 @@ class LanguageFamily[S: LanguageSettings](Protocol):
         """
         ...
 
-    def weights_in_hf(self, settings: S) -> list[Weight]:
-        """Every parameter of the whole model by its name, with the tensors it is made of.
-
-        Like `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
-        """
-        ...
-
-
-class PublishedLanguageFamily[S: LanguageSettings](LanguageFamily[S], Protocol):
-    """A family whose models are published in Hugging Face format."""
-
     def settings_from_hf(self, config: Config) -> dict[str, Any]:
         """Settings by key, from a whole model's configuration.
 
         Raises ValueError, naming their key, for what we do not compute.
+        """
+        ...
+
+    def weights_in_hf(self, settings: Any) -> list[Weight]:
+        """Every parameter of the whole model by its name, with the tensors it is made of.
+
+        Like `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
         """
         ...

@@ -87,29 +87,33 @@ def step_flops(per_unit: Mapping[str, float], counts: Mapping[str, float]) -> fl
 
 
 def layer_products(
-    layer: str,
+    prefix: str,
+    kinds: Sequence[str],
     per: str,
-    pair: str,
     hidden_size: int,
     ffn_hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
+    heads: tuple[int, int, int],
     gated: bool,
 ) -> list[Product]:
-    """A transformer layer.
+    """The transformer layers of a stack, for one token ``per`` unit.
 
-    layer: prefix of its parameters' names. pair: the unit of a query with a key.
+    prefix: of their parameters' names. kinds: of each layer, in whose pairs queries with keys are
+    counted. heads: of queries, of keys, and their size.
     """
-    heads, qkv = num_heads * head_size, (num_heads + 2 * num_kv_heads) * head_size
+    num_heads, num_kv_heads, size = heads
     inner = 2 * ffn_hidden_size if gated else ffn_hidden_size
-    return [
-        Product(f"{layer}.self_attention.linear_qkv.weight", per, (qkv, hidden_size)),
-        Product(None, pair, (2, heads)),
-        Product(f"{layer}.self_attention.linear_proj.weight", per, (hidden_size, heads)),
-        Product(f"{layer}.mlp.linear_fc1.weight", per, (inner, hidden_size)),
-        Product(f"{layer}.mlp.linear_fc2.weight", per, (hidden_size, ffn_hidden_size)),
-    ]
+    found = []
+    for number, kind in enumerate(kinds):
+        attention, mlp = f"{prefix}.{number}.self_attention", f"{prefix}.{number}.mlp"
+        qkv = (num_heads + 2 * num_kv_heads) * size
+        found += [
+            Product(f"{attention}.linear_qkv.weight", per, (qkv, hidden_size)),
+            Product(None, f"{kind} pair", (2, num_heads * size)),
+            Product(f"{attention}.linear_proj.weight", per, (hidden_size, num_heads * size)),
+            Product(f"{mlp}.linear_fc1.weight", per, (inner, hidden_size)),
+            Product(f"{mlp}.linear_fc2.weight", per, (hidden_size, ffn_hidden_size)),
+        ]
+    return found
 
 
 def causal_pairs(lengths: np.ndarray, window: int | None = None) -> float:

@@ -6,7 +6,7 @@ file is silent; those in the class of the whole processor apply whatever that fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ class Processors:
 
 def read_processors(folder: Path) -> Processors:
     """The settings as `AutoProcessor` reads them. Raises InputError for files that it refuses."""
-    files = {name: read_json(folder / name) for name in _names(folder)}
+    names = dict.fromkeys((WHOLE, *_FILES["image"], *_FILES["video"]))
+    files = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
     whole = files.get(WHOLE, {})
     image = _effective_image(folder) if _said(files, "image") is not None else {}
     return Processors(image, _said(files, "video") or {}, whole, files)
@@ -57,12 +58,6 @@ def image_defaults_of_processor(folder: Path) -> Config:
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     kind: Any = PROCESSOR_MAPPING[type(config)]
     return dict(getattr(kind, "images_kwargs", {}))
-
-
-def _names(folder: Path) -> Iterator[str]:
-    for name in dict.fromkeys((WHOLE, *_FILES["image"], *_FILES["video"])):
-        if (folder / name).is_file():
-            yield name
 
 
 def _said(files: Mapping[str, Config], kind: str) -> Config | None:

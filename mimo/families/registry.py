@@ -11,13 +11,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mimo.errors import RecipeError, shown, suggestion
+from mimo.errors import RecipeError, suggestion
 from mimo.families.contracts import (
     EncoderFamily,
     EncoderSettings,
     LanguageFamily,
     LanguageSettings,
 )
+from mimo.recipe.findings import descriptions
 from mimo.recipe.schema import Recipe
 from mimo.recipe.source import Location
 
@@ -35,12 +36,12 @@ def _module(package: str, name: str) -> Any:
     return importlib.import_module(f"{package}.{name}")
 
 
-def language_families() -> dict[str, LanguageFamily[LanguageSettings]]:
+def language_families() -> dict[str, LanguageFamily]:
     """All families of language models, by name."""
     return {name: _module(_LANGUAGES, name) for name in _names(_LANGUAGES)}
 
 
-def encoder_families() -> dict[str, EncoderFamily[EncoderSettings]]:
+def encoder_families() -> dict[str, EncoderFamily]:
     """All families of encoders, by name."""
     return {name: _module(_ENCODERS, name) for name in _names(_ENCODERS)}
 
@@ -54,43 +55,28 @@ def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
     return _module(package, name)
 
 
-def language_family(recipe: Recipe) -> LanguageFamily[LanguageSettings]:
+def language_family(recipe: Recipe) -> LanguageFamily:
     """The module `mimo.languages.<family>`. Raises RecipeError when there is none."""
     return _load(_LANGUAGES, recipe.language.family, ("language", "family"), recipe)
 
 
-def encoder_family(recipe: Recipe, encoder: str) -> EncoderFamily[EncoderSettings]:
+def encoder_family(recipe: Recipe, encoder: str) -> EncoderFamily:
     """The module `encoders.<family>`. Raises RecipeError when there is none."""
     name = recipe.encoders[encoder].family
     return _load(_ENCODERS, name, ("encoders", encoder, "family"), recipe)
 
 
-def check_settings[S](
+def check_settings[S: BaseModel](
     settings: type[S], values: dict[str, Any], location: Location, recipe: Recipe
 ) -> S:
     """The values at ``location`` of a recipe as ``settings``, a pydantic model.
 
     Raises RecipeError.
     """
-    assert issubclass(settings, BaseModel), f"{settings} is no pydantic model"
     try:
         return settings.model_validate(values)
     except ValidationError as error:
-        problems = []
-        for details in error.errors():
-            where = (*location, *details["loc"])
-            if details["type"] == "extra_forbidden":
-                message = "unknown key; " + suggestion(
-                    str(details["loc"][-1]), settings.model_fields
-                )
-            elif details["type"] == "missing":
-                message = "this key is required"
-            else:
-                message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-                if not isinstance(details["input"], dict):
-                    message += f"; got {shown(details['input'])}"
-            problems.append(recipe.problem(where, message))
-        raise RecipeError(*problems) from error
+        raise RecipeError(*descriptions(error, recipe.problem, settings, location)) from error
 
 
 def language_settings(recipe: Recipe) -> LanguageSettings:
@@ -107,35 +93,3 @@ def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
         ("encoders", encoder, "model"),
         recipe,
     )
-
-
-def num_levels(recipe: Recipe, encoder: str) -> int:
-    """The number of feature levels that an encoder emits besides the embeddings.
-
-    0 if its family or settings are wrong, which is reported elsewhere.
-    """
-    try:
-        return encoder_family(recipe, encoder).num_levels(encoder_settings(recipe, encoder))
-    except RecipeError:
-        return 0
-
-
-def num_language_layers(recipe: Recipe) -> int | None:
-    """The number of layers of the language model; None if its settings are wrong."""
-    try:
-        return language_settings(recipe).num_layers
-    except RecipeError:
-        return None
-
-
-__all__ = [
-    "check_settings",
-    "encoder_families",
-    "encoder_family",
-    "encoder_settings",
-    "language_families",
-    "language_family",
-    "language_settings",
-    "num_language_layers",
-    "num_levels",
-]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import torch
 
 from data.batch import pack_lane
 from data.index.samples import Processors
-from data.media.processor import Grid, Part, PartPlan
+from data.media.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
-from data.text.messages import PlaceholderError
+from data.text.messages import Mention, PlaceholderError
 from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import InputError
@@ -62,43 +63,20 @@ class GivenItem:
 
 
 @dataclass(frozen=True)
-class _PromptPart:
-    """A content part of a request: the items that it becomes, and its files."""
+class _Item:
+    """An item of a request. plan: of its content part. patches: float32 (P, C)."""
 
     media: str
-    part: Part
     plan: PartPlan
-    files: Sequence[Any]
+    patches: np.ndarray
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A tokenized request with its content parts."""
+    """A tokenized request with its items."""
 
     sample: EncodedSample
-    parts: Sequence[_PromptPart]
-
-    @property
-    def grids(self) -> list[Grid]:
-        """(t, h, w) in rows of each item."""
-        return [one.plan.row_grid for one in self.parts for _ in range(one.plan.num_items)]
-
-    @property
-    def time_steps(self) -> list[float]:
-        """For each item, how many positions lie between one step in time and the next."""
-        return [one.plan.time_step for one in self.parts for _ in range(one.plan.num_items)]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one encoder for all requests together.
-
-    values: (N, H). request: (N,) the request of each row. place: (N,) its position in the prompt.
-    """
-
-    values: torch.Tensor
-    request: np.ndarray
-    place: np.ndarray
+    items: Sequence[_Item]
 
 
 class Generator:
@@ -128,114 +106,104 @@ class Generator:
         Raises InputError for a request that the tokenizer or a processor cannot take.
         """
         prompts = [self._encode_prompt(request) for request in requests]
-        mentioned = {part.media for prompt in prompts for part in prompt.parts}
-        rows = [self._encode(media, prompts) for media in self.processors if media in mentioned]
+        mentioned = {item.media for prompt in prompts for item in prompt.items}
+        rows = {
+            media: self._encode(media, prompts) for media in self.processors if media in mentioned
+        }
 
         sequences = [prompt.sample.input_ids.tolist() for prompt in prompts]
-        limit = math.inf if max_length is None else max_length
+        limit, stops = math.inf if max_length is None else max_length, self.chat.stop_token_ids
         open_requests = [r for r, sequence in enumerate(sequences) if len(sequence) < limit]
-        for _ in range(max_new_tokens if open_requests else 0):
+        for _ in range(max_new_tokens):
+            if not open_requests:
+                break
             nexts = self._next_tokens(open_requests, sequences, prompts, rows)
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
             open_requests = [
                 r
-                for r, token in zip(open_requests, nexts, strict=True)
-                if token not in self.chat.stop_token_ids and len(sequences[r]) < limit
+                for r in open_requests
+                if sequences[r][-1] not in stops and len(sequences[r]) < limit
             ]
-            if not open_requests:
-                break
-        return [
-            self.chat.decode(
-                [
-                    token
-                    for token in sequence[len(prompt.sample.input_ids) :]
-                    if token not in self.chat.stop_token_ids
-                ]
-            )
+        answers = (
+            sequence[len(prompt.sample.input_ids) :]
             for sequence, prompt in zip(sequences, prompts, strict=True)
-        ]
+        )
+        return [self.chat.decode([t for t in answer if t not in stops]) for answer in answers]
 
     def _encode_prompt(self, request: Request) -> _Prompt:
         try:
-            parts = self._parts(request)
-            rows = [one.plan.num_rows for one in parts for _ in range(one.plan.num_items)]
-            texts = [one.plan.text for one in parts]
-            return _Prompt(self.chat.encode_prompt(request.messages, rows, texts), parts)
+            mentioned = self.chat.mentions(request.messages, "prompt")
+            num_files = sum(one.frames for one in mentioned)
+            if num_files != len(request.files):
+                raise PlaceholderError("prompt", num_files, len(request.files))
+            items, texts, files = list[_Item](), list[str](), iter(request.files)
+            for one in mentioned:
+                own = self._items(one, list(islice(files, one.frames)))
+                texts.append(own[0].plan.text)
+                items += own
+            rows = [item.plan.num_rows for item in items]
+            return _Prompt(self.chat.encode_prompt(request.messages, rows, texts), items)
         except ValueError as error:
             raise InputError(f"{request.name} cannot be answered: {error}") from error
 
-    def _parts(self, request: Request) -> list[_PromptPart]:
-        mentioned = self.chat.mentions(request.messages, "prompt")
-        num_files = sum(one.frames for one in mentioned)
-        if num_files != len(request.files):
-            raise PlaceholderError("prompt", num_files, len(request.files))
-        parts, first = [], 0
-        for one in mentioned:
-            files = request.files[first : first + one.frames]
-            first += one.frames
-            media = self.processors[one.media]
-            sizes = [media.size_of(file) for file in files]
-            if any(size != sizes[0] for size in sizes):
-                listed = ", ".join(media.size_text(size) for size in sizes)
-                raise ValueError(f"the files of a {one.media} are {listed}: need one size")
-            part = Part(sizes[0], one.frames, one.fps)
-            parts.append(_PromptPart(one.media, part, media.plan(part), files))
-        return parts
+    def _items(self, mention: Mention, files: Sequence[Any]) -> list[_Item]:
+        """The items of a content part, at least one. Raises ValueError."""
+        media = self.processors[mention.media]
+        sizes = [media.size_of(file) for file in files]
+        if any(size != sizes[0] for size in sizes):
+            listed = ", ".join(media.size_text(size) for size in sizes)
+            raise ValueError(f"the files of a {mention.media} are {listed}: need one size")
+        part = Part(sizes[0], mention.frames, mention.fps)
+        plan, items = media.plan(part), []
+        for number in range(plan.num_items):
+            own = [files[file] for file in media.item_files(part, number)]
+            sent = media.item_patches(own, part, number)
+            items.append(_Item(mention.media, plan, media.wire.values(sent)))
+        return items
 
-    def _encode(self, media: str, prompts: Sequence[_Prompt]) -> _Rows:
-        """Encode all items of one media."""
-        processor = self.processors[media]
-        patches, grids = [], []
-        for own in (part for prompt in prompts for part in prompt.parts if part.media == media):
-            for item in range(own.plan.num_items):
-                files = [own.files[file] for file in processor.item_files(own.part, item)]
-                sent = processor.item_patches(files, own.part, item)
-                patches.append(processor.wire.values(sent))
-                grids.append(own.plan.grid)
-        token = self.chat.placeholder_ids[media]
-        places = [np.flatnonzero(prompt.sample.input_ids == token) for prompt in prompts]
-        return _Rows(
-            values=self.model.encode(
-                self.encoders[media], np.concatenate(patches), np.array(grids, np.int64)
-            ),
-            request=np.repeat(np.arange(len(prompts)), [len(own) for own in places]),
-            place=np.concatenate(places),
-        )
+    def _encode(self, media: str, prompts: Sequence[_Prompt]) -> Sequence[torch.Tensor]:
+        """The rows of all items of one media, by prompt."""
+        own = [[item for item in prompt.items if item.media == media] for prompt in prompts]
+        items = list(chain.from_iterable(own))
+        patches = np.concatenate([item.patches for item in items])
+        grids = np.array([item.plan.grid for item in items], np.int64)
+        values = self.model.encode(self.encoders[media], patches, grids)
+        return values.split([sum(item.plan.num_rows for item in one) for one in own])
 
     def _next_tokens(
         self,
         open_requests: list[int],
         sequences: list[list[int]],
         prompts: Sequence[_Prompt],
-        rows: Sequence[_Rows],
+        rows: Mapping[str, Sequence[torch.Tensor]],
     ) -> list[int]:
         samples = [
-            EncodedSample(
+            replace(
+                prompts[r].sample,
                 input_ids=np.array(sequences[r], np.int64),
                 labels=np.zeros(len(sequences[r]), np.int64),
                 loss_mask=np.zeros(len(sequences[r]), np.float32),
-                item_offsets=prompts[r].sample.item_offsets,
             )
             for r in open_requests
         ]
         lengths = np.array([len(sample.input_ids) for sample in samples])
         lane = pack_lane(
             samples,
-            [prompts[r].grids for r in open_requests],
+            [[item.plan.row_grid for item in prompts[r].items] for r in open_requests],
             [0] * len(samples),
             int(lengths.sum()),
             self.chat.pad_token_id,
-            time_steps=[prompts[r].time_steps for r in open_requests],
+            time_steps=[[item.plan.time_step for item in prompts[r].items] for r in open_requests],
         )
-        # A finished request leaves the pack, so its rows leave with it.
-        start = np.zeros(len(sequences), np.int64)
-        start[open_requests] = np.cumsum(lengths) - lengths
-        placed = []
-        for own in rows:
-            kept = np.isin(own.request, open_requests)
-            values = own.values[torch.from_numpy(kept).to(own.values.device)]
-            placed.append((values, start[own.request[kept]] + own.place[kept]))
+        start, placed = np.cumsum(lengths) - lengths, []
+        for media, own in rows.items():
+            token = self.chat.placeholder_ids[media]  # which the model may also write: no item
+            places = [
+                first + np.flatnonzero(prompts[r].sample.input_ids == token)
+                for first, r in zip(start, open_requests, strict=True)
+            ]
+            placed.append((torch.cat([own[r] for r in open_requests]), np.concatenate(places)))
         last = np.cumsum(lengths) - 1
         logits = self.model.forward(lane, placed, with_labels=False, at=last)
         # The entries that pad the vocabulary are not tokens.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.index.reader import SampleReader, UnreadableSample
 from data.text.chat import EncodedSample
-from data.text.messages import Message, is_answer, item_parts
+from data.text.messages import is_answer, item_parts
 from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import RecipeError
@@ -109,20 +110,13 @@ def answer_split(
     generator = Generator(run)
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
+    longest = recipe.data.sequence_length
     with changed_shards_named():
         limit = _answer_limit(dataset, max_new_tokens)
-    longest = recipe.data.sequence_length
-    skipped = _Skipped()
-    for index in dataset.indexes:
-        for one in index.skipped_samples():
-            skipped.add(f"sample {one.key!r} of {one.shard}: {one.reason}")
-    with changed_shards_named():
-        for batch in _batches(_questions(dataset, skipped), limit, longest):
+        for batch in _batches(_questions(dataset), limit, longest):
             given = generator.answer([one.request for one in batch], limit, longest)
             for one, answer in zip(batch, given, strict=True):
                 yield Answered(one.pictures, one.text, answer, one.expected)
-    if skipped.count:
-        print(f"skipped_samples={skipped.count}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -137,16 +131,6 @@ class _Question:
     text: str
     expected: str
     prompt_tokens: int
-
-
-class _Skipped:
-    """Prints why each sample is left out, and counts them."""
-
-    count = 0
-
-    def add(self, reason: str) -> None:
-        print(f"skipped {reason}", flush=True)
-        self.count += 1
 
 
 def _answer_limit(dataset: Dataset, max_new_tokens: int | None) -> int:
@@ -170,23 +154,37 @@ def _answer_limit(dataset: Dataset, max_new_tokens: int | None) -> int:
     return max_new_tokens or max(longest, 1)
 
 
-def _questions(dataset: Dataset, skipped: _Skipped) -> Iterator[_Question]:
+def _questions(dataset: Dataset) -> Iterator[_Question]:
+    """Of all samples in order. Prints which are left out and why, and in the end how many."""
+    num_skipped = 0
+    for one in chain.from_iterable(index.skipped_samples() for index in dataset.indexes):
+        print(f"skipped {one}", flush=True)
+        num_skipped += 1
     for reader in dataset.readers:
         for sample in range(len(reader.index)):
             try:
-                messages, files, pictures = _read(reader, sample)
-                encoded = reader.sample(sample)
+                yield _question(reader, sample)
             except UnreadableSample as error:
-                skipped.add(str(error))
-                continue
-            name = f"sample {reader.index.key(sample)!r} of {reader.index.shard_of(sample)}"
-            yield _Question(
-                Request(messages[:-1], files, name),
-                pictures,
-                _text(messages[-2]),
-                _text(messages[-1]),
-                len(encoded.input_ids) - _answer_length(encoded),
-            )
+                print(f"skipped {error}", flush=True)
+                num_skipped += 1
+    if num_skipped:
+        print(f"skipped_samples={num_skipped}", flush=True)
+
+
+def _question(reader: SampleReader, sample: int) -> _Question:
+    """Decodes the files of a sample. Raises UnreadableSample."""
+    index = reader.index
+    *asked, answer = _question_and_answer(reader, sample)
+    files, pictures = [], []
+    for item in index.parts_of_sample(sample):
+        own = [reader.decoded(item, file) for file in index.files_of_part(item)]
+        files += own
+        pictures += [reader.media(item).picture(file) for file in own]
+    encoded = reader.sample(sample)
+    name = f"sample {index.key(sample)!r} of {index.shard_of(sample)}"
+    prompt_tokens = len(encoded.input_ids) - _answer_length(encoded)
+    request = Request(asked, files, name)
+    return _Question(request, pictures, _text(asked[-1]), _text(answer), prompt_tokens)
 
 
 def _batches(questions: Iterable[_Question], limit: int, longest: int) -> Iterator[list[_Question]]:
@@ -194,8 +192,7 @@ def _batches(questions: Iterable[_Question], limit: int, longest: int) -> Iterat
 
     longest: tokens at which a question with its answer is cut.
     """
-    batch: list[_Question] = []
-    tokens = 0
+    batch, tokens = list[_Question](), 0
     for one in questions:
         own = min(one.prompt_tokens + limit, longest)
         if batch and tokens + own > BATCH_TOKENS:
@@ -207,45 +204,26 @@ def _batches(questions: Iterable[_Question], limit: int, longest: int) -> Iterat
         yield batch
 
 
-def _read(reader: SampleReader, sample: int) -> tuple[list[dict], list[Any], list[np.ndarray]]:
-    """Messages, decoded files and their pictures of a chat that ends with an answer in text.
-
-    Raises UnreadableSample.
-    """
-    index = reader.index
-    messages = _question_and_answer(reader, sample)
-    files, pictures = [], []
-    for item in index.parts_of_sample(sample):
-        own = [reader.decoded(item, file) for file in index.files_of_part(item)]
-        files += own
-        pictures += [reader.media(item).picture(file) for file in own]
-    return messages, files, pictures
-
-
 def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
     """The messages of a sample. Raises UnreadableSample unless they end with an answer in text."""
     messages = reader.messages(sample)
-    if problem := _not_a_question_with_answer(messages):
-        key = reader.index.key(sample)
-        raise UnreadableSample(reader.index.shard_of(sample), key, None, problem)
-    return messages
+    if len(messages) < 2:
+        problem = f"{len(messages)} messages: need a question and an answer at least"
+    elif not is_answer(messages[-1]):
+        role = messages[-1]["role"]
+        problem = f"the last message is of {role!r}: need an answer to compare with"
+    elif item_parts(messages[-1:]):
+        problem = "the last message has items: need an answer in text alone"
+    else:
+        return messages
+    index = reader.index
+    raise UnreadableSample(index.shard_of(sample), index.key(sample), None, problem)
 
 
 def _answer_length(sample: EncodedSample) -> int:
     """Tokens of the last answer, including its end of turn."""
     counted = np.flatnonzero(sample.loss_mask)
     return int(np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)[-1].size)
-
-
-def _not_a_question_with_answer(messages: Sequence[Message]) -> str:
-    """Why the last message cannot be compared with an answer of the model; empty if it can."""
-    if len(messages) < 2:
-        return f"{len(messages)} messages: need a question and an answer at least"
-    if not is_answer(messages[-1]):
-        return f"the last message is of {messages[-1]['role']!r}: need an answer to compare with"
-    if item_parts(messages[-1:]):
-        return "the last message has items: need an answer in text alone"
-    return ""
 
 
 def main(run: Path, split: str, max_new_tokens: int | None = None) -> int:
@@ -275,35 +253,24 @@ def draw(shown: Sequence[Answered], path: Path) -> None:
     rows, columns = SHOWN
     size = (3.4 * columns, 2.6 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
     for axis, one in zip(axes.flat, shown, strict=False):
         axis.imshow(_side_by_side(one.pictures))
-        colour = "#1a7f37" if one.is_exact else "#cf222e"
-        axis.set_title(_wrap(one.question), fontsize=8)
-        axis.set_xlabel(
-            f"answer {one.given!r}\nexpected {one.expected!r}", fontsize=9, color=colour
-        )
-    for axis in axes.flat:
-        axis.set_xticks([])
-        axis.set_yticks([])
-        for side in axis.spines.values():
-            side.set_visible(False)
+        axis.set_title(textwrap.fill(one.question, 34, max_lines=3), fontsize=8)
+        texts = f"answer {one.given!r}\nexpected {one.expected!r}"
+        axis.set_xlabel(texts, fontsize=9, color="#1a7f37" if one.is_exact else "#cf222e")
     figure.suptitle("Held-out samples", fontsize=12)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _wrap(text: str, width: int = 34) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(text, width)[:3])
-
-
 def _side_by_side(pictures: Sequence[np.ndarray], gap: int = 4) -> np.ndarray:
     """The pictures in a row on white: uint8 (greatest height, all widths and gaps, 3)."""
-    highest = max(len(picture) for picture in pictures)
     columns = []
     for picture in pictures:
-        above = (highest - len(picture)) // 2
-        margins = (above, highest - len(picture) - above), (0, gap), (0, 0)
+        spare = max(map(len, pictures)) - len(picture)
+        margins = (spare // 2, spare - spare // 2), (0, gap), (0, 0)
         columns.append(np.pad(picture, margins, constant_values=255))
     return np.concatenate(columns, axis=1)[:, :-gap]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +30,8 @@ from mimo.model.build import build_model
 from mimo.model.memory import check_memory
 from mimo.model.modules import MimoModel
 from mimo.model.rows import Arrived, join_levels, place_embeddings
-from mimo.recipe.schema import Grid, Recipe
+from mimo.recipe.modules import Grid
+from mimo.recipe.schema import Recipe
 
 
 def join_world_of_one() -> None:
@@ -90,7 +90,7 @@ class LocalModel:
         recipe = one_rank_recipe(recipe, freeze)
         topology = build_topology(one_rank_layout(recipe))
         self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial, provided)
-        self.num_tokens: int = cast("Any", self.language).output_layer.num_tokens
+        self.num_tokens = self.model.num_tokens
         self.device = self.model.device
 
     @classmethod

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from mimo.families.contracts import (
     EncoderSettings,
+    LanguageFamily,
     LanguageSettings,
     PublishedEncoderFamily,
-    PublishedLanguageFamily,
 )
 from mimo.families.keymap import Weight
 from mimo.families.registry import encoder_settings, language_settings
@@ -28,7 +28,6 @@ LANGUAGE_MODEL = "model.language_model."
 class KeyLayout:
     """How names begin on disk, by how they begin in memory; the first match counts."""
 
-    name: str
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def on_disk(self, key: str) -> str:
@@ -58,11 +57,11 @@ class Architecture:
     layouts: tuple[KeyLayout, ...]
     language_prefix: str = LANGUAGE_MODEL
 
-    def language_family(self) -> PublishedLanguageFamily[LanguageSettings]:
+    def language_family(self) -> LanguageFamily:
         """`mimo.languages.<family>`."""
         return cast("Any", importlib.import_module(f"mimo.languages.{self.language}"))
 
-    def encoder_family(self) -> PublishedEncoderFamily[EncoderSettings]:
+    def encoder_family(self) -> PublishedEncoderFamily:
         """`encoders.<family>`."""
         assert self.encoder is not None, f"{self.model_type} has no encoder"
         return cast("Any", importlib.import_module(f"encoders.{self.encoder}"))
@@ -101,7 +100,7 @@ class Architecture:
 
     def _renamed(self, weight: Weight) -> Weight:
         """With this model's names in memory; families use the names of a model with a tower."""
-        names = KeyLayout(self.model_type, {LANGUAGE_MODEL: self.language_prefix})
+        names = KeyLayout({LANGUAGE_MODEL: self.language_prefix})
         runs = [
             replace(run, source=replace(run.source, key=names.on_disk(run.source.key)))
             for run in weight.runs
@@ -112,7 +111,18 @@ class Architecture:
 _IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
 # The time of each frame stands before it, so each frame needs its own marks.
 _TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
-_IN_MEMORY = KeyLayout("the one in memory")
+_IN_MEMORY = KeyLayout()
+
+
+def _gemma3_layout(tower: str) -> KeyLayout:
+    return KeyLayout(
+        {
+            LANGUAGE_MODEL: "language_model.model.",
+            "model.vision_tower.": tower,
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "lm_head.": "language_model.lm_head.",
+        },
+    )
 
 
 def _of_text(model_type: str, language: str) -> Architecture:
@@ -130,10 +140,8 @@ ARCHITECTURES = {
             ("model.visual.",),
             {**_IMAGE, "other_media": {"video": _VIDEO}},
             (
-                KeyLayout(
-                    "the published one",
-                    {LANGUAGE_MODEL: "model.", "model.visual.": "visual."},
-                ),
+                # The published one.
+                KeyLayout({LANGUAGE_MODEL: "model.", "model.visual.": "visual."}),
                 _IN_MEMORY,
             ),
         ),
@@ -156,28 +164,10 @@ ARCHITECTURES = {
                 "item_text": "\n\n<start_of_image>{placeholder}<end_of_image>\n\n",
             },
             (
-                KeyLayout(
-                    "transformers 5",
-                    {
-                        LANGUAGE_MODEL: "language_model.model.",
-                        "model.vision_tower.": "vision_tower.",
-                        "model.multi_modal_projector.": "multi_modal_projector.",
-                        "lm_head.": "language_model.lm_head.",
-                    },
-                ),
-                KeyLayout(
-                    "the published one",
-                    {
-                        LANGUAGE_MODEL: "language_model.model.",
-                        "model.vision_tower.": "vision_tower.vision_model.",
-                        "model.multi_modal_projector.": "multi_modal_projector.",
-                        "lm_head.": "language_model.lm_head.",
-                    },
-                ),
-                KeyLayout(
-                    "transformers 4.52",
-                    {"model.vision_tower.": "model.vision_tower.vision_model."},
-                ),
+                # Of transformers 5, the published one, and of transformers 4.52.
+                _gemma3_layout("vision_tower."),
+                _gemma3_layout("vision_tower.vision_model."),
+                KeyLayout({"model.vision_tower.": "model.vision_tower.vision_model."}),
                 _IN_MEMORY,
             ),
         ),

@@ -60,6 +60,12 @@ class HFCheckpoint:
             return run.source.matrix(self.folder.read(key, rows))[:, columns]
         return run.source.matrix(self.folder.read(key, rows, columns))
 
+    def part(self, key: str, rows: slice, columns: slice) -> Tensor:
+        """Rows of the tensor with this name in memory, and of a matrix these columns of them."""
+        disk = self._disk[key]
+        is_matrix = len(self.folder.shapes[disk]) == 2
+        return self.folder.read(disk, rows, columns if is_matrix else None)
+
     def stored(self, source: Source) -> Tensor:
         """A whole tensor as it is stored."""
         return self.folder.read(self._disk[source.key])

@@ -20,14 +20,9 @@ from mimo.recipe.source import dotted
 _OURS = {"init_std", "vocab_multiple"}
 # Of the image processor: their name by ours. Limits of pixels are written in several ways.
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-_IMAGE_KEYS = {
-    "image_mean": "image_mean",
-    "image_std": "image_std",
-    "pan_and_scan": "do_pan_and_scan",
-    "pan_and_scan_min_crop_size": "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops": "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate": "pan_and_scan_min_ratio_to_activate",
-}
+_CROPS = [f"pan_and_scan_{k}" for k in ("min_crop_size", "max_num_crops", "min_ratio_to_activate")]
+_SAME = ("image_mean", "image_std", *_CROPS)
+_IMAGE_KEYS = {"pan_and_scan": "do_pan_and_scan", **{key: key for key in _SAME}}
 
 
 def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -> dict[str, Any]:
@@ -38,20 +33,19 @@ def changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -
     """
     config, processors = read_config(folder), read_processors(folder)
     language = architecture.language_family()
-    trained: dict[str, FamilySettings] = {LANGUAGE: language_settings(recipe)}
-    said: dict[str, FamilySettings] = {
-        LANGUAGE: language.Settings.model_validate(language.settings_from_hf(config))
-    }
+    said: FamilySettings = language.Settings(**language.settings_from_hf(config))
+    modules: list[tuple[str, FamilySettings, FamilySettings]] = [
+        (LANGUAGE, language_settings(recipe), said)
+    ]
     if (tower := architecture.tower_of(recipe)) is not None:
         family = architecture.encoder_family()
-        trained[tower] = encoder_settings(recipe, tower)
-        said[tower] = family.Settings.model_validate(family.settings_from_hf(config, processors))
+        said = family.Settings(**family.settings_from_hf(config, processors))
+        modules.append((tower, encoder_settings(recipe, tower), said))
     found: dict[str, Any] = {}
     problems: list[str] = []
-    for name, own in trained.items():
-        expected = said[name].model_dump()
-        section = dotted((*key_of(name), "model"))
-        for key, value in own.model_dump().items():
+    for name, trained, said in modules:
+        expected, section = said.model_dump(), dotted((*key_of(name), "model"))
+        for key, value in trained.model_dump().items():
             if key in _OURS or value == expected[key]:
                 continue
             if name != LANGUAGE and key in (*_LIMITS, *_IMAGE_KEYS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,9 @@ class WeightsFolder:
         if not (self.path / INDEX).is_file():
             return []
         listed = read_json(self.path / INDEX).get("weight_map", {})
-        wrong = [key for key, file in listed.items() if self._place(key) != file]
+        found = {key: file.name for key, file in self._file_of.items()}
+        wrong = [key for key, file in listed.items() if found.get(key) != file]
         return [f"{self.path / INDEX}: {key} is not in {listed[key]}" for key in wrong]
-
-    def _place(self, key: str) -> str | None:
-        return self._file_of[key].name if key in self._file_of else None
 
     def order(self, key: str) -> tuple[str, str]:
         """A sort key of keys by which files are read one after the other."""
@@ -92,6 +91,19 @@ class WeightsFolder:
             self._open_path, self._open = None, None  # closes the other one first
             self._open, self._open_path = safe_open(file, framework="pt"), file
         return self._open
+
+
+def shards_of[T](items: Iterable[tuple[T, int]], num_bytes: int) -> Iterator[list[T]]:
+    """Consecutive items, each with its size, of so many bytes at most, or a larger one alone."""
+    shard: list[T] = []
+    size = 0
+    for item, own in items:
+        if shard and size + own > num_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(item)
+        size += own
+    yield shard
 
 
 def _files(path: Path) -> list[Path]:

@@ -13,7 +13,8 @@ from mimo.families.hf_config import read_config
 from mimo.families.keymap import Source, Weight
 from mimo.families.registry import language_settings
 from mimo.hf.checkpoint import HFCheckpoint
-from mimo.hf.recipe_keys import DEFAULT_ENCODER, architecture_of_folder, tower_settings
+from mimo.hf.folder import shards_of
+from mimo.hf.recipes import DEFAULT_ENCODER, architecture_of_folder, tower_settings
 from mimo.recipe.schema import Recipe
 
 
@@ -38,16 +39,8 @@ class OriginalTower:
 
     def shards(self, num_bytes: int) -> Iterator[list[Source]]:
         """Consecutive tensors of so many bytes at most, or a larger one alone."""
-        shard: list[Source] = []
-        size = 0
-        for source in self.sources:
-            own = self.checkpoint.num_bytes(source)
-            if shard and size + own > num_bytes:
-                yield shard
-                shard, size = [], 0
-            shard.append(source)
-            size += own
-        yield shard
+        sizes = ((source, self.checkpoint.num_bytes(source)) for source in self.sources)
+        return shards_of(sizes, num_bytes)
 
     def read(self, sources: Sequence[Source]) -> dict[str, Tensor]:
         """By name in memory, as they are stored."""
@@ -59,9 +52,9 @@ def original_tower(recipe: Recipe) -> OriginalTower | None:
 
     Raises InputError where the folder is gone, and RecipeError where it does not fit.
     """
-    folder = Path(recipe.init_from or "")
     if recipe.encoders or recipe.init_from is None:
         return None
+    folder = Path(recipe.init_from)
     if not folder.is_dir():
         raise InputError(
             f"init_from is {folder}, and no folder is there; the recipe has no encoders, so the "
@@ -89,8 +82,6 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
         architecture = architecture_of_folder(folder)
         weights = architecture.weights_of(recipe)
         return InitialWeights(HFCheckpoint(folder, architecture, weights), weights)
-    except RecipeError as error:
-        first, *others = error.problems
-        raise RecipeError(recipe.problem(("init_from",), first), *others) from error
     except InputError as error:
-        raise RecipeError(recipe.problem(("init_from",), str(error))) from error
+        first, *others = error.args
+        raise RecipeError(recipe.problem(("init_from",), first), *others) from error

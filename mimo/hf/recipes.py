@@ -1,13 +1,22 @@
-"""Recipes as people use them: completed from the folder that ``init_from`` names."""
+"""Recipes as people use them: what one leaves to its ``init_from`` folder is filled in from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from mimo.hf.recipe_keys import fill_recipe
+from mimo.errors import InputError
+from mimo.families.hf_config import Config, read_config
+from mimo.families.hf_preprocessing import read_processors
+from mimo.hf.architectures import Architecture, architecture_of
 from mimo.recipe.phases import PhasedRecipe, read_phases
 from mimo.recipe.schema import Recipe, read_recipe
+from mimo.recipe.source import Location
+
+DEFAULT_ENCODER = "vision"
+_UNREAD = "unread"
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -18,3 +27,117 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def load_phases(path: Path, overrides: Sequence[str] = ()) -> PhasedRecipe:
     """`mimo.recipe.phases.read_phases`, completed. Raises RecipeError."""
     return read_phases(path, overrides, fill_recipe)
+
+
+def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
+    """Complete a recipe's plain data in place from the folder that ``init_from`` names.
+
+    What the recipe says stands; what it leaves out is taken from the folder. A recipe without
+    ``encoders`` gets one for images; ``encoders: {}`` means the language model alone. A resolved
+    recipe (from a run) is complete and no longer needs the folder. The folder's tower is the first
+    encoder that names no family, or the folder's family; the others must name a family and give
+    their settings.
+    Yields the location and the message of every problem.
+    """
+    given = data.get("init_from")
+    if given is None:
+        return
+    if not isinstance(given, str):
+        _stand_in(data)
+        return  # the schema reports it
+    folder = Path(given)
+    if not folder.is_dir() and _section(data, "language").get("model"):
+        return  # resolved
+    try:
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such folder; give a checkpoint in Hugging Face format")
+        config = read_config(folder)
+        architecture = architecture_of(config.get("model_type"))
+        language = architecture.language_family().settings_from_hf(config)
+        tower = tower_settings(architecture, config, folder)
+    except (ValueError, KeyError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        # An InputError names the file.
+        yield ("init_from",), reason if isinstance(error, InputError) else f"{folder}: {reason}"
+        _stand_in(data)
+        return
+    section = _section(data, "language")
+    yield from _fill_module(("language",), section, architecture.language, language)
+    _section(data, "data").setdefault("tokenizer", str(folder))
+    data.setdefault("encoders", {} if tower is None else {DEFAULT_ENCODER: {}})
+    encoders = _section(data, "encoders")
+    if tower is None or architecture.encoder is None:
+        for name in encoders:
+            message = f"{folder} holds a language model alone ({architecture.model_type}); leave "
+            yield ("encoders", name), message + "encoders out"
+        return
+    sections = {name: _section(encoders, name) for name in encoders}
+    # If none is of the folder's family, the first is meant, and the messages say so.
+    own = architecture.tower_among({name: one.get("family") for name, one in sections.items()})
+    own = next(iter(sections), None) if own is None else own
+    for name, section in sections.items():
+        if name == own:
+            yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
+            for key, value in architecture.encoder_keys.items():
+                section.setdefault(key, copy.deepcopy(value))
+        elif isinstance(encoders[name], dict) and section.get("family") is None:
+            message = (
+                f"this key is required: the encoder that init_from holds is encoders.{own}, and "
+                f"every other one has a family and a model of its own (or name further media of "
+                f"the same encoder in encoders.{own}.other_media)"
+            )
+            yield ("encoders", name, "family"), message
+            section["family"] = _UNREAD  # so that it is not reported twice
+
+
+def tower_settings(
+    architecture: Architecture, config: Config, folder: Path
+) -> dict[str, Any] | None:
+    """Recipe keys under ``model`` for the tower of a folder; None if the model has no tower.
+
+    Raises ValueError or KeyError for what we do not compute.
+    """
+    if architecture.encoder is None:
+        return None
+    return architecture.encoder_family().settings_from_hf(config, read_processors(folder))
+
+
+def _stand_in(data: dict[str, Any]) -> None:
+    """Fill in, in place, what only the folder could say, so that it is not also reported missing.
+
+    The recipe is refused anyway.
+    """
+    _section(data, "data").setdefault("tokenizer", _UNREAD)
+    encoders = data.get("encoders")
+    for section in encoders.values() if isinstance(encoders, dict) else ():
+        if isinstance(section, dict):
+            section.setdefault("family", _UNREAD)
+
+
+def architecture_of_folder(folder: Path) -> Architecture:
+    """The architecture of a folder. Raises InputError unless it configures a model that we know."""
+    try:
+        return architecture_of(read_config(folder).get("model_type"))
+    except ValueError as error:
+        raise InputError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
+    """A mapping inside a recipe, made if it is absent; a value of a wrong type is left alone."""
+    if data.get(key) is None:
+        data[key] = {}
+    return data[key] if isinstance(data[key], dict) else {}
+
+
+def _fill_module(
+    location: Location, section: dict[str, Any], family: str, settings: dict[str, Any]
+) -> Iterator[tuple[Location, str]]:
+    if section.setdefault("family", family) != family:
+        yield (
+            (*location, "family"),
+            f"got {section['family']!r}, but init_from holds {family!r}; leave the key out",
+        )
+        return
+    own = _section(section, "model")
+    for key, value in settings.items():
+        own.setdefault(key, copy.deepcopy(value))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mimo.errors import InputError, suggestion
-from mimo.hf.tiny_configs import FAMILIES, widened
+from mimo.hf.tiny_configs import FAMILIES, tiny_config, widened
 from mimo.hf.tiny_text import build_tokenizer, end_token_ids
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     ids = tokenizer.get_vocab()
     vocab_size = (len(ids) // _VOCAB_MULTIPLE + 1) * _VOCAB_MULTIPLE
     tied = family.tied if settings.tied is None else settings.tied
-    config = family.config(vocab_size, ids, tied)
+    config = tiny_config(settings.family, vocab_size, ids, tied)
     if settings.width > 1 or settings.num_layers is not None:
         config = widened(config, settings.width, settings.num_layers)
     model = _build_model(config, settings)

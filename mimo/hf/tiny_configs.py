@@ -8,8 +8,8 @@ compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,120 +37,128 @@ _QWEN_VISION: dict[str, Any] = {
     "initializer_range": 0.03,
     "rope_parameters": {"rope_type": "axial", "rope_theta": 500.0},
 }
-_HEAD_SIZE = 32
+_QWEN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_QWEN_TEXT_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 30_000.0}}
+_QWEN_END = {"eos_token_id": "<|im_end|>"}
+_QWEN_IDS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_HEAD = {"head_dim": 32}
+_GEMMA_TEXT: dict[str, Any] = {
+    **_HEAD,
+    "query_pre_attn_scalar": 40,
+    # Shorter than an image, whose rows see each other all the same.
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3_000.0},
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100_000.0},
+    },
+}
+_GEMMA_TEXT_IDS = {"pad_token_id": "<pad>", "bos_token_id": "<bos>", "eos_token_id": "<eos>"}
 _PATCH_2_5, _PATCH_3, _PATCH_GEMMA = 9, 10, 10  # pixels
 _GEMMA_SIDE, _GEMMA_ROWS = 40, 4  # pixels of an image, and its rows
+
+_PIXELS = {"image_mean": [0.45, 0.47, 0.43], "image_std": [0.3, 0.27, 0.33]}
+_PATCHES = {"merge_size": 3, "temporal_patch_size": 3}
+# From one row to four by four.
+_ROW_2_5, _ROW_3 = (3 * _PATCH_2_5) ** 2, (3 * _PATCH_3) ** 2  # pixels
 
 
 @dataclass(frozen=True)
 class Family:
     """How a family's tiny checkpoint is made.
 
-    config(vocab_size, ids of tokens by word, tied) makes the config of transformers.
     tied: whether the output layer is tied to the embedding; not what the family does by default.
-    files: the JSON files of its processors, by name; none for a model of text alone.
+    text, vision: what transformers' configuration says of the language model, beside `_TEXT`, and
+    of the tower; a model of text alone has none. whole: of both. text_ids, ids: keys of the
+    language model and of the whole whose values are ids of these tokens. files: the JSON files of
+    its processors, by name, with the keys that the published folders have.
     """
 
-    config: Callable[[int, Mapping[str, int], bool], PreTrainedConfig]
     tied: bool
-    files: Mapping[str, Mapping[str, Any]]
+    text: Mapping[str, Any]
+    text_ids: Mapping[str, str]
+    vision: Mapping[str, Any] | None = None
+    whole: Mapping[str, Any] = field(default_factory=dict)
+    ids: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def _qwen_ids(ids: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-    }
-
-
-def _qwen2_5_vl(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
-    from transformers import Qwen2_5_VLConfig
-
-    return Qwen2_5_VLConfig(
-        text_config={
-            **_TEXT,
-            "vocab_size": vocab_size,
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        tied=True,
+        text={
             "bos_token_id": None,
-            "eos_token_id": ids["<|im_end|>"],
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [4, 6, 6],
-            },
+            "rope_parameters": {**_QWEN_ROPE, "mrope_section": [4, 6, 6]},
         },
+        text_ids=_QWEN_END,
         # Windows of 2 x 2 rows, every second layer sees the whole image.
-        vision_config={
+        vision={
             **_QWEN_VISION,
             "patch_size": _PATCH_2_5,
             "window_size": 6 * _PATCH_2_5,
             "fullatt_block_indexes": [1, 3],
             "tokens_per_second": 3,
         },
-        tie_word_embeddings=tied,
-        **_qwen_ids(ids),
-    )
-
-
-def _qwen3_vl(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
-    from transformers import Qwen3VLConfig
-
-    return Qwen3VLConfig(
-        text_config={
-            **_TEXT,
-            "vocab_size": vocab_size,
-            "head_dim": _HEAD_SIZE,
-            "eos_token_id": ids["<|im_end|>"],
+        ids=_QWEN_IDS,
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "Qwen2VLImageProcessor",
+                "processor_class": "Qwen2_5_VLProcessor",
+                "patch_size": _PATCH_2_5,
+                **_PATCHES,
+                "min_pixels": _ROW_2_5,
+                "max_pixels": 16 * _ROW_2_5,
+                **_PIXELS,
+            }
+        },
+    ),
+    "qwen3_vl": Family(
+        tied=True,
+        text={
+            **_HEAD,
             "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
+                **_QWEN_ROPE,
                 "mrope_section": [8, 4, 4],
                 "mrope_interleaved": True,
             },
         },
-        vision_config={
+        text_ids=_QWEN_END,
+        vision={
             **_QWEN_VISION,
             "patch_size": _PATCH_3,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 2],
         },
-        tie_word_embeddings=tied,
-        **_qwen_ids(ids),
-    )
-
-
-def _gemma3_sizes(vocab_size: int, ids: Mapping[str, int], tied: bool) -> dict[str, Any]:
-    """Of the language model."""
-    return {
-        **_TEXT,
-        "vocab_size": vocab_size,
-        "head_dim": _HEAD_SIZE,
-        "query_pre_attn_scalar": 40,
-        # Shorter than an image, whose rows see each other all the same.
-        "sliding_window": 3,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 3_000.0},
-            "full_attention": {
-                "rope_type": "linear",
-                "factor": 2.0,
-                "rope_theta": 100_000.0,
+        ids=_QWEN_IDS,
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "Qwen2VLImageProcessorFast",
+                "processor_class": "Qwen3VLProcessor",
+                "patch_size": _PATCH_3,
+                **_PATCHES,
+                "size": {"shortest_edge": _ROW_3, "longest_edge": 16 * _ROW_3},
+                **_PIXELS,
+            },
+            "video_preprocessor_config.json": {
+                "video_processor_type": "Qwen3VLVideoProcessor",
+                "processor_class": "Qwen3VLProcessor",
+                "patch_size": _PATCH_3,
+                **_PATCHES,
+                "size": {"shortest_edge": _ROW_3, "longest_edge": 64 * _ROW_3},
+                **_PIXELS,
             },
         },
-        "pad_token_id": ids["<pad>"],
-        "bos_token_id": ids["<bos>"],
-        "eos_token_id": ids["<eos>"],
-        "tie_word_embeddings": tied,
-    }
-
-
-def _gemma3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
-    from transformers import Gemma3Config
-
-    return Gemma3Config(
-        text_config=_gemma3_sizes(vocab_size, ids, tied),
-        vision_config={
+    ),
+    "gemma3": Family(
+        tied=False,
+        text=_GEMMA_TEXT,
+        text_ids=_GEMMA_TEXT_IDS,
+        vision={
             "model_type": "siglip_vision_model",
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -161,114 +169,58 @@ def _gemma3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedCo
             "layer_norm_eps": 2e-4,
             "vision_use_head": False,
         },
-        initializer_range=0.025,
-        mm_tokens_per_image=_GEMMA_ROWS,
-        boi_token_index=ids["<start_of_image>"],
-        eoi_token_index=ids["<end_of_image>"],
-        image_token_index=ids["<image_soft_token>"],
-        tie_word_embeddings=tied,
-    )
-
-
-def _qwen3(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        **_TEXT,
-        vocab_size=vocab_size,
-        head_dim=_HEAD_SIZE,
-        eos_token_id=ids["<|im_end|>"],
-        rope_parameters={"rope_type": "default", "rope_theta": 30_000.0},
-        tie_word_embeddings=tied,
-    )
-
-
-def _qwen2(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        **_TEXT,
-        vocab_size=vocab_size,
-        eos_token_id=ids["<|im_end|>"],
-        rope_parameters={"rope_type": "default", "rope_theta": 30_000.0},
-        tie_word_embeddings=tied,
-    )
-
-
-def _gemma3_text(vocab_size: int, ids: Mapping[str, int], tied: bool) -> PreTrainedConfig:
-    from transformers import Gemma3TextConfig
-
-    return Gemma3TextConfig(**_gemma3_sizes(vocab_size, ids, tied))
-
-
-_PIXELS = {"image_mean": [0.45, 0.47, 0.43], "image_std": [0.3, 0.27, 0.33]}
-_PATCHES = {"merge_size": 3, "temporal_patch_size": 3}
-# From one row to four by four.
-_ROW_2_5, _ROW_3 = (3 * _PATCH_2_5) ** 2, (3 * _PATCH_3) ** 2  # pixels
-_SIZE_3 = {"shortest_edge": _ROW_3, "longest_edge": 16 * _ROW_3}
-
-# Files beside the weights, with the keys that the published folders have.
-_QWEN2_5_FILES: dict[str, dict[str, Any]] = {
-    "preprocessor_config.json": {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
-        "patch_size": _PATCH_2_5,
-        **_PATCHES,
-        "min_pixels": _ROW_2_5,
-        "max_pixels": 16 * _ROW_2_5,
-        **_PIXELS,
-    }
-}
-_QWEN3_FILES: dict[str, dict[str, Any]] = {
-    "preprocessor_config.json": {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "processor_class": "Qwen3VLProcessor",
-        "patch_size": _PATCH_3,
-        **_PATCHES,
-        "size": _SIZE_3,
-        **_PIXELS,
-    },
-    "video_preprocessor_config.json": {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "processor_class": "Qwen3VLProcessor",
-        "patch_size": _PATCH_3,
-        **_PATCHES,
-        "size": {"shortest_edge": _ROW_3, "longest_edge": 64 * _ROW_3},
-        **_PIXELS,
-    },
-}
-_GEMMA3_FILES: dict[str, dict[str, Any]] = {
-    "preprocessor_config.json": {
-        "image_processor_type": "Gemma3ImageProcessor",
-        "processor_class": "Gemma3Processor",
-        "do_convert_rgb": None,
-        "do_normalize": True,
-        "do_pan_and_scan": None,
-        "do_rescale": True,
-        "do_resize": True,
-        **_PIXELS,
-        "image_seq_length": _GEMMA_ROWS,
-        "pan_and_scan_max_num_crops": None,
-        "pan_and_scan_min_crop_size": None,
-        "pan_and_scan_min_ratio_to_activate": None,
-        "resample": 2,
-        "rescale_factor": 1 / 255,
-        "size": {"height": _GEMMA_SIDE, "width": _GEMMA_SIDE},
-    },
-    "processor_config.json": {
-        "image_seq_length": _GEMMA_ROWS,
-        "processor_class": "Gemma3Processor",
-    },
+        whole={"initializer_range": 0.025, "mm_tokens_per_image": _GEMMA_ROWS},
+        ids={
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "image_token_index": "<image_soft_token>",
+        },
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "Gemma3ImageProcessor",
+                "processor_class": "Gemma3Processor",
+                "do_convert_rgb": None,
+                "do_normalize": True,
+                "do_pan_and_scan": None,
+                "do_rescale": True,
+                "do_resize": True,
+                **_PIXELS,
+                "image_seq_length": _GEMMA_ROWS,
+                "pan_and_scan_max_num_crops": None,
+                "pan_and_scan_min_crop_size": None,
+                "pan_and_scan_min_ratio_to_activate": None,
+                "resample": 2,
+                "rescale_factor": 1 / 255,
+                "size": {"height": _GEMMA_SIDE, "width": _GEMMA_SIDE},
+            },
+            "processor_config.json": {
+                "image_seq_length": _GEMMA_ROWS,
+                "processor_class": "Gemma3Processor",
+            },
+        },
+    ),
+    "qwen2": Family(tied=True, text=_QWEN_TEXT_ROPE, text_ids=_QWEN_END),
+    "qwen3": Family(tied=True, text={**_QWEN_TEXT_ROPE, **_HEAD}, text_ids=_QWEN_END),
+    "gemma3_text": Family(tied=False, text=_GEMMA_TEXT, text_ids=_GEMMA_TEXT_IDS),
 }
 
-FAMILIES = {
-    "qwen2_5_vl": Family(_qwen2_5_vl, tied=True, files=_QWEN2_5_FILES),
-    "qwen3_vl": Family(_qwen3_vl, tied=True, files=_QWEN3_FILES),
-    "gemma3": Family(_gemma3, tied=False, files=_GEMMA3_FILES),
-    "qwen2": Family(_qwen2, tied=True, files={}),
-    "qwen3": Family(_qwen3, tied=True, files={}),
-    "gemma3_text": Family(_gemma3_text, tied=False, files={}),
-}
+
+def tiny_config(
+    family: str, vocab_size: int, token_ids: Mapping[str, int], tied: bool
+) -> PreTrainedConfig:
+    """The configuration of transformers. token_ids: by token."""
+    from transformers import AutoConfig
+
+    own = FAMILIES[family]
+    text = {**_TEXT, "vocab_size": vocab_size, **own.text}
+    if own.vision is None or family == "gemma3":  # the others say it of the whole alone
+        text["tie_word_embeddings"] = tied
+    text |= {key: token_ids[token] for key, token in own.text_ids.items()}
+    if own.vision is None:
+        return AutoConfig.for_model(family, **text)
+    ids = {key: token_ids[token] for key, token in own.ids.items()}
+    parts = {"text_config": text, "vision_config": dict(own.vision)}
+    return AutoConfig.for_model(family, **parts, **own.whole, **ids, tie_word_embeddings=tied)
 
 
 _WIDTHS = (

@@ -57,61 +57,52 @@ _QWEN_WORDS = "< seconds >"  # what Qwen3-VL's processor writes before each fram
 class _Form:
     """What a family's tokenizer has beside the digits' words.
 
-    specials: in the order of their ids. named: by the attribute of the tokenizer under which the
-    family's processor finds a token. end_of_turn: the token after an answer.
+    specials: tokens in the order of their ids, each with the attribute of the tokenizer under which
+    the family's processor finds it, if there is one. end_of_turn: the token after an answer.
     """
 
-    specials: tuple[str, ...]
-    named: Mapping[str, str]
+    specials: Mapping[str, str | None]
     extra_words: str
     template: str
     end_of_turn: str
 
+    @property
+    def named(self) -> dict[str, str]:
+        """Tokens by the attribute."""
+        return {name: token for token, name in self.specials.items() if name is not None}
+
 
 _QWEN = _Form(
-    specials=(*SPECIAL_TOKENS, "<|unknown|>"),
-    named={
-        "pad_token": "<|endoftext|>",
-        "eos_token": "<|im_end|>",
-        "unk_token": "<|unknown|>",
+    specials={
+        **dict.fromkeys(SPECIAL_TOKENS),
+        "<|endoftext|>": "pad_token",
+        "<|im_end|>": "eos_token",
+        "<|unknown|>": "unk_token",
     },
     extra_words=_QWEN_WORDS,
     template=chat_template(),
     end_of_turn="<|im_end|>",
 )
 _GEMMA = _Form(
-    specials=(
-        "<pad>",
-        "<eos>",
-        "<bos>",
-        "<unk>",
-        "<start_of_turn>",
-        "<end_of_turn>",
-        "<start_of_image>",
-        "<end_of_image>",
-        "<image_soft_token>",
-    ),
-    named={
-        "pad_token": "<pad>",
-        "eos_token": "<eos>",
-        "bos_token": "<bos>",
-        "unk_token": "<unk>",
-        "boi_token": "<start_of_image>",
-        "eoi_token": "<end_of_image>",
-        "image_token": "<image_soft_token>",
+    specials={
+        "<pad>": "pad_token",
+        "<eos>": "eos_token",
+        "<bos>": "bos_token",
+        "<unk>": "unk_token",
+        "<start_of_turn>": None,
+        "<end_of_turn>": None,
+        "<start_of_image>": "boi_token",
+        "<end_of_image>": "eoi_token",
+        "<image_soft_token>": "image_token",
     },
     extra_words=_GEMMA_WORDS,
     template=_GEMMA_TEMPLATE,
     end_of_turn="<end_of_turn>",
 )
-_FORMS = {
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "gemma3": _GEMMA,
-    "qwen2": _QWEN,
-    "qwen3": _QWEN,
-    "gemma3_text": _GEMMA,
-}
+
+
+def _form(family: str) -> _Form:
+    return _GEMMA if family.startswith("gemma") else _QWEN
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -119,15 +110,15 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    form = _FORMS[family]
+    form = _form(family)
     ordered = dict.fromkeys((*form.specials, *DIGITS, *words(), *form.extra_words.split()))
     tokenizer = word_tokenizer(list(ordered), form.named["unk_token"])
     if bos := form.named.get("bos_token"):
         # As the published tokenizer does; the chat template writes its own.
         tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, form.specials.index(bos))]
+            single=f"{bos} $A", special_tokens=[(bos, list(form.specials).index(bos))]
         )
-    others = [token for token in form.specials if token not in form.named.values()]
+    others = [token for token, name in form.specials.items() if name is None]
     settings: dict[str, Any] = {**form.named, "extra_special_tokens": others}
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -141,5 +132,5 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def end_token_ids(family: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The ids at which an answer ends."""
-    form, ids = _FORMS[family], tokenizer.get_vocab()
+    form, ids = _form(family), tokenizer.get_vocab()
     return [ids[token] for token in dict.fromkeys((form.named["eos_token"], form.end_of_turn))]

@@ -1,18 +1,17 @@
-"""What decoders with grouped queries and a gated MLP share: sizes, checks, construction."""
+"""What decoders with grouped queries and a gated MLP share: construction and published names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from pydantic import BaseModel, model_validator
 from torch import nn
 
-from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
 from mimo.engines import megatron as engine
-from mimo.families.flops import Product, causal_pairs, layer_products
+from mimo.families.contracts import LanguageSettings
+from mimo.families.hf_config import Config, refuse_dropout
+from mimo.families.keymap import Weight, grouped_qkv, plain, stacked
 
 if TYPE_CHECKING:
     from mimo.engines.megatron import (
@@ -23,68 +22,22 @@ if TYPE_CHECKING:
         TransformerConfig,
     )
 
+PRE_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+}
+QK_NORMS = {
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+}
 _SMALL_HEAD = 8
+_PREFIX = "model.language_model"
 
 
-class DecoderSettings(BaseModel):
-    """Recipe keys under ``language.model`` that all families have. Numbers of elements."""
+class DecoderSettings(LanguageSettings):
+    """Recipe keys under ``language.model`` that all families have, and what `build` needs."""
 
-    model_config = STRICT
-
-    num_layers: Layers
-    """Transformer layers."""
-    hidden_size: Width
-    """Width between layers."""
-    ffn_hidden_size: Width
-    """Inner width of the MLP."""
-    num_attention_heads: Heads
-    """Query heads."""
-    num_query_groups: Heads
-    """Key and value heads; query heads share them in equal groups."""
-    head_size: Width
-    """Width of a head."""
-    vocab_size: Vocabulary | None = None
-    """Tokens that the model knows; as many as the tokenizer has when left out."""
-    vocab_multiple: Width = 64
-    """The vocabulary is padded to a multiple of this, in every layout alike."""
-    tie_word_embeddings: bool = False
-    """Use the embedding's weights for the output layer too."""
-    norm_eps: Epsilon = 1e-6
-    """Added to the variance in norms."""
-    init_std: InitStd = 0.02
-    """Standard deviation of freshly drawn weights."""
-
-    @model_validator(mode="after")
-    def _heads_form_groups(self):
-        if self.head_size % 2:
-            raise ValueError(f"head_size {self.head_size} must be even: channels turn in pairs")
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
-                f"num_query_groups {self.num_query_groups}"
-            )
-        return self
-
-    def num_tokens(self, tokenizer_size: int) -> int:
-        """Tokens that the model knows, with a tokenizer of this many.
-
-        Raises ValueError for a tokenizer with more than ``vocab_size``.
-        """
-        if self.vocab_size is None:
-            return tokenizer_size
-        if tokenizer_size > self.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {tokenizer_size} tokens, but language.model.vocab_size is "
-                f"{self.vocab_size}; use the tokenizer that belongs to the model"
-            )
-        return self.vocab_size
-
-    def padded_vocab_size(self, num_tokens: int) -> int:
-        """Rows of the embedding for a tokenizer of ``num_tokens`` tokens."""
-        known = max(num_tokens, self.vocab_size or 0)
-        return -(-known // self.vocab_multiple) * self.vocab_multiple
-
-    def scaled_sizes(self, tp: int) -> dict[str, Any]:
+    def _scaled_sizes(self, tp: int) -> dict[str, Any]:
         """The sizes of a tiny copy that ``tp`` ranks divide, but for its layers.
 
         Grouped queries stay grouped, and one group stays one.
@@ -102,7 +55,7 @@ class DecoderSettings(BaseModel):
         }
 
     def stack_shape(self) -> StackShape:
-        """The engine's sizes of the stack, without what a family adds."""
+        """What the engine builds the layers from; families change what differs."""
         return engine.StackShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -113,86 +66,34 @@ class DecoderSettings(BaseModel):
             norm_eps=self.norm_eps,
         )
 
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer; all are alike unless a family says otherwise."""
-        return ("attention",) * self.num_layers
+    def rotary(self) -> nn.Module:
+        """The module that stands for `GPTModel.rotary_pos_emb`."""
+        raise NotImplementedError
 
-    def products(self, vocab_size: int) -> list[Product]:
-        """All matrices and attention, in the order of a forward."""
-        embedding = "embedding.word_embeddings.weight"
-        found = [Product(embedding, "token")]
-        for number, kind in enumerate(self.layer_kinds()):
-            found += layer_products(
-                f"decoder.layers.{number}",
-                "token",
-                f"{kind} pair",
-                self.hidden_size,
-                self.ffn_hidden_size,
-                self.num_attention_heads,
-                self.num_query_groups,
-                self.head_size,
-                gated=True,
-            )
-        head = embedding if self.tie_word_embeddings else "output_layer.weight"
-        return [*found, Product(head, "loss token", (vocab_size, self.hidden_size))]
+    def layer_spec(self, config: TransformerConfig, ctx: ModuleContext) -> ModuleSpec | None:
+        """The spec of the layers; None for pre-norm ones."""
+        return None
 
-    def counts(
-        self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int
-    ) -> dict[str, float]:
-        """Tokens, those with a loss, and pairs of queries and keys of causal layers."""
-        return {
-            "token": float(lengths.sum()),
-            "loss token": float(loss_tokens),
-            "attention pair": causal_pairs(lengths),
-        }
+    @property
+    def embedding_scale(self) -> float | None:
+        """Factor of the embeddings of tokens."""
+        return None
 
 
-def check_grid(settings: DecoderSettings, tp: int, pp: int, vocab_size: int) -> list[str]:
-    """Problems of a grid with these sizes, each one sentence that names the key.
-
-    pp: pipeline stages times the chunks of each.
-    """
-    problems = []
-    for key, size in (
-        ("num_attention_heads", settings.num_attention_heads),
-        ("ffn_hidden_size", settings.ffn_hidden_size),
-        ("vocabulary (padded by vocab_multiple)", vocab_size),
-    ):
-        if size % tp:
-            problems.append(f"language.grid.tp={tp} must divide {key}, which is {size}")
-    if settings.num_query_groups % tp and tp % settings.num_query_groups:
-        problems.append(
-            f"language.grid.tp={tp} must divide num_query_groups, which is "
-            f"{settings.num_query_groups}, or be a multiple of it"
-        )
-    if settings.num_layers % pp:
-        problems.append(
-            f"language.grid.pp · vpp = {pp} must divide num_layers, which is {settings.num_layers}"
-        )
-    return problems
-
-
-def build_decoder(
+def build(
     settings: DecoderSettings,
-    shape: StackShape,
-    rotary: Callable[[], nn.Module],
     ctx: ModuleContext,
     num_tokens: int,
     max_sequence_length: int,
     seed: int,
-    embedding_scale: float | None = None,
-    layer: Callable[[TransformerConfig, ModuleContext], ModuleSpec] | None = None,
 ) -> LanguageModel:
     """This rank's chunk; weights that no checkpoint provides are drawn, the same in every layout.
 
-    shape: ``settings.stack_shape()`` with what the family adds. rotary: makes the module that
-    stands for `GPTModel.rotary_pos_emb`. embedding_scale: factor of the embeddings of tokens.
-    layer: makes the spec of its layers; pre-norm ones without. The others: as of a family's
-    ``build``.
+    num_tokens: of the tokenizer, without the padding of the vocabulary.
     """
     from mimo.engines.megatron.language import LanguageShape, build_gpt
 
-    config = engine.transformer_config(shape, ctx)
+    config = engine.transformer_config(settings.stack_shape(), ctx)
     model = build_gpt(
         config,
         ctx,
@@ -201,10 +102,10 @@ def build_decoder(
             vocab_size=settings.padded_vocab_size(num_tokens),
             max_sequence_length=max_sequence_length,
             tie_word_embeddings=settings.tie_word_embeddings,
-            embedding_scale=embedding_scale,
+            embedding_scale=settings.embedding_scale,
         ),
-        rotary,
-        None if layer is None else layer(config, ctx),
+        settings.rotary,
+        settings.layer_spec(config, ctx),
     )
     engine.initialize_parameters(
         model,
@@ -216,3 +117,59 @@ def build_decoder(
         provided=ctx.provided,
     )
     return model
+
+
+def decoder_sizes(config: Config) -> dict[str, Any]:
+    """The settings that all decoders have, from a whole model's configuration.
+
+    Raises ValueError for dropout, also of the tower.
+    """
+    refuse_dropout(config)
+    text = config["text_config"]
+    heads = text["num_attention_heads"]
+    return {
+        "num_layers": text["num_hidden_layers"],
+        "hidden_size": text["hidden_size"],
+        "ffn_hidden_size": text["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": text["num_key_value_heads"],
+        "head_size": text.get("head_dim") or text["hidden_size"] // heads,
+        "vocab_size": text["vocab_size"],
+        "norm_eps": text["rms_norm_eps"],
+        "init_std": text["initializer_range"],
+        "tie_word_embeddings": bool(config["tie_word_embeddings"]),
+    }
+
+
+def decoder_weights(
+    settings: LanguageSettings, norms: Mapping[str, str], qkv_bias: bool = False
+) -> list[Weight]:
+    """Every parameter of a decoder. norms: of a layer, our name by theirs."""
+    size, vocab = settings.hidden_size, settings.vocab_size
+    assert vocab is not None, "settings from a checkpoint say how many tokens the model knows"
+    ffn, head = settings.ffn_hidden_size, settings.head_size
+    heads, groups = settings.num_attention_heads, settings.num_query_groups
+    found = [
+        plain("embedding.word_embeddings.weight", f"{_PREFIX}.embed_tokens.weight", vocab, size),
+        plain("decoder.final_layernorm.weight", f"{_PREFIX}.norm.weight", size),
+    ]
+    if not settings.tie_word_embeddings:
+        found.append(plain("output_layer.weight", "lm_head.weight", vocab, size))
+    for n in range(settings.num_layers):
+        here, there = f"decoder.layers.{n}", f"{_PREFIX}.layers.{n}"
+        attention, theirs = f"{here}.self_attention", f"{there}.self_attn"
+        for norm, ours in norms.items():
+            width = head if norm in QK_NORMS else size
+            found.append(plain(f"{here}.{ours}.weight", f"{there}.{norm}.weight", width))
+        kinds = {"weight": (size,), "bias": ()} if qkv_bias else {"weight": (size,)}
+        for kind, columns in kinds.items():
+            keys = [f"{theirs}.{which}_proj.{kind}" for which in "qkv"]
+            qkv = f"{attention}.linear_qkv.{kind}"
+            found.append(grouped_qkv(qkv, keys, groups, heads // groups, head, *columns))
+        gate_up = [f"{there}.mlp.{which}_proj.weight" for which in ("gate", "up")]
+        found += [
+            plain(f"{attention}.linear_proj.weight", f"{theirs}.o_proj.weight", size, heads * head),
+            stacked(f"{here}.mlp.linear_fc1.weight", gate_up, ffn, size),
+            plain(f"{here}.mlp.linear_fc2.weight", f"{there}.mlp.down_proj.weight", size, ffn),
+        ]
+    return found

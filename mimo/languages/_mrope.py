@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
-from torch import nn
 
 from mimo.bounds import Channels, RotaryBase
-from mimo.families.hf_config import Config, expect
-from mimo.families.hf_rope import rope_settings
+from mimo.families.hf_config import Config, expect, rope_settings
 from mimo.families.item_rules import ItemRules
-from mimo.languages._decoder import DecoderSettings, build_decoder
-from mimo.languages._hf import decoder_sizes
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import LanguageModel, ModuleContext, StackShape
+from mimo.languages._decoder import DecoderSettings, decoder_sizes
 
 
-ITEM_RULES = ItemRules(positions="mrope", bidirectional=False)
-
-
-class MRopeDecoderSettings(DecoderSettings):
+class MRopeSettings(DecoderSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+
+    item_rules: ClassVar = ItemRules(positions="mrope", bidirectional=False)
 
     rotary_base: RotaryBase = 1_000_000.0
     # A list in YAML: only the container is converted, not its entries.
@@ -41,38 +33,15 @@ class MRopeDecoderSettings(DecoderSettings):
         return self
 
     def scaled_down(self, chunks: int, tp: int) -> Self:
-        """A tiny copy for ``chunks`` pipeline chunks and ``tp`` ranks that keeps the character.
+        """A tiny copy: see `LanguageSettings.scaled_down`.
 
-        Grouped queries stay grouped (one group stays one), the shares of the three rotary axes,
-        tied embeddings, rotary base and epsilon stay as they are. Weights are large enough for
-        every part of the model to matter to the loss.
+        The shares of the three rotary axes, tied embeddings, rotary base and epsilon stay.
         """
-        sizes = self.scaled_sizes(tp)
+        sizes = self._scaled_sizes(tp)
         section = proportional(self.mrope_section, sizes["head_size"] // 2)
         return self.model_copy(
             update={**sizes, "num_layers": chunks, "mrope_section": section, "init_std": 0.1}
         )
-
-
-def build_mrope_decoder(
-    settings: MRopeDecoderSettings,
-    shape: StackShape,
-    rope: Callable[[int, tuple[int, int, int], float], nn.Module],
-    ctx: ModuleContext,
-    num_tokens: int,
-    max_sequence_length: int,
-    seed: int,
-) -> LanguageModel:
-    """As `build_decoder`. rope: from head size, channels of each axis and base."""
-    return build_decoder(
-        settings,
-        shape,
-        lambda: rope(settings.head_size, settings.mrope_section, settings.rotary_base),
-        ctx,
-        num_tokens,
-        max_sequence_length,
-        seed,
-    )
 
 
 def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]:
@@ -83,14 +52,14 @@ def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]
     compute.
     """
     text, rope = config["text_config"], config["text_config"]["rope_parameters"]
-    expect(text, "text_config", hidden_act="silu")
+    expect(text, "text_config", hidden_act="silu", use_sliding_window=False)
     sizes = decoder_sizes(config)
     if "vision_config" not in config:
         time, height, width = section
         section = [*proportional((time, height, width), sizes["head_size"] // 2)]
     return {
         **sizes,
-        "rotary_base": rope_settings(rope, "text_config.rope_parameters", "default").base,
+        "rotary_base": rope_settings(rope, "text_config.rope_parameters", "default")[0],
         "mrope_section": list(rope.get("mrope_section", section)),
     }
 

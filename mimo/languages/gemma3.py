@@ -10,42 +10,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from torch import nn
 from torch.nn import functional
 
 from mimo.bounds import AttentionScalar, Layers, RotaryBase, RotaryFactor, Window
 from mimo.engines import megatron as engine
 from mimo.families.flops import causal_pairs
-from mimo.families.hf_config import Config, expect
-from mimo.families.hf_rope import rope_settings
+from mimo.families.hf_config import Config, expect, rope_settings
 from mimo.families.item_rules import ItemRules
 from mimo.families.keymap import Weight
-from mimo.languages._decoder import DecoderSettings, build_decoder, check_grid
-from mimo.languages._hf import QK_NORMS, decoder_sizes, decoder_weights
+from mimo.languages._decoder import QK_NORMS, DecoderSettings, decoder_sizes, decoder_weights
+from mimo.languages._decoder import build as build
 
 if TYPE_CHECKING:
-    from mimo.engines.megatron import LanguageModel
-
-__all__ = [
-    "ITEM_RULES",
-    "Settings",
-    "build",
-    "check_grid",
-    "settings_from_hf",
-    "weights_in_hf",
-]
+    from mimo.engines.megatron import ModuleContext, ModuleSpec, StackShape, TransformerConfig
 
 # Shorter than the tiny samples of `mimo verify`, so that sliding layers differ from global ones.
 _SMALL_WINDOW = 8
 
 
-ITEM_RULES = ItemRules(positions="plain", bidirectional=True)
-
-
 class Settings(DecoderSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+
+    item_rules: ClassVar = ItemRules(positions="plain", bidirectional=True)
 
     query_pre_attn_scalar: AttentionScalar | None = None
     """Attention scores are divided by its root; head_size when left out."""
@@ -80,17 +70,16 @@ class Settings(DecoderSettings):
         return found
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy for ``chunks`` pipeline chunks and ``tp`` ranks that keeps the character.
+        """A tiny copy: see `LanguageSettings.scaled_down`.
 
-        Each chunk has one layer of each kind that the model has. Grouped queries stay grouped (one
-        group stays one); rotary bases, factor, epsilon and the share of query_pre_attn_scalar in
-        head_size stay. Weights are large enough for every part of the model to matter to the loss.
+        Each chunk has one layer of each kind that the model has; rotary bases, factor, epsilon and
+        the share of query_pre_attn_scalar in head_size stay.
         """
         kinds = len(set(self.layer_kinds()))
         pattern = 1 if self.sliding_window_pattern == 1 else 2
         if kinds == 1 and pattern > 1:  # fewer layers than the pattern: none is global
             pattern = chunks + 1
-        sizes, scalar = self.scaled_sizes(tp), self.query_pre_attn_scalar
+        sizes, scalar = self._scaled_sizes(tp), self.query_pre_attn_scalar
         return self.model_copy(
             update={
                 **sizes,
@@ -102,46 +91,35 @@ class Settings(DecoderSettings):
             }
         )
 
-
-def build(
-    settings: Settings,
-    ctx: engine.ModuleContext,
-    num_tokens: int,
-    max_sequence_length: int,
-    seed: int,
-) -> LanguageModel:
-    """This rank's chunk with freshly drawn weights, the same in every layout.
-
-    num_tokens: of the tokenizer, without the padding of the vocabulary.
-    """
-    from mimo.engines.megatron.local_global import LocalGlobalRope, local_global_layer_spec
-
-    scalar = settings.query_pre_attn_scalar
-    return build_decoder(
-        settings,
-        replace(
-            settings.stack_shape(),
+    def stack_shape(self) -> StackShape:
+        """With norms on queries and keys, tanh GeGLU, and sliding and global layers."""
+        scalar = self.query_pre_attn_scalar
+        return replace(
+            super().stack_shape(),
             activation=partial(functional.gelu, approximate="tanh"),
             qk_norm=True,
             softmax_scale=None if scalar is None else scalar**-0.5,
             zero_centered_norm=True,
-            local_attention=engine.LocalAttention(
-                settings.sliding_window, settings.sliding_window_pattern
-            ),
-        ),
-        lambda: LocalGlobalRope(
-            settings.head_size,
-            settings.local_rotary_base,
-            settings.rotary_base,
-            settings.rotary_factor,
-        ),
-        ctx,
-        num_tokens,
-        max_sequence_length,
-        seed,
-        embedding_scale=settings.hidden_size**0.5,
-        layer=lambda config, ctx: local_global_layer_spec(config, ctx.lora),
-    )
+            local_attention=engine.LocalAttention(self.sliding_window, self.sliding_window_pattern),
+        )
+
+    def rotary(self) -> nn.Module:
+        """A base of its own for each kind of layer."""
+        from mimo.engines.megatron.local_global import LocalGlobalRope
+
+        bases = self.local_rotary_base, self.rotary_base
+        return LocalGlobalRope(self.head_size, *bases, self.rotary_factor)
+
+    def layer_spec(self, config: TransformerConfig, ctx: ModuleContext) -> ModuleSpec:
+        """Layers with norms around every branch."""
+        from mimo.engines.megatron.local_global import local_global_layer_spec
+
+        return local_global_layer_spec(config, ctx.lora)
+
+    @property
+    def embedding_scale(self) -> float:
+        """The root of the width."""
+        return self.hidden_size**0.5
 
 
 _SANDWICH_NORMS = {
@@ -165,8 +143,10 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
         use_bidirectional_attention=False,
     )
     where, rope = "text_config.rope_parameters", text["rope_parameters"]
-    local = rope_settings(rope["sliding_attention"], f"{where}.sliding_attention", "default")
-    whole = rope_settings(rope["full_attention"], f"{where}.full_attention", "default", "linear")
+    local, _ = rope_settings(rope["sliding_attention"], f"{where}.sliding_attention", "default")
+    base, factor = rope_settings(
+        rope["full_attention"], f"{where}.full_attention", "default", "linear"
+    )
     kinds = ["global" if kind == "full_attention" else "sliding" for kind in text["layer_types"]]
     found = {
         **decoder_sizes(config),
@@ -174,9 +154,9 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
         "sliding_window": text["sliding_window"],
         # Without any global layer, all that counts is that the first would come later.
         "sliding_window_pattern": (kinds.index("global") if "global" in kinds else len(kinds)) + 1,
-        "local_rotary_base": local.base,
-        "rotary_base": whole.base,
-        "rotary_factor": whole.factor,
+        "local_rotary_base": local,
+        "rotary_base": base,
+        "rotary_factor": factor,
     }
     if list(Settings(**found).layer_kinds()) != kinds:
         raise ValueError(
@@ -188,4 +168,4 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
 
 def weights_in_hf(settings: Settings) -> list[Weight]:
     """Every parameter of the whole model, as what it consists of in Gemma-3's checkpoints."""
-    return decoder_weights(settings, settings.tie_word_embeddings, _SANDWICH_NORMS | QK_NORMS)
+    return decoder_weights(settings, _SANDWICH_NORMS | QK_NORMS)

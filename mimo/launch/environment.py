@@ -24,8 +24,8 @@ class Variable:
     @property
     def is_users(self) -> bool:
         """Whether the environment already says something else."""
-        given = [os.environ.get(name) for name in (self.name, *self.instead)]
-        return any(value is not None for value in given[1:]) or given[0] not in (None, self.value)
+        given = os.environ.get(self.name, self.value)
+        return given != self.value or any(name in os.environ for name in self.instead)
 
     def __str__(self) -> str:
         """As it is in force: ours, or the user's."""
@@ -35,13 +35,11 @@ class Variable:
         return ", ".join(f"{n}={os.environ[n]} (yours)" for n in names if n in os.environ)
 
 
-_THREADS = ("OMP_WAIT_POLICY",)
-
 VARIABLES = (
     # Threads that wait for each other sleep after microseconds instead of spinning for
     # milliseconds: on a busy machine a spinning thread holds the core that the other one needs.
-    Variable("GOMP_SPINCOUNT", "1000", _THREADS),
-    Variable("KMP_BLOCKTIME", "1", _THREADS),
+    Variable("GOMP_SPINCOUNT", "1000", ("OMP_WAIT_POLICY",)),
+    Variable("KMP_BLOCKTIME", "1", ("OMP_WAIT_POLICY",)),
     # Loading a kernel at its first use may wait for the whole device, and so for a kernel that
     # waits for this one.
     Variable("CUDA_MODULE_LOADING", "EAGER"),

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -86,21 +87,19 @@ class Meeting:
 
     def _check_problems(self, name: str) -> None:
         """Raise InputError with the problems of all ranks, and the ranks that did not join."""
-        patience = _Patience(self._words, self._timeout.total_seconds())
-        ranks_of: dict[str, list[int]] = {}
-        for rank in range(self._size):
-            key = f"{name} {rank}"
-            try:
-                patience.wait(key)
+        keys, ranks_of = [f"{name} {rank}" for rank in range(self._size)], dict[str, list[int]]()
+        with suppress(RuntimeError):
+            self._wait(keys, self._timeout)
+        for rank, key in enumerate(keys):
+            text = f"did not join within {self._timeout.total_seconds():g} s"
+            if self._words.check([key]):
                 text = self._words.get(key).decode()
-            except RuntimeError:
-                text = f"did not join within {self._timeout.total_seconds():g} s"
             ranks_of.setdefault(text, []).append(rank)
         ranks_of.pop("", None)
-        lines = [
-            text if len(ranks) == self._size else f"{_names(ranks)}: {text}"
-            for text, ranks in ranks_of.items()
-        ]
+        lines = []
+        for text, ranks in ranks_of.items():
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
+            lines.append(text if len(ranks) == self._size else who + text)
         if lines:
             raise InputError("\n".join(lines))
 
@@ -112,85 +111,64 @@ class Meeting:
         self._rounds += 1
         key = f"from rank 0, {self._rounds}"
         if self._rank == 0:
-            self._words.set(key, pickle.dumps(self._outcome(do)).hex())
+            value, exit_code = None, 0
+            try:
+                value = do()
+            except InputError as error:
+                print(error, file=sys.stderr, flush=True)
+                exit_code = error.exit_code
+            except Exception:  # unexpected, but the others must not wait in vain
+                traceback.print_exc()
+                exit_code = 1
+            self._words.set(key, pickle.dumps((value, exit_code)).hex())
         else:
-            # Rank 0 may wait for others.
-            _Patience(self._words, 2 * self._timeout.total_seconds()).wait(key)
+            self._wait([key], 2 * self._timeout)  # rank 0 may wait for others
         value, exit_code = pickle.loads(bytes.fromhex(self._words.get(key).decode()))
         if exit_code:
             self._leave()
             raise Refused(exit_code)
         return value
 
-    def _outcome[T](self, do: Callable[[], T]) -> tuple[T | None, int]:
-        """What ``do`` returns, and 0; or nothing and an exit code, with the reason printed."""
-        try:
-            return do(), 0
-        except InputError as error:
-            print(error, file=sys.stderr, flush=True)
-            return None, error.exit_code
-        except Exception:  # unexpected, but the others must not wait in vain
-            traceback.print_exc()
-            return None, 1
+    def _wait(self, keys: list[str], patience: datetime.timedelta) -> None:
+        """Raises RuntimeError after so long without all keys or progress of any rank."""
+        seen, deadline = 0, time.monotonic() + patience.total_seconds()
+        while True:
+            left = min(max(0.01, deadline - time.monotonic()), _PROGRESS_SECONDS)
+            try:
+                self._words.wait(keys, datetime.timedelta(seconds=left))
+                return
+            except RuntimeError:
+                progress = self._words.add("progress", 0)
+                if progress != seen:
+                    seen, deadline = progress, time.monotonic() + patience.total_seconds()
+                elif time.monotonic() >= deadline:
+                    raise
 
     def last_words(self, error: BaseException, log_dir: Path) -> None:
         """Report the ``error`` that ends this rank: to a file, and to stderr if it is the first.
 
         If several ranks fail with the same message, one prints it.
         """
-        text = "".join(traceback.format_exception_only(error))
+        text = summary = "".join(traceback.format_exception_only(error))
         if not isinstance(error, InputError):
             text = "".join(traceback.format_exception(error))
         if log_dir.is_dir():
             (log_dir / f"error_rank_{self._rank}.txt").write_text(text, encoding="utf-8")
-        if self._is_new("".join(traceback.format_exception_only(error))):
+        times = 1
+        with suppress(RuntimeError):  # the rank with the store is gone
+            times = self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1)
+        if times == 1:
             print(f"{text}rank {self._rank} failed", file=sys.stderr, flush=True)
         self._leave()
 
-    def _is_new(self, summary: str) -> bool:
-        try:
-            return self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1) == 1
-        except RuntimeError:  # the rank with the store is gone
-            return True
-
     def _leave(self) -> None:
         """Say that this rank no longer needs the store; rank 0 waits for the others to do so."""
-        try:
+        with suppress(RuntimeError):  # the rank with the store is gone
             here = self._words.add("left", 1)
             deadline = time.monotonic() + _LEAVE_SECONDS
             while self._hosts_store and here < self._size and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
                 here = self._words.add("left", 0)
-        except RuntimeError:
-            return
-
-
-class _Patience:
-    """Waits for words, all of them together for so long after the last progress of any rank."""
-
-    def __init__(self, words: Store, seconds: float) -> None:
-        self._words, self._seconds, self._progress = words, seconds, 0
-        self._deadline = time.monotonic() + seconds
-
-    def wait(self, key: str) -> None:
-        """Raises RuntimeError when the time is over."""
-        while True:
-            left = min(max(0.01, self._deadline - time.monotonic()), _PROGRESS_SECONDS)
-            try:
-                self._words.wait([key], datetime.timedelta(seconds=left))
-                return
-            except RuntimeError:
-                progress = self._words.add("progress", 0)
-                if progress != self._progress:
-                    self._progress, self._deadline = progress, time.monotonic() + self._seconds
-                elif time.monotonic() >= self._deadline:
-                    raise
-
-
-def _names(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 # ------------------------------------------------------------------------- the store
@@ -239,12 +217,9 @@ def _open_door(host: str, port: int) -> socket.socket:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     for candidate in range(port, port + _NUM_DOORS):
-        try:
-            return socket.create_server(
-                ("", candidate), family=family, backlog=1024, dualstack_ipv6=both
-            )
-        except OSError:
-            continue
+        with suppress(OSError):
+            place = ("", candidate)
+            return socket.create_server(place, family=family, backlog=1024, dualstack_ipv6=both)
     raise _all_taken(host, port)
 
 
@@ -256,11 +231,8 @@ def _answer(door: socket.socket, answer: bytes) -> None:
         except OSError:  # a visitor that has left already, or no file is free: no reason to end
             time.sleep(_POLL_SECONDS)
             continue
-        with visitor:
-            try:
-                visitor.sendall(answer)
-            except OSError:
-                continue
+        with visitor, suppress(OSError):
+            visitor.sendall(answer)
 
 
 def _ask(host: str, port: int, password: str, timeout_seconds: float, rank: int) -> int:

@@ -6,9 +6,11 @@ its own. Ranks end when one of them fails and when their starter goes away, howe
 """
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import re
 import signal
 import sys
@@ -18,18 +20,18 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 from mimo.errors import InputError
 from mimo.launch import preloaded
 
 END_SECONDS = 3.0  # that a rank gets between SIGTERM and SIGKILL
-STACKS_SIGNAL = signal.SIGUSR2  # prints the Python stacks of a rank's threads
+_STACKS_SECONDS = 0.5  # that ranks get to write their stacks
+_LOOK_SECONDS = 0.5
 
 # Once a rank is gone, its peers fail in their next collective; those errors hide the cause.
 _CONSEQUENCE = re.compile(
@@ -73,13 +75,9 @@ class RanksFailed(RuntimeError):
         failed = {error.rank for error in errors}
 
         def distance_to_cause(error: RankError) -> tuple[bool, bool, bool, float]:
-            names_silent_rank = not failed.issuperset(error.waits_for)
-            return (
-                error.is_consequence,
-                not names_silent_rank,
-                not error.waits_for,
-                error.time_seconds,
-            )
+            names_no_silent_rank = failed.issuperset(error.waits_for)
+            told = error.is_consequence, names_no_silent_rank, not error.waits_for
+            return *told, error.time_seconds
 
         self.errors = sorted(errors, key=distance_to_cause)
         super().__init__(f"{self.errors[0].traceback}{self.errors[0]}")
@@ -89,162 +87,137 @@ class RanksHung(RuntimeError):
     """The ranks took too long and were ended; the text holds every rank's Python stacks."""
 
 
-def warm_up(preload: Sequence[str]) -> None:
+def warm_up(preload: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
     """Start the fork server and return at once; it imports the modules `preload` meanwhile.
 
-    Only the first call in a process decides what is imported.
+    Only the first call in a process decides what is imported, and which further environment
+    `variables` the server sees.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([preloaded.__name__])
-    os.environ[preloaded.MODULES] = " ".join(preload)
+    before = dict(os.environ)
+    os.environ.update({preloaded.MODULES: " ".join(preload), **(variables or {})})
     try:
         with _without_main():
             forkserver.ensure_running()
     finally:
-        del os.environ[preloaded.MODULES]
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
-class RankProcesses:
-    """`world_size` ranks that each run `target(*args)`, from `__enter__` to `__exit__`.
+def run_processes(
+    target: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    environment: Mapping[str, str],
+    timeout_seconds: float = math.inf,
+    stack_dir: Path | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """What `target(*args)` returns in each of `world_size` ranks, which are gone afterwards.
 
     `target` is `module:function` or a function that can be imported by its name. Each rank has
-    `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. With `stack_dir`, a rank
-    that hangs writes its stacks there, else to stderr.
+    `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. `meanwhile` is called now
+    and then.
+    Raises RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`, at the
+    end of which ranks write their stacks to `stack_dir`.
     """
+    context, payload = multiprocessing.get_context("forkserver"), pickle.dumps((target, args))
+    processes, pipes = list[Any](), list[Connection]()
+    # Where ranks that hang write their stacks.
+    files = [stack_dir / f"rank {rank}" for rank in range(world_size)] if stack_dir else []
+    try:
+        with _without_main():
+            for rank in range(world_size):
+                reader, writer = context.Pipe(duplex=False)
+                pipes.append(reader)
+                own = dict(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+                own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+                stacks = (timeout_seconds, files[rank]) if files else None
+                process = context.Process(
+                    target=_rank_main,
+                    args=(rank, own, payload, writer, stacks),
+                    name=f"rank {rank}",
+                )
+                process.start()
+                processes.append(process)
+                writer.close()
+        # From now on: the fork server may have taken its time to import what ranks need.
+        deadline = time.monotonic() + timeout_seconds + _STACKS_SECONDS
+        results = _results(processes, pipes, deadline, meanwhile)
+        if hung := [rank for rank in range(world_size) if rank not in results]:
+            told = [file for rank, file in enumerate(files) if rank in hung and file.exists()]
+            texts = [f"--- {file.name} ---\n{file.read_text()}" for file in told]
+            names = ", ".join(map(str, hung))
+            raise RanksHung(f"ranks {names} hung for {timeout_seconds} s\n{''.join(texts)}")
+        return [results[rank] for rank in range(world_size)]
+    finally:
+        _end(processes, pipes)
 
-    def __init__(
-        self,
-        target: str | Callable[..., Any],
-        args: tuple[Any, ...],
-        world_size: int,
-        environment: Mapping[str, str],
-        stack_dir: Path | None = None,
-    ) -> None:
-        self._payload = pickle.dumps((target, args))
-        self._environment = dict(environment)
-        self._world_size = world_size
-        self._stack_dir = stack_dir
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
 
-    def __enter__(self) -> Self:
-        context = multiprocessing.get_context("forkserver")
-        try:
-            with _without_main():
-                for rank in range(self._world_size):
-                    reader, writer = context.Pipe(duplex=False)
-                    self._pipes.append(reader)
-                    environment = self._environment | {
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(self._world_size),
-                        "LOCAL_WORLD_SIZE": str(self._world_size),
-                    }
-                    process = context.Process(
-                        target=_rank_main,
-                        args=(rank, environment, self._payload, writer, self._stack_file(rank)),
-                        name=f"rank {rank}",
-                    )
-                    process.start()
-                    self._processes.append(process)
-                    writer.close()
-        except BaseException:
-            self.end()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def results(self, timeout_seconds: float | None = None) -> list[Any]:
-        """Wait for every rank and return what `target` returned, by rank.
-
-        Raises RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`;
-        the ranks are ended by then.
-        """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        results: dict[int, Any] = {}
-        errors: list[RankError] = []
-        open_ranks = set(range(self._world_size))
-        while open_ranks:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                break
-            # The end of a process shows on its pipe as well, unless children of it hold that open.
-            signs: dict[Any, int] = {self._pipes[rank]: rank for rank in open_ranks}
-            signs |= {self._processes[rank].sentinel: rank for rank in open_ranks}
-            for rank in {signs[sign] for sign in wait(list(signs), left)}:
-                open_ranks.discard(rank)
-                outcome = self._outcome(rank)
-                if isinstance(outcome, RankError):
-                    errors.append(outcome)
-                else:
-                    (results[rank],) = outcome
-            if errors:
-                cause_is_told = any(e.traceback and not e.is_consequence for e in errors)
-                linger = _EARLIER_CAUSE_SECONDS if cause_is_told else _ALL_TOLD_SECONDS
-                linger_until = min(error.time_seconds for error in errors) + linger
-                deadline = linger_until if deadline is None else min(deadline, linger_until)
-        stacks = "" if errors or not open_ranks else self._stacks(open_ranks)
-        self.end()
+def _results(
+    processes: Sequence[Any],
+    pipes: Sequence[Connection],
+    deadline: float,
+    meanwhile: Callable[[], None],
+) -> dict[int, Any]:
+    """What ranks have returned until `deadline`, by rank. Raises RanksFailed."""
+    results: dict[int, Any] = {}
+    errors: list[RankError] = []
+    open_ranks = set(range(len(processes)))
+    while open_ranks and (left := deadline - time.monotonic()) > 0:
+        # The end of a process shows on its pipe as well, unless children of it hold that open.
+        signs: dict[Any, int] = {pipes[rank]: rank for rank in open_ranks}
+        signs |= {processes[rank].sentinel: rank for rank in open_ranks}
+        for rank in {signs[sign] for sign in wait(list(signs), min(left, _LOOK_SECONDS))}:
+            open_ranks.discard(rank)
+            outcome = _outcome(rank, processes[rank], pipes[rank])
+            if isinstance(outcome, RankError):
+                errors.append(outcome)
+            else:
+                (results[rank],) = outcome
+        meanwhile()
         if errors:
-            raise RanksFailed(errors)
-        if open_ranks:
-            names = ", ".join(str(rank) for rank in sorted(open_ranks))
-            raise RanksHung(f"ranks {names} hung for {timeout_seconds} s\n{stacks}")
-        return [results[rank] for rank in range(self._world_size)]
+            cause_is_told = any(e.traceback and not e.is_consequence for e in errors)
+            linger = _EARLIER_CAUSE_SECONDS if cause_is_told else _ALL_TOLD_SECONDS
+            deadline = min(deadline, min(error.time_seconds for error in errors) + linger)
+    if errors:
+        raise RanksFailed(errors)
+    return results
 
-    def end(self) -> None:
-        """End every rank that still runs: SIGTERM, then SIGKILL; returns when all are gone."""
-        try:
-            for process in self._processes:
-                process.terminate()
-            deadline = time.monotonic() + END_SECONDS
-            for process in self._processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-        finally:
-            for process in self._processes:
-                process.kill()
-                process.join()
-                process.close()
-            for pipe in self._pipes:
-                pipe.close()
-            self._processes, self._pipes = [], []
 
-    def _outcome(self, rank: int) -> tuple[Any] | RankError:
-        """What a rank that reported or ended has sent, or how it died silently."""
-        now = time.monotonic()
-        try:
-            if self._pipes[rank].poll():
-                return pickle.loads(self._pipes[rank].recv_bytes())
-        except EOFError:
-            pass
-        process = self._processes[rank]
-        process.join(END_SECONDS)
-        code = process.exitcode
-        if code is not None and code < 0:
-            reason = f"was killed by {signal.Signals(-code).name}"
-        else:
-            reason = f"ended with exit code {code} and without an error message"
-        return RankError(rank, reason, "", 1, now, is_consequence=False)
+def _outcome(rank: int, process: Any, pipe: Connection) -> tuple[Any] | RankError:
+    """What a rank that reported or ended has sent, or how it died silently."""
+    now = time.monotonic()
+    try:
+        if pipe.poll():
+            return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        pass
+    process.join(END_SECONDS)
+    code = process.exitcode
+    if code is not None and code < 0:
+        reason = f"was killed by {signal.Signals(-code).name}"
+    else:
+        reason = f"ended with exit code {code} and without an error message"
+    return RankError(rank, reason, "", 1, now, is_consequence=False)
 
-    def _stack_file(self, rank: int) -> Path | None:
-        return None if self._stack_dir is None else self._stack_dir / f"stacks_rank_{rank}.txt"
 
-    def _stacks(self, ranks: set[int]) -> str:
-        """The Python stacks of `ranks`, which each write their own when they get the signal."""
-        texts = []
-        for rank in sorted(ranks):
-            os.kill(self._processes[rank].pid, STACKS_SIGNAL)
-            path = self._stack_file(rank)
-            if path is None:
-                continue
-            deadline = time.monotonic() + 1.0
-            while time.monotonic() < deadline and not (path.exists() and path.stat().st_size):
-                time.sleep(0.01)
-            time.sleep(0.05)  # the file is not empty; let the rank finish writing
-            text = path.read_text() if path.exists() else "no stacks\n"
-            texts.append(f"--- rank {rank} ---\n{text}")
-        return "".join(texts)
+def _end(processes: Sequence[Any], pipes: Sequence[Connection]) -> None:
+    """End every rank that still runs: SIGTERM, then SIGKILL; returns when all are gone."""
+    try:
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + END_SECONDS
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
 
 
 @contextmanager
@@ -267,16 +240,18 @@ def _rank_main(
     environment: dict[str, str],
     payload: bytes,
     pipe: Connection,
-    stack_file: Path | None,
+    stacks: tuple[float, Path] | None,
 ) -> None:
-    """The whole life of a rank process."""
+    """The whole life of a rank. stacks: after how many seconds they are written to which file."""
     # The fork server has the environment of its own start, not that of this call.
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's to handle
-    faulthandler.register(
-        STACKS_SIGNAL, file=sys.stderr if stack_file is None else stack_file.open("w")
-    )
+    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads
+    if stacks is not None:
+        seconds, path = stacks
+        file = path.open("w")  # open for as long as this process lives
+        faulthandler.dump_traceback_later(seconds, file=file)
     threading.Thread(target=_end_with_starter, name="end with starter", daemon=True).start()
     end_with_failed_thread(
         lambda error: _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)
@@ -288,7 +263,8 @@ def _rank_main(
                 f"ranks are forked from, so none of them could use it; do not preload that module"
             )
         target, args = pickle.loads(payload)
-        message = pickle.dumps((_resolve(target)(*args),))
+        function = pkgutil.resolve_name(target) if isinstance(target, str) else target
+        message = pickle.dumps((function(*args),))
     except BaseException as error:
         if not (isinstance(error, SystemExit) and not error.code):
             _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)
@@ -315,13 +291,6 @@ def exit_code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, InputError) else 1
 
 
-def _resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
-    if not isinstance(target, str):
-        return target
-    module, _, function = target.partition(":")
-    return getattr(import_module(module), function)
-
-
 def _describe(rank: int, error: BaseException) -> RankError:
     summary = "".join(traceback.format_exception_only(error)).strip()
     return RankError(
@@ -331,7 +300,7 @@ def _describe(rank: int, error: BaseException) -> RankError:
         exit_code=exit_code_of(error),
         time_seconds=time.monotonic(),
         is_consequence=is_consequence(error),
-        waits_for=_waits_for(error),
+        waits_for=tuple(getattr(error, "waits_for", ())),
     )
 
 
@@ -339,11 +308,7 @@ def is_consequence(error: BaseException) -> bool:
     """Whether ``error`` is caused by another rank that is gone or does not answer."""
     if not isinstance(error, RuntimeError | OSError):
         return False
-    return bool(_waits_for(error)) or _CONSEQUENCE.search(str(error)) is not None
-
-
-def _waits_for(error: BaseException) -> tuple[int, ...]:
-    return tuple(getattr(error, "waits_for", ()))
+    return bool(getattr(error, "waits_for", ())) or bool(_CONSEQUENCE.search(str(error)))
 
 
 def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:

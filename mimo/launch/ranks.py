@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mimo.launch.processes import RankProcesses, RanksFailed, warm_up
+from mimo.launch.processes import RanksFailed, run_processes, warm_up
 
 RENDEZVOUS = "MIMO_RENDEZVOUS"
 
@@ -50,21 +49,22 @@ def launch(
     other exception of a rank, or 128 + the signal that ended this process.
     """
     warm_up(preload)
-    rendezvous_dir = Path(tempfile.mkdtemp(prefix="mimo-ranks-"))
     try:
-        with (
-            _signals_raise(),
-            RankProcesses(target, args, world_size, rank_variables(rendezvous_dir)) as ranks,
-        ):
-            ranks.results()
+        with _signals_raise(), _rendezvous_dir() as folder:
+            run_processes(target, args, world_size, _rank_variables(folder))
     except RanksFailed as failure:
         return _report(failure, log_dir)
     except _Signalled as signalled:
-        print(f"ended by {signalled.signal.name}", file=sys.stderr)
-        return 128 + signalled.signal
-    finally:
-        shutil.rmtree(rendezvous_dir, ignore_errors=True)
+        (signum,) = signalled.args
+        print(f"ended by {signal.Signals(signum).name}", file=sys.stderr)
+        return 128 + signum
     return 0
+
+
+@contextmanager
+def _rendezvous_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mimo-ranks-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 # A machine's GPUs must be hidden from the fork server as well, which must not initialise CUDA.
@@ -73,16 +73,7 @@ _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1
 
 def warm_up_on_cpu(preload: Sequence[str]) -> None:
     """`warm_up` for ranks that use the CPU whatever the machine has; returns at once."""
-    before = {name: os.environ.get(name) for name in _WITHOUT_GPUS}
-    os.environ.update(_WITHOUT_GPUS)
-    try:
-        warm_up(preload)
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    warm_up(preload, _WITHOUT_GPUS)
 
 
 def run_on_cpu(
@@ -95,20 +86,16 @@ def run_on_cpu(
 
     Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
     """
-    with tempfile.TemporaryDirectory(prefix="mimo-ranks-") as directory:
-        environment = {**rank_variables(Path(directory)), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
-        with RankProcesses(
-            target, args, world_size, environment, stack_dir=Path(directory)
-        ) as ranks:
-            return ranks.results(timeout_seconds)
+    with _rendezvous_dir() as folder:
+        variables = {**_rank_variables(folder), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
+        return run_processes(target, args, world_size, variables, timeout_seconds, folder)
 
 
-def rank_variables(rendezvous_dir: Path) -> dict[str, str]:
+def _rank_variables(rendezvous_dir: Path) -> dict[str, str]:
     """This process's environment, with ranks that meet through a file in `rendezvous_dir`."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         # All ranks are on this machine; without it gloo looks up the host's name, which may fail.
-        "GLOO_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
         RENDEZVOUS: f"file://{rendezvous_dir.resolve() / 'store'}",
     }
@@ -183,11 +170,7 @@ def _report(failure: RanksFailed, log_dir: Path | None) -> int:
 
 
 class _Signalled(BaseException):
-    """This process was asked to end."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signal = signal.Signals(signum)
+    """This process was asked to end, by the signal with the number that it holds."""
 
 
 @contextmanager

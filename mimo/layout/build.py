@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from mimo.bounds import MAX_RANKS
 from mimo.errors import RecipeError
-from mimo.families.registry import num_language_layers, num_levels
+from mimo.families.registry import encoder_settings, language_settings
 from mimo.layout.checks import layout_problems
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link, level_places, links_of
-from mimo.recipe.schema import Grid, Recipe, key_of
+from mimo.recipe.schema import Recipe, key_of, refusals
 from mimo.recipe.source import dotted
-from mimo.recipe.unsupported import refusals
 
 
 def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
@@ -26,13 +25,13 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     another number of ranks, batch and sequence sizes that do not divide, a run-ahead that would
     deadlock, and what this version does not support yet.
     """
-    problems = [recipe.problem(*found) for found in refusals(recipe.model_dump())]
+    problems = [*refusals(recipe)]
     if world_size is not None and not 1 <= world_size <= MAX_RANKS:
         raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}", *problems)
     colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
     names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
     num_problems = len(problems)
-    grids = {name: _grid(name, recipe.module(name).grid) for name in names}
+    grids = {name: _grid(recipe, name) for name in names}
     if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
         culprit = max(grids, key=lambda name: grids[name].size)
         message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
@@ -58,10 +57,14 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
     """The bridges of each encoder with feature levels; too many levels are added to `problems`."""
-    links, layers = {}, num_language_layers(recipe)
-    for name in recipe.encoders:
-        levels = num_levels(recipe, name)
-        if layers is not None and levels > layers:
+    links = {}
+    try:
+        layers = language_settings(recipe).num_layers
+        found = {name: encoder_settings(recipe, name).num_levels for name in recipe.encoders}
+    except RecipeError:
+        return links  # reported elsewhere
+    for name, levels in found.items():
+        if levels > layers:
             problems.append(
                 recipe.problem(
                     ("encoders", name, "model"),
@@ -69,16 +72,26 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
                     f"layers, but language.model.num_layers is {layers}; emit fewer levels",
                 )
             )
-        elif layers is not None and levels > 0:
+        elif levels > 0:
             places = level_places(language.pp, language.vpp, layers, levels)
             links[name] = links_of(name, places)
     return links
 
 
-def _grid(module: str, grid: Grid) -> GridSpec:
+def _grid(recipe: Recipe, module: str) -> GridSpec:
     """The grid of `module`, not yet placed, with one lane if `dp` is left out."""
+    part = recipe.module(module)
+    grid = part.grid
     return GridSpec(
-        module, tp=grid.tp, sp=grid.sp, cp=grid.cp, pp=grid.pp, vpp=grid.vpp, dp=grid.dp or 1
+        module,
+        tp=grid.tp,
+        sp=grid.sp,
+        cp=grid.cp,
+        pp=grid.pp,
+        vpp=grid.vpp,
+        dp=grid.dp or 1,
+        dp_replicate=grid.dp_replicate,
+        engine=part.engine,
     )
 
 
@@ -138,6 +151,6 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
 def _on_language(recipe: Recipe, name: str, language: GridSpec) -> GridSpec:
     """The grid of a colocated encoder: the language model's ranks, but the encoder's axes."""
     given = recipe.encoders[name].grid
-    grid = _grid(name, given)
+    grid = _grid(recipe, name)
     lanes = given.dp or max(1, language.size // grid.lane_size)
     return replace(grid, dp=lanes, rank_offset=language.rank_offset)

@@ -15,8 +15,58 @@ def layout_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     yield from _tiling_problems(recipe, layout)
     yield from _colocation_problems(recipe, layout)
     yield from _size_problems(recipe, layout)
+    for grid in layout.grids.values():
+        yield from _engine_problems(recipe, grid)
     if recipe.train.tp_comm_overlap:
         yield from _overlap_problems(recipe, layout)
+
+
+# What to use instead, by axis.
+_MEGATRON_ONLY = {
+    "pp": "raise dp or tp, whose ranks share weights too",
+    "vpp": "without pipeline stages there is nothing to interleave",
+    "cp": "raise tp with sp, which cuts the hidden states of long sequences too",
+}
+
+
+def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
+    """Keys that the module's engine does not know."""
+    key = key_of(grid.module)
+    replicas = (*key, "grid", "dp_replicate")
+    if grid.engine == "megatron":
+        if grid.dp_replicate > 1:
+            yield recipe.problem(
+                replicas,
+                f"got {grid.dp_replicate}, but engine: megatron does not cut weights over lanes; "
+                f"remove it, or set engine: fsdp",
+            )
+        return
+    for axis, instead in _MEGATRON_ONLY.items():
+        if (size := getattr(grid, axis)) > 1:
+            yield recipe.problem(
+                (*key, "grid", axis),
+                f"got {size}, which engine: fsdp does not have; {instead}, or set engine: megatron",
+            )
+    if grid.dp % grid.dp_replicate:
+        yield recipe.problem(
+            replicas,
+            f"got {grid.dp_replicate}, but it must divide the lanes, dp, of which there are "
+            f"{grid.dp}",
+        )
+    if recipe.init_from is None:
+        yield recipe.problem(
+            (*key, "engine"),
+            "got fsdp, which runs the module of transformers in a Hugging Face folder, but the "
+            "recipe names none; set init_from, or engine: megatron",
+        )
+    train = recipe.train
+    for name, off in (("fp8", "none"), ("tp_comm_overlap", False)):
+        if grid.module == LANGUAGE and (value := getattr(train, name)) != off:
+            yield recipe.problem(
+                ("train", name),
+                f"got {str(value).lower()}, which needs language.engine: megatron; set it to "
+                f"{str(off).lower()}",
+            )
 
 
 def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:

@@ -18,9 +18,9 @@ from bridge import (
     TransferWatch,
 )
 from mimo.device import has_gpu, local_device
+from mimo.engines.contract import Module
 from mimo.engines.megatron.attention import kernels_in
 from mimo.engines.megatron.config import LoRA, ModuleContext
-from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
 from mimo.engines.megatron.parallel import (
     OptimizerSettings,
@@ -47,7 +47,7 @@ from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
 from mimo.model.recipe_checks import check_device
-from mimo.recipe.schema import Encoder, Language, Recipe
+from mimo.recipe.schema import Recipe, Train
 
 logger = logging.getLogger(__name__)
 
@@ -92,73 +92,78 @@ def build_model(
         watch=TransferWatch() if has_gpu() else None,
         trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
         whole_rows=recipe.bridge.delivery == "replicated",
-        item_rules=language_family(recipe).ITEM_RULES,
+        item_rules=language_settings(recipe).item_rules,
+        num_tokens=num_tokens,
     )
-    for name, groups in topology.modules.items():
-        part = recipe.module(name)
-        num_chunks = part.grid.vpp
-        lora = None
-        if part.lora is not None:
-            lora = LoRA(part.lora.rank, part.lora.scale, frozenset(part.lora.targets))
+    for name in topology.modules:
         filled = {key.removeprefix(f"{name}.") for key in provided if key.startswith(f"{name}.")}
-        if initial is not None:
-            filled |= {weight.name for weight in initial.weights.get(name, ())}
-        chunks = []
-        for number in range(num_chunks):
-            ctx = ModuleContext(
-                groups=groups,
-                dtype=dtype,
-                sequence_parallel=part.grid.sp,
-                num_chunks=num_chunks,
-                chunk=number if num_chunks > 1 else None,
-                recompute=part.recompute,
-                scatter_embedding=recipe.bridge.delivery == "sharded",
-                lora=lora,
-                provided=frozenset(filled),
-                # Patches of encoders come in any number, which 8-bit kernels do not take.
-                fp8=recipe.train.fp8 if name == LANGUAGE else "none",
-                overlap_messages=recipe.train.tp_comm_overlap and name == LANGUAGE,
-            )
-            if name == LANGUAGE:
-                chunk = language_family(recipe).build(
-                    settings,
-                    ctx,
-                    num_tokens,
-                    recipe.longest_microbatch,
-                    recipe.train.seed,
-                )
-            else:
-                chunk = encoder_family(recipe, name).build(
-                    encoder_settings(recipe, name), ctx, settings.hidden_size, recipe.train.seed
-                )
-            chunk = chunk.to(model.device)
-            if initial is not None and name in initial.weights:
-                # Before the optimizer copies them.
-                weights = initial.weights[name]
-                load_weights(chunk, ctx.chunk, groups, initial.checkpoint, weights)
-            chunks.append(chunk)
-        logger.info("%s: core attention of its layers here: %s", name, kernels_in(chunks))
-        model.modules[name] = _module(recipe, name, part, groups, chunks, dtype)
+        module: Module
+        if recipe.module(name).engine == "fsdp":
+            from mimo.model.fsdp import fsdp_module  # late: transformers takes seconds to import
+
+            optimizer = optimizer_settings(recipe.train)
+            module = fsdp_module(recipe, topology, name, optimizer, num_tokens, initial, filled)
+        else:
+            module = _megatron_module(recipe, topology, name, num_tokens, initial, filled)
         if name != LANGUAGE and name not in topology.layout.colocated:
-            model.modules[name].run_ahead = run_ahead(recipe, topology.layout, name)
+            module.run_ahead = run_ahead(recipe, topology.layout, name)
+        model.modules[name] = module
     _add_bridges(model, recipe, topology, settings.hidden_size, dtype)
     return model
 
 
-def _module(
+def _megatron_module(
     recipe: Recipe,
+    topology: Topology,
     name: str,
-    part: Language | Encoder,
-    groups: ProcessGroupCollection,
-    chunks: list[nn.Module],
-    dtype: torch.dtype,
+    num_tokens: int,
+    initial: InitialWeights | None,
+    filled: set[str],
 ) -> MegatronModule:
-    train = recipe.train
-    learning_rate = part.learning_rate or train.learning_rate
+    """num_tokens: of the language model. filled: parameters that the caller is about to fill."""
+    part, groups, train = recipe.module(name), topology.modules[name], recipe.train
+    settings, dtype = language_settings(recipe), DTYPES[train.precision]
+    num_chunks = part.grid.vpp
+    lora = None
+    if part.lora is not None:
+        lora = LoRA(part.lora.rank, part.lora.scale, frozenset(part.lora.targets))
+    if initial is not None:
+        filled = filled | {weight.name for weight in initial.weights.get(name, ())}
+    chunks = []
+    for number in range(num_chunks):
+        ctx = ModuleContext(
+            groups=groups,
+            dtype=dtype,
+            sequence_parallel=part.grid.sp,
+            num_chunks=num_chunks,
+            chunk=number if num_chunks > 1 else None,
+            recompute=part.recompute,
+            scatter_embedding=recipe.bridge.delivery == "sharded",
+            lora=lora,
+            provided=frozenset(filled),
+            # Patches of encoders come in any number, which 8-bit kernels do not take.
+            fp8=train.fp8 if name == LANGUAGE else "none",
+            overlap_messages=train.tp_comm_overlap and name == LANGUAGE,
+        )
+        if name == LANGUAGE:
+            chunk = language_family(recipe).build(
+                settings, ctx, num_tokens, recipe.longest_microbatch, train.seed
+            )
+        else:
+            chunk = encoder_family(recipe, name).build(
+                encoder_settings(recipe, name), ctx, settings.hidden_size, train.seed
+            )
+        chunk = chunk.to(local_device())
+        if initial is not None and name in initial.weights:
+            # Before the optimizer copies them.
+            load_weights(chunk, ctx.chunk, groups, initial.checkpoint, initial.weights[name])
+        chunks.append(chunk)
+    logger.info("%s: core attention of its layers here: %s", name, kernels_in(chunks))
+    rate = part.learning_rate or train.learning_rate
     freeze_weights(recipe, name, chunks)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
-        return MegatronModule(name, groups, chunks, chunks, None, learning_rate, part.trains)
-    overlap = overlap_of(recipe.train, has_gpu())
+        return MegatronModule(name, groups, chunks, chunks, None, rate, part.trains)
+    overlap = overlap_of(train, has_gpu())
     wrapped = wrap_data_parallel(
         chunks, groups, overlap.grad_reduce, train.distributed_optimizer, overlap.param_gather
     )
@@ -166,22 +171,19 @@ def _module(
     switches = [one.no_sync for one in wrapped]
     for chunk in chunks:
         cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
-    optimizer = build_optimizer(
-        wrapped,
-        OptimizerSettings(
-            name=train.optimizer,
-            weight_decay=train.weight_decay,
-            beta1=train.adam_beta1,
-            beta2=train.adam_beta2,
-            eps=train.adam_eps,
-            distributed=train.distributed_optimizer,
-        ),
-        learning_rate,
-        dtype,
-        groups,
-    )
-    return MegatronModule(
-        name, groups, chunks, list(wrapped), optimizer, learning_rate, part.trains
+    optimizer = build_optimizer(wrapped, optimizer_settings(train), rate, dtype, groups)
+    return MegatronModule(name, groups, chunks, list(wrapped), optimizer, rate, part.trains)
+
+
+def optimizer_settings(train: Train) -> OptimizerSettings:
+    """The same for all modules of either engine."""
+    return OptimizerSettings(
+        name=train.optimizer,
+        weight_decay=train.weight_decay,
+        beta1=train.adam_beta1,
+        beta2=train.adam_beta2,
+        eps=train.adam_eps,
+        distributed=train.distributed_optimizer,
     )
 
 

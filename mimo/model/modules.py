@@ -51,7 +51,8 @@ from mimo.step.plan import StepPlan
 class MimoModel:
     """The modules of this rank and its ends of the bridges.
 
-    hidden_size: H. item_rules: the language family's.
+    hidden_size: H. num_tokens: that the language model knows; later rows of its embedding are
+    padding. item_rules: the language family's.
     senders: of disjoint encoders, on their last stage. receivers: of disjoint encoders, on stages
     of the language model that need their rows. colocated: of colocated encoders.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
@@ -66,6 +67,7 @@ class MimoModel:
     modules: dict[str, Module]
     device: torch.device
     hidden_size: int
+    num_tokens: int
     item_rules: ItemRules
     senders: dict[Link, BridgeSender] = field(default_factory=dict)
     receivers: dict[Link, LevelReceiver] = field(default_factory=dict)

@@ -15,7 +15,6 @@ from mimo.engines.megatron.acceleration import (
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
-    encoder_family,
     encoder_settings,
     language_family,
     language_settings,
@@ -53,16 +52,10 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         grid = layout.language
         problems += [
             recipe.problem(("language", "grid"), message)
-            for message in language_family(recipe).check_grid(
-                settings,
-                grid.tp,
-                grid.pp * grid.vpp,
-                settings.padded_vocab_size(1),
-            )
+            for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp)
         ]
         problems += _fp8_problems(recipe, grid.tp)
-        rules = language_family(recipe).ITEM_RULES
-        if rules.bidirectional and recipe.encoders and not recipe.data.packing:
+        if settings.item_rules.bidirectional and recipe.encoders and not recipe.data.packing:
             message = (
                 f"got false, but in language.family {recipe.language.family} the tokens of an item "
                 "see each other in both directions, which needs packed sequences; set it to true"
@@ -76,10 +69,9 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         problems += error.problems
     for name, spec in layout.encoders.items():
         try:
-            settings = encoder_settings(recipe, name)
             problems += [
                 recipe.problem(("encoders", name, "grid"), message)
-                for message in encoder_family(recipe, name).check_grid(settings, spec.tp, spec.pp)
+                for message in encoder_settings(recipe, name).grid_problems(spec.tp, spec.pp)
             ]
         except RecipeError as error:
             problems += error.problems

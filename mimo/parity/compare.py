@@ -1,4 +1,8 @@
-"""Compares what the ranks of a layout computed with transformers, in forward order."""
+"""Compares what the ranks of a layout computed with transformers, in forward order.
+
+A point is a place in the model where a tensor is compared. Its whole tensor has a row for each
+token of all samples, or for each patch or row of all items, in the order of the samples.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,64 @@ import numpy as np
 import torch
 
 from mimo.families.keymap import Weight
-from mimo.parity.results import INPUTS, LOGITS, OursOnRank, Part, Theirs
-from mimo.verify.compare import Comparison, IncomparableError, compare, is_worse
-from mimo.verify.results import Reference, ReferenceParameter, Shard
+from mimo.verify.compare import (
+    Comparison,
+    IncomparableError,
+    RankSteps,
+    Reference,
+    ReferenceParameter,
+    Shard,
+    badness,
+    compare,
+)
 
 TOLERANCE = 1e-5  # fp32
+TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"
+INPUTS = (TOKENS, PIXELS, POSITIONS)
+"""Points at which both sides must have the same numbers."""
+LOGITS = "language.head"
 _SMALLEST_SCALE = 1e-30
 
 Measure = Literal["difference", "relative", "unequal"]
+
+
+def level_point(number: int) -> str:
+    """The point of a tower's rows: 0 is the embeddings, other numbers are levels."""
+    return "vision.rows" if number == 0 else f"vision.level {number - 1}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a point.
+
+    index: (n,) rows of the whole tensor. columns: the first column. values: (n, k).
+    """
+
+    point: str
+    where: str
+    index: np.ndarray
+    values: np.ndarray
+    columns: int = 0
+
+
+@dataclass(frozen=True)
+class OursOnRank:
+    """parts: of every point that this rank holds a part of. steps: one step, and its shards."""
+
+    parts: list[Part]
+    steps: RankSteps
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """What transformers computed, sample by sample.
+
+    points: whole tensors by point, in forward order. reference: the step, and by key of the
+    checkpoint the gradients and the first weights that were asked for.
+    """
+
+    points: dict[str, np.ndarray]
+    reference: Reference
 
 
 @dataclass(frozen=True)
@@ -79,13 +133,11 @@ def compare_points(results: Sequence[OursOnRank], theirs: Theirs, tolerance: flo
 
 
 def _line(point: str, whole: np.ndarray, parts: Sequence[Part], tolerance: float) -> Line:
-    measure: Measure = "relative"
+    measure: Measure = "difference" if point == LOGITS else "relative"
     if point in INPUTS:
         measure, tolerance = "unequal", 0
-    elif point == LOGITS:
-        measure = "difference"
     covered = np.zeros(whole.shape, bool)
-    worst, where = 0.0, ""
+    errors = []
     for part in parts:
         got = part.values
         if point == LOGITS:  # our vocabulary may be padded further
@@ -94,18 +146,15 @@ def _line(point: str, whole: np.ndarray, parts: Sequence[Part], tolerance: float
         fits = columns.stop <= whole.shape[1] or not got.shape[1]
         if part.index.max(initial=-1) >= len(whole) or not fits:
             return Line(point, measure, math.inf, part.where, passed=False)
-        expected = whole[part.index, columns]
         covered[part.index, columns] = True
-        error = _error(measure, got, expected, whole)
-        if not where or is_worse(error, worst):
-            worst, where = error, part.where
-    if not covered.all() and point in INPUTS:  # we have fewer of them
-        return Line(point, measure, math.inf, where, passed=False)
+        errors.append((_error(measure, got, whole[part.index, columns], whole), part.where))
+    error, where = max(errors, key=lambda one: badness(one[0]), default=(0.0, ""))
     if not covered.all():
-        raise IncomparableError(
-            f"{point}: no rank has {int((~covered).any(axis=1).sum())} of {len(whole)} rows"
-        )
-    return Line(point, measure, worst, where, passed=worst <= tolerance)
+        if point in INPUTS:  # we have fewer of them
+            return Line(point, measure, math.inf, where, passed=False)
+        rows = int((~covered).any(axis=1).sum())
+        raise IncomparableError(f"{point}: no rank has {rows} of {len(whole)} rows")
+    return Line(point, measure, error, where, passed=error <= tolerance)
 
 
 def _error(measure: Measure, got: np.ndarray, expected: np.ndarray, whole: np.ndarray) -> float:
@@ -119,38 +168,31 @@ def _error(measure: Measure, got: np.ndarray, expected: np.ndarray, whole: np.nd
 
 def compare_step(
     results: Sequence[OursOnRank],
-    theirs: Theirs,
-    weights: Mapping[str, Sequence[Weight]],
+    theirs: Reference,
+    weights: Mapping[str, Weight],
     tolerance: float,
 ) -> Comparison:
     """Compare loss, gradient norm, gradients, and the weights before the step.
 
-    weights: by module, those to compare.
+    weights: those to compare, by our name.
     Raises IncomparableError for parameters that only one side has.
     """
     shards = {shard.name: shard for result in results for shard in result.steps.shards}
+    if missing := weights.keys() - shards.keys():
+        raise IncomparableError(f"no rank has {', '.join(sorted(missing))}")
     parameters = {}
-    for module, own in weights.items():
-        for weight in own:
-            name = f"{module}.{weight.name}"
-            shard = shards.get(name)
-            if shard is None:
-                raise IncomparableError(f"no rank has {name}")
-            parameters[name] = ReferenceParameter(
-                gradients=[_pack(weight, theirs.gradients, shard)],
-                weights=[_pack(weight, theirs.weights, shard)],
-            )
-    step = {
-        "loss": theirs.loss,
-        "loss_tokens": theirs.loss_tokens,
-        "grad_norm": theirs.gradient_norm,
-    }
-    return compare([result.steps for result in results], Reference([step], parameters), tolerance)
+    for name, weight in weights.items():
+        sources = {source.key: theirs.parameters[source.key] for source in weight.sources}
+        parameters[name] = ReferenceParameter(
+            [_pack(weight, {k: s.gradients[0] for k, s in sources.items()}, shards[name])],
+            [_pack(weight, {k: s.weights[0] for k, s in sources.items()}, shards[name])],
+        )
+    ours = [result.steps for result in results]
+    return compare(ours, Reference(theirs.steps, parameters), tolerance)
 
 
 def _pack(weight: Weight, tensors: Mapping[str, np.ndarray], shard: Shard) -> np.ndarray:
     """Our parameter, made from theirs, with the rows of zeros that pad ours."""
-    keys = [source.key for source in weight.sources]
-    packed = weight.pack({key: torch.from_numpy(tensors[key]) for key in keys}).numpy()
-    rows = shard.weights[0].shape[0] * (shard.tp_size if shard.dim == 0 else 1)
+    packed = weight.pack({key: torch.from_numpy(own) for key, own in tensors.items()}).numpy()
+    rows = shard.shape[0]
     return np.pad(packed, [(0, rows - len(packed)), *[(0, 0)] * (packed.ndim - 1)])

@@ -1,33 +1,50 @@
 """Our side: one training step on the ranks of a layout, and what every module computes in it.
 
-Letters: n rows of a tensor on this rank, k columns, N rows of a tower, H hidden, L levels.
+Hooks record it call by call; the step's plan tells which rows of the whole tensors that is.
+
+Letters: n rows of a tensor on this rank, k columns, T packed tokens of a lane, P patches, N rows of
+a tower, S local tokens, H hidden, L levels, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, override
+from typing import Any, cast, override
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from data.index.reader import SampleReader
+from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule as Module
+from mimo.engines.megatron.segments import zigzag_indices
 from mimo.families.registry import language_settings
 from mimo.hf.initial import initial_weights
 from mimo.layout.grids import LANGUAGE, Layout
-from mimo.layout.groups import Topology, build_topology
-from mimo.model.modules import MimoModel
-from mimo.parity.places import NOTHING, Places, held_part, held_tokens
-from mimo.parity.recording import ROWS, Recording, record_language, record_tower
-from mimo.parity.results import LOGITS, PIXELS, OursOnRank, Part, level_point
+from mimo.layout.groups import build_topology
+from mimo.parity.compare import (
+    LOGITS,
+    PIXELS,
+    POSITIONS,
+    TOKENS,
+    OursOnRank,
+    Part,
+    level_point,
+)
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
 from mimo.train.loop import Trainer
 from mimo.train.rank import collective_timeout, join_world
-from mimo.verify.results import Fault, RankSteps
-from mimo.verify.run import WatchedSteps
+from mimo.verify.compare import Fault, Shard
+from mimo.verify.run import WatchedSteps, train_watched
+
+_ROWS = "rows"  # a tower's whole output: embeddings and all levels side by side
+_NOTHING = -1  # the place of padding
 
 
 def run_ours(
@@ -46,22 +63,20 @@ def run_ours(
     assert dataset is not None
     modules: Any = trainer.model.modules
     watched = _WatchedStep(modules, topology.rank, names)
-    towers = {name: record_tower(m) for name, m in modules.items() if name != LANGUAGE}
-    chunks = record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
-    steps = trainer.train(dataset, None, watched)
-    metrics = next(steps)
-    steps.close()
+    towers = {name: _record_tower(m) for name, m in modules.items() if name != LANGUAGE}
+    chunks = _record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
+    steps = train_watched(trainer, dataset, watched, 1)
     assert watched.plan is not None
-    places = Places(dataset.readers[0], watched.plan)
+    places = _Places(dataset.readers[0], watched.plan)
     parts: list[Part] = []
     for chunk in chunks:
         parts += _language_parts(chunk, modules[LANGUAGE], places, topology.rank)
-    size = language_settings(recipe).hidden_size
+    size, count = language_settings(recipe).hidden_size, len(watched.plan.microbatches)
     for name, recording in towers.items():
-        count = len(watched.plan.microbatches)
-        batches = _batches_of_calls(trainer.model, topology, name, count)
+        group = (trainer.model.encode_group or count) if name in layout.colocated else 1
+        batches = [range(n, min(n + group, count)) for n in range(0, count, group)]
         parts += _tower_parts(recording, modules[name], places, batches, size, topology.rank)
-    return OursOnRank(parts, RankSteps([metrics], watched.shards))
+    return OursOnRank(parts, steps)
 
 
 class _WatchedStep(WatchedSteps):
@@ -70,8 +85,13 @@ class _WatchedStep(WatchedSteps):
     def __init__(self, modules: Mapping[str, Module], rank: int, names: Collection[str]) -> None:
         """names: of the parameters that are watched."""
         super().__init__(modules, rank)
-        self.parameters = [pair for pair in self.parameters if pair[0].name in names]
+        self._names = names
         self.plan: StepPlan | None = None
+
+    @property
+    @override
+    def shards(self) -> list[Shard]:
+        return [shard for shard in super().shards if shard.name in self._names]
 
     @override
     def planned(self, step: int, plan: StepPlan) -> None:
@@ -83,48 +103,170 @@ class _WatchedStep(WatchedSteps):
         """Do nothing: the new weights are not compared."""
 
 
-def _language_parts(chunk: Recording, module: Module, places: Places, rank: int) -> Iterator[Part]:
+# ------------------------------------------------------------------------- recording
+
+
+@dataclass
+class _Recording:
+    """The calls of one model chunk, in the order of the microbatches.
+
+    states: by point, (n, k) of each call. lengths: of the language model's segments.
+    """
+
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    lengths: list[tuple[int, ...]] = field(default_factory=list)
+
+    def keep(self, point: str, values: Tensor) -> None:
+        """Copy what a call computed, because the schedules free it once it is sent."""
+        self.states.setdefault(point, []).append(values.detach().clone())
+
+    def keep_output(self, point: str, layer: nn.Module) -> None:
+        """Keep a layer's output (S, 1, H), which comes alone or as the first of several."""
+        layer.register_forward_hook(
+            lambda _, __, output: self.keep(
+                point, (output if isinstance(output, Tensor) else output[0])[:, 0]
+            )
+        )
+
+
+def _record_language(module: Module) -> list[_Recording]:
+    """Watch all chunks of the language model; the recordings fill as the next steps compute."""
+    found = []
+    for chunk in module.raw:
+        gpt, own = cast("Any", chunk), _Recording()
+        gpt.register_forward_pre_hook(partial(_keep_inputs, own), with_kwargs=True)
+        if gpt.pre_process:
+            _keep_first_input(own, "language.embedding", gpt.decoder)
+        for layer in gpt.decoder.layers:
+            own.keep_output(f"language.layers.{layer.layer_number - 1}", layer)
+        if gpt.post_process:
+            own.keep_output("language.norm", gpt.decoder.final_layernorm)
+            gpt.output_layer.register_forward_pre_hook(partial(_keep_logits, own))
+        found.append(own)
+    return found
+
+
+def _record_tower(module: Module) -> _Recording:
+    """Watch an encoder; the recording fills as the next steps compute."""
+    tower, own = cast("Any", module.raw[0]), _Recording()
+    stage, stages = module.groups.pp.rank(), module.groups.pp.size()
+    if stage == 0:
+        tower.register_forward_pre_hook(lambda _, args: own.keep(PIXELS, tower.values(args[0])))
+        _keep_first_input(own, "vision.embedding", tower.blocks)
+    for layer in tower.blocks.layers:
+        own.keep_output(f"vision.blocks.{layer.layer_number - 1}", layer)
+    if stage == stages - 1:
+        tower.register_forward_hook(lambda _, __, output: own.keep(_ROWS, output.values))
+    return own
+
+
+def _keep_inputs(own: _Recording, gpt: nn.Module, args: object, given: dict[str, Any]) -> None:
+    """Keep input_ids (1, S) and position_ids (3, 1, S)."""
+    own.lengths.append(given["packed_seq_params"].lengths)
+    own.keep(TOKENS, given["input_ids"].T)
+    own.keep(POSITIONS, given["position_ids"][:, 0].T)
+
+
+def _keep_first_input(own: _Recording, point: str, blocks: nn.Module) -> None:
+    """Keep hidden_states (S, 1, H) that a stack of layers gets."""
+    blocks.register_forward_pre_hook(
+        lambda _, __, given: own.keep(point, given["hidden_states"][:, 0]), with_kwargs=True
+    )
+
+
+def _keep_logits(own: _Recording, head: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
+    """Keep the logits (S, 1, V/tp) of all tokens, which a step does not compute.
+
+    args: hidden states and the head's weight if it is tied. Every rank of the tensor-parallel
+    group calls it.
+    """
+    with torch.no_grad():
+        own.keep(LOGITS, head.forward(*args)[0][:, 0])
+
+
+# ---------------------------------------------------------------------------- places
+
+
+class _Places:
+    """Rows of the whole tensors, in the order of the samples, of what a step's plan packs."""
+
+    def __init__(self, reader: SampleReader, plan: StepPlan) -> None:
+        index, self._plan = reader.index, plan
+        patches = [int(np.prod(reader.plan(item).grid)) for item in range(index.num_items)]
+        self._token_start = np.cumsum([0, *index.column("token_length")])
+        self._row_start = np.cumsum([0, *index.column("item_rows")])
+        self._patch_start = np.cumsum([0, *patches])
+
+    def tokens(self, microbatch: int, lane: int, length: int) -> np.ndarray:
+        """(T,) rows of the tokens of a lane, which has ``length`` of them."""
+        samples = self._plan.microbatches[microbatch].samples
+        found = np.full(length, _NOTHING)
+        for i in samples.samples_of_lane(lane).tolist():
+            start, count = int(samples.start[i]), int(samples.length[i])
+            first = int(self._token_start[int(samples.sample[i])])
+            found[start : start + count] = np.arange(first, first + count)
+        return found
+
+    def of_items(
+        self, microbatches: Sequence[int], encoder: str, lane: int, rows: bool
+    ) -> np.ndarray:
+        """(N,) rows, or (P,) patches, of the items that a lane encodes in one call, in order."""
+        starts = self._row_start if rows else self._patch_start
+        found = [np.zeros(0, np.int64)]
+        for planned in (self._plan.microbatches[m] for m in microbatches):
+            items = planned.samples.item[planned.encoders[encoder].of_lane(lane)].tolist()
+            found += [np.arange(int(starts[item]), int(starts[item + 1])) for item in items]
+        return np.concatenate(found)
+
+
+def _language_parts(
+    chunk: _Recording, module: Module, places: _Places, rank: int
+) -> Iterator[Part]:
     """What a chunk of the language model had of each point."""
     groups, where = module.groups, f"{module.name}, rank {rank}"
     for point, calls in chunk.states.items():
-        for number, values in enumerate(calls):
-            lengths = chunk.lengths[number]
+        for number, (lengths, values) in enumerate(zip(chunk.lengths, calls, strict=True)):
             of_lane = places.tokens(number, groups.dp.rank(), sum(lengths))
-            held = held_tokens(len(values), lengths, groups)
+            held = _held_tokens(len(values), lengths, groups)
             columns = groups.tp.rank() * values.shape[1] if point == LOGITS else 0
             yield _part(point, where, of_lane[held], values, columns)
 
 
-def _batches_of_calls(
-    model: MimoModel, topology: Topology, encoder: str, num_microbatches: int
-) -> list[range]:
-    """For each call of an encoder, the microbatches whose items it encodes."""
-    size = 1
-    if encoder in topology.layout.colocated:
-        size = model.encode_group or num_microbatches
-    starts = range(0, num_microbatches, size)
-    return [range(start, min(start + size, num_microbatches)) for start in starts]
+def _held_tokens(
+    count: int, lengths: tuple[int, ...], groups: ProcessGroupCollection
+) -> np.ndarray:
+    """Places in the lane (n,) of the ``count`` tokens of a tensor that this rank has.
+
+    They are all tokens, its context-parallel share, or its sequence-parallel share of that.
+    lengths: of the segments, padded.
+    """
+    held = np.arange(sum(lengths))
+    if count < len(held) and groups.cp.size() > 1:
+        held = zigzag_indices(lengths, groups.cp.size(), groups.cp.rank()).numpy()
+    if count < len(held):
+        held = held.reshape(groups.tp.size(), count)[groups.tp.rank()]
+    return held
 
 
 def _tower_parts(
-    recording: Recording,
+    recording: _Recording,
     module: Module,
-    places: Places,
+    places: _Places,
     batches: list[range],
     hidden_size: int,
     rank: int,
 ) -> Iterator[Part]:
-    """What a tower had of each point. hidden_size: H."""
+    """What a tower had of each point. batches: microbatches of each call. hidden_size: H."""
     groups, where = module.groups, f"{module.name}, rank {rank}"
     for point, calls in recording.states.items():
+        is_split = point != PIXELS and module.sequence_parts > 1
         for batch, values in zip(batches, calls, strict=True):
-            items = places.items(batch, module.name, groups.dp.rank())
-            whole = places.rows(items) if point == ROWS else places.patches(items)
-            parts = 1 if point == PIXELS else module.sequence_parts
-            held = held_part(len(values), len(whole), parts, groups.tp.rank())
-            # Blank rows have no place.
-            index = np.append(whole, NOTHING)[held]
-            if point != ROWS:
+            whole = places.of_items(batch, module.name, groups.dp.rank(), rows=point == _ROWS)
+            count = len(values)
+            start = groups.tp.rank() * count if is_split else 0
+            # Blank rows, which come last, have no place.
+            index = np.append(whole, np.full(start + count, _NOTHING))[start:][:count]
+            if point != _ROWS:
                 yield _part(point, where, index, values)
                 continue
             for number, rows in enumerate(values.split(hidden_size, dim=1)):
@@ -133,5 +275,5 @@ def _tower_parts(
 
 def _part(point: str, where: str, index: np.ndarray, values: Tensor, columns: int = 0) -> Part:
     """The values that are not padding, as a part of ``point``."""
-    real = index != NOTHING
+    real = index != _NOTHING
     return Part(point, where, index[real], values.numpy()[real], columns)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 from mimo.device import machine_memory
 from mimo.errors import InputError
 from mimo.families.keymap import Weight, num_elements
-from mimo.hf.initial import InitialWeights, initial_weights
+from mimo.hf.initial import initial_weights
 from mimo.hf.recipes import load_recipe
 from mimo.launch.ranks import run_on_cpu
 from mimo.layout.grids import Layout
 from mimo.model.memory import check_memory
 from mimo.model.recipe_checks import check_recipe
-from mimo.parity.compare import TOLERANCE, Parity, compare_points, compare_step
-from mimo.parity.results import Theirs
-from mimo.parity.samples import make_samples, write_samples
+from mimo.parity.compare import TOLERANCE, Parity, Theirs, compare_points, compare_step
 from mimo.recipe.schema import Recipe
-from mimo.verify.results import Fault
+from mimo.verify.compare import Fault
+from mimo.verify.workload import Item, Sample, write_shard
 
 # Named, not imported: only the fork server loads the engine and transformers.
 _THEIRS, _OURS = "mimo.parity.theirs:run_theirs", "mimo.parity.ours:run_ours"
@@ -34,7 +37,11 @@ _MICROBATCHES = 3  # the last has no pictures
 _SAMPLES = 2  # of a lane in a microbatch
 _GRADIENT_ELEMENTS = 1 << 26  # of a model with more, only the smallest tensors are compared
 _TIMEOUT_SECONDS = 4 * 3600.0  # a model of billions of weights takes its time on a CPU
-_EMBEDDING, _TIED_COPY = "embedding.word_embeddings.weight", "language.output_layer.weight"
+# For each sample, width and height of its pictures in pixels. Two samples without pictures stand
+# together, so that one microbatch is text only.
+_PICTURES = (((61, 37), (140, 90)), (), ((97, 203),), ((28, 28), (45, 131), (33, 71)), (), ())
+_QUESTIONS = ("what digits are these ?", "what comes after 3 ?", "read the digit .")
+_MAX_ANSWER = 6  # words
 
 # The keys of layouts and of a family's settings; parity sets all others itself.
 _OVERRIDABLE = ("language.grid", "language.model", "bridge", "encoders.vision.placement")
@@ -72,11 +79,11 @@ class ParityRunner:
     """
 
     def __init__(
-        self, checkpoint: Path, folder: Path, timeout_seconds: float | None = None
+        self, checkpoint: Path, folder: Path, timeout_seconds: float = _TIMEOUT_SECONDS
     ) -> None:
         self.checkpoint = checkpoint.absolute()
         self.folder = folder
-        self.timeout_seconds = timeout_seconds or _TIMEOUT_SECONDS
+        self.timeout_seconds = timeout_seconds
         self._theirs: dict[int, Theirs] = {}
 
     def prepare(self, overrides: Sequence[str]) -> tuple[Recipe, Layout]:
@@ -91,7 +98,7 @@ class ParityRunner:
         check_memory(recipe, layout, range(layout.world_size), machine_memory())
         shard = self._shard(count)
         if not shard.exists():
-            write_samples(shard, make_samples(count))
+            write_shard(shard, make_samples(count))
         return recipe, layout
 
     def run(
@@ -108,42 +115,41 @@ class ParityRunner:
         recipe, layout = self.prepare(overrides)
         initial = initial_weights(recipe)
         assert initial is not None
-        weights = _chosen(initial)
-        count = recipe.train.global_batch_size
-        samples = make_samples(count)
-        if count not in self._theirs:
-            keys = {s.key for own in weights.values() for weight in own for s in weight.sources}
-            arguments = (self.checkpoint, samples, keys)
-            (self._theirs[count],) = run_on_cpu(_THEIRS, arguments, 1, self.timeout_seconds)
-        names = {f"{module}.{weight.name}" for module, own in weights.items() for weight in own}
-        if f"language.{_EMBEDDING}" in names:
-            names.add(_TIED_COPY)
+        everything = {f"{m}.{w.name}": w for m, own in initial.weights.items() for w in own}
+        weights = _chosen(everything)
+        theirs = self._run_theirs(recipe.train.global_batch_size, weights)
+        names = set(weights)
         arguments = (recipe, layout, names, fault)
         results = run_on_cpu(_OURS, arguments, layout.world_size, self.timeout_seconds)
-        theirs = self._theirs[count]
         return Parity(
             compare_points(results, theirs, tolerance),
-            compare_step(results, theirs, weights, tolerance),
+            compare_step(results, theirs.reference, weights, tolerance),
             tolerance,
-            compared=sum(len(own) for own in weights.values()),
-            total=sum(len(own) for own in initial.weights.values()),
+            compared=len(weights),
+            total=len(everything),
         )
+
+    def _run_theirs(self, count: int, weights: Mapping[str, Weight]) -> Theirs:
+        """What transformers computes from ``count`` samples; an earlier run is used again."""
+        if count not in self._theirs:
+            keys = {source.key for weight in weights.values() for source in weight.sources}
+            arguments = (self.checkpoint, make_samples(count), keys)
+            (self._theirs[count],) = run_on_cpu(_THEIRS, arguments, 1, self.timeout_seconds)
+        return self._theirs[count]
 
     def _shard(self, count: int) -> Path:
         return self.folder / f"samples-{count}.tar"
 
     def _recipe(self, count: int, overrides: Sequence[str]) -> Recipe:
         path = self.folder / f"parity-{count}.yaml"
-        path.write_text(
-            _RECIPE.format(
-                checkpoint=json.dumps(str(self.checkpoint)),
-                shard=json.dumps(str(self._shard(count))),
-                count=count,
-                samples=_SAMPLES,
-                runs=json.dumps(str(self.folder / "runs")),
-            ),
-            encoding="utf-8",
+        text = _RECIPE.format(
+            checkpoint=json.dumps(str(self.checkpoint)),
+            shard=json.dumps(str(self._shard(count))),
+            count=count,
+            samples=_SAMPLES,
+            runs=json.dumps(str(self.folder / "runs")),
         )
+        path.write_text(text, encoding="utf-8")
         return load_recipe(path, overrides)
 
 
@@ -158,20 +164,30 @@ def check_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def _chosen(initial: InitialWeights) -> Mapping[str, Sequence[Weight]]:
-    """By module, the parameters whose gradients are compared.
+def _chosen(everything: Mapping[str, Weight]) -> dict[str, Weight]:
+    """The parameters whose gradients are compared, in the order of the model.
 
     They are all parameters, or the smallest ones of a large model: norms, biases and towers.
     """
-    everything = [(module, w) for module, own in initial.weights.items() for w in own]
-    by_size = sorted(everything, key=lambda pair: num_elements([pair[1]]))
-    kept, elements = set(), 0
-    for module, weight in by_size:
-        elements += num_elements([weight])
-        if elements > _GRADIENT_ELEMENTS:
-            break
-        kept.add((module, weight.name))
-    return {
-        module: [weight for weight in own if (module, weight.name) in kept]
-        for module, own in initial.weights.items()
-    }
+    sizes = {name: num_elements([weight]) for name, weight in everything.items()}
+    by_size = sorted(sizes, key=lambda name: sizes[name])
+    running = np.cumsum([sizes[name] for name in by_size])
+    kept = set(by_size[: int((running <= _GRADIENT_ELEMENTS).sum())])
+    return {name: weight for name, weight in everything.items() if name in kept}
+
+
+def make_samples(count: int) -> list[Sample]:
+    """Chats with several pictures, with one and with none; sizes repeat, the noise does not."""
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
+        noise, items = np.random.default_rng(number), []
+        for width, height in _PICTURES[number % len(_PICTURES)]:
+            buffer = io.BytesIO()
+            pixels = noise.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(buffer, "PNG")
+            items.append(Item("image", "png", buffer.getvalue()))
+        question = _QUESTIONS[number % len(_QUESTIONS)]
+        found.append(Sample(tuple(items), question, " ".join(str(digit) for digit in digits)))
+    return found

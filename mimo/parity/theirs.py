@@ -6,52 +6,34 @@ N rows, H hidden, V vocabulary, S side of a square image in pixels.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from mimo.errors import InputError
 from mimo.hf.transformers_processor import load_processor
-from mimo.parity.results import LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
-from mimo.parity.samples import ParitySample
+from mimo.parity.compare import INPUTS, LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
+from mimo.verify.compare import Reference, ReferenceParameter
+from mimo.verify.workload import Sample
 
-
-@dataclass(frozen=True)
-class _Modules:
-    """The modules of a transformers model whose values are compared. rows: it outputs the rows."""
-
-    blocks: str
-    rows: str
-
-
-_QWEN = _Modules("model.visual.blocks", "model.visual")
+# By model type, the tower's blocks, and the module that outputs its rows.
+_QWEN = ("model.visual.blocks", "model.visual")
 _MODULES = {
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
-    "gemma3": _Modules("model.vision_tower.encoder.layers", "model.multi_modal_projector"),
+    "gemma3": ("model.vision_tower.encoder.layers", "model.multi_modal_projector"),
 }
 _LANGUAGE = "model.language_model"
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """inputs: for the model. answer: (L - 1,) bool, where the next token counts in the loss."""
-
-    inputs: dict[str, Tensor]
-    answer: Tensor
-
-    @property
-    def ids(self) -> Tensor:
-        """(L,) int64."""
-        return self.inputs["input_ids"][0]
-
-
-def run_theirs(directory: Path, samples: Sequence[ParitySample], keys: Collection[str]) -> Theirs:
+def run_theirs(directory: Path, samples: Sequence[Sample], keys: Collection[str]) -> Theirs:
     """Run all samples forward and backward, one at a time, in fp32 and in this process.
 
     keys: of the checkpoint's tensors whose gradients and values are wanted.
@@ -65,86 +47,77 @@ def run_theirs(directory: Path, samples: Sequence[ParitySample], keys: Collectio
         str(directory), dtype=torch.float32, local_files_only=True
     ).eval()
     encoded = [_encode(processor, model, sample) for sample in samples]
-    loss_tokens = sum(int(one.answer.sum()) for one in encoded)
+    loss_tokens = sum(int(answer.sum()) for _, answer in encoded)
     watch = _Watch(model)
     loss = 0.0
-    for one in encoded:
-        watch.begin(one)
-        logits = model(**one.inputs, use_cache=False).logits[0]
+    for inputs, answer in encoded:
+        watch.begin(inputs)
+        logits = model(**inputs, use_cache=False).logits[0]
         watch.keep(LOGITS, logits)
-        summed = nn.functional.cross_entropy(
-            logits[:-1][one.answer], one.ids[1:][one.answer], reduction="sum"
-        )
+        labels = inputs["input_ids"][0, 1:]
+        summed = nn.functional.cross_entropy(logits[:-1][answer], labels[answer], reduction="sum")
         (summed / loss_tokens).backward()
         loss += float(summed.detach()) / loss_tokens
     params = dict(model.named_parameters())
-    found = {key: params[key] for key in keys}
     squares = [float(p.grad.double().pow(2).sum()) for p in params.values() if p.grad is not None]
-    return Theirs(
-        points=watch.points(),
-        loss=loss,
-        loss_tokens=loss_tokens,
-        gradient_norm=sum(squares) ** 0.5,
-        gradients={key: _gradient(p).numpy() for key, p in found.items()},
-        weights={key: p.detach().numpy() for key, p in found.items()},
-    )
+    step = {"loss": loss, "loss_tokens": loss_tokens, "grad_norm": sum(squares) ** 0.5}
+    parameters = {
+        key: ReferenceParameter([_gradient(params[key])], [params[key].detach().numpy()])
+        for key in keys
+    }
+    return Theirs(watch.points(), Reference([step], parameters))
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _gradient(parameter: nn.Parameter) -> np.ndarray:
+    grad = parameter.grad
+    return (torch.zeros_like(parameter) if grad is None else grad).numpy()
 
 
-def _encode(processor: Any, model: Any, sample: ParitySample) -> _Encoded:
-    """Put the chat through the checkpoint's template and processor."""
+def _encode(processor: Any, model: Any, sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
+    """Put the chat through the checkpoint's template and processor.
+
+    Returns the model's inputs, and (L - 1,) bool, where the next token counts in the loss.
+    """
+    pictures = [Image.open(io.BytesIO(item.content)) for item in sample.items]
     found = []
-    for messages, waits in ((sample.prompt(), True), (sample.messages(), False)):
+    for messages, waits in ((sample.messages[:1], True), (sample.messages, False)):
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=waits)
-        images = {"images": [sample.images()]} if sample.pictures else {}
+        images = {"images": [pictures]} if pictures else {}
         found.append(
             # The template itself writes the tokens that begin a text.
             processor(text=[text], return_tensors="pt", add_special_tokens=False, **images)
         )
     prompt, whole = found
-    ids, ends = whole["input_ids"][0], torch.tensor(_end_ids(processor, model))
+    ids = whole["input_ids"][0]
     start = prompt["input_ids"].shape[1]
     if not torch.equal(ids[:start], prompt["input_ids"][0]):
         raise InputError(
             "the chat template renders a question differently once its answer is there, so the "
             "tokens of the answer cannot be told apart: need a template that only grows"
         )
-    # Tokens after the end of a turn are never generated.
-    end = int(torch.isin(ids, ends).nonzero().max()) + 1
-    places = torch.arange(1, len(ids))
-    return _Encoded(dict(whole), (places >= start) & (places < end))
-
-
-def _end_ids(processor: Any, model: Any) -> list[int]:
-    """Ids of the tokens that end an answer; some folders name none for generation."""
+    # Tokens after the end of a turn are never generated. Some folders name no end for generation.
     given = model.generation_config.eos_token_id
-    ends = given if isinstance(given, list) else [given]
-    return [end for end in (*ends, processor.tokenizer.eos_token_id) if end is not None]
+    ends = [*(given if isinstance(given, list) else [given]), processor.tokenizer.eos_token_id]
+    is_end = torch.isin(ids, torch.tensor([end for end in ends if end is not None]))
+    places = torch.arange(1, len(ids))
+    return dict(whole), (places >= start) & (places <= int(is_end.nonzero().max()))
 
 
 class _Watch:
     """Keeps what the modules of a model compute, over several forward passes."""
 
     def __init__(self, model: Any) -> None:
-        modules = _MODULES[model.config.model_type]
         self._kept: dict[str, list[np.ndarray]] = {}
         self._config = model.config
-        self._order: Tensor | None = None
+        self._order: Tensor | None = None  # (P',) raster index of each patch of an image
         self._tokens = 0
-        blocks = model.get_submodule(modules.blocks)
+        blocks, rows = (model.get_submodule(name) for name in _MODULES[model.config.model_type])
         blocks[0].register_forward_pre_hook(
-            lambda _, args: self._keep_patches("vision.embedding", args[0])
+            lambda _, args: self._keep_patches("vision.embedding", None, None, args[0])
         )
         for number, block in enumerate(blocks):
-            block.register_forward_hook(
-                lambda _, __, output, number=number: self._keep_patches(
-                    f"vision.blocks.{number}", output
-                )
-            )
-        model.get_submodule(modules.rows).register_forward_hook(self._keep_rows)
+            block.register_forward_hook(partial(self._keep_patches, f"vision.blocks.{number}"))
+        rows.register_forward_hook(self._keep_rows)
         language = model.get_submodule(_LANGUAGE)
         language.register_forward_pre_hook(self._keep_positions, with_kwargs=True)
         # A layer's output is taken as the next one's input, because levels are added in between.
@@ -156,37 +129,27 @@ class _Watch:
         language.norm.register_forward_hook(
             lambda _, __, output: self.keep("language.norm", output[0])
         )
-        self._names = [
-            *(TOKENS, PIXELS, POSITIONS, "vision.embedding"),
-            *(f"vision.blocks.{number}" for number in range(len(blocks))),
-            *(level_point(number) for number in range(1 + self._num_levels())),
-            *(f"language.{name}" for name in names),
-            *("language.norm", LOGITS),
-        ]
 
-    def begin(self, encoded: _Encoded) -> None:
+    def begin(self, inputs: dict[str, Tensor]) -> None:
         """Note a sample's inputs, before its forward pass."""
-        self._tokens = len(encoded.ids)
-        self.keep(TOKENS, encoded.ids[:, None])
-        pixels = encoded.inputs.get("pixel_values")
+        self._tokens = inputs["input_ids"].shape[1]
+        self.keep(TOKENS, inputs["input_ids"].T)
+        pixels = inputs.get("pixel_values")
+        if pixels is not None and pixels.dim() == 4:
+            pixels = self._as_patches(pixels)
         if pixels is not None:
-            # Gemma-3's pixels are whole images (I, 3, S, S).
-            self._order = self._raster_order() if pixels.dim() == 4 else None
-            self.keep(PIXELS, self._as_patches(pixels) if pixels.dim() == 4 else pixels)
+            self.keep(PIXELS, pixels)
 
     def keep(self, point: str, values: Tensor) -> None:
         """Add rows to a point's tensor."""
         self._kept.setdefault(point, []).append(values.detach().numpy().copy())
 
     def points(self) -> dict[str, np.ndarray]:
-        """Whole tensors in forward order."""
-        return {name: np.concatenate(self._kept[name]) for name in self._names}
+        """Whole tensors in forward order, inputs first; the first sample has reached them all."""
+        names = sorted(self._kept, key=lambda name: name not in INPUTS)
+        return {name: np.concatenate(self._kept[name]) for name in names}
 
-    def _num_levels(self) -> int:
-        vision = self._config.vision_config.to_dict()
-        return len(vision.get("deepstack_visual_indexes", ()))
-
-    def _keep_patches(self, point: str, hidden: Tensor) -> None:
+    def _keep_patches(self, point: str, module: object, args: object, hidden: Tensor) -> None:
         """Keep hidden: (P, D), or per image (I, P', D) with patches line by line."""
         if self._order is not None:
             hidden = hidden[:, self._order].flatten(0, 1)
@@ -208,20 +171,15 @@ class _Watch:
         three = positions.reshape(-1, self._tokens)[-3:].expand(3, -1)
         self.keep(POSITIONS, three.T)
 
-    def _sizes(self) -> tuple[int, int, int]:
-        """Patches along a side of an image and of a pooled block, and pixels along a patch."""
-        vision = self._config.vision_config
-        side = vision.image_size // vision.patch_size
-        return side, side // round(self._config.mm_tokens_per_image**0.5), vision.patch_size
-
-    def _raster_order(self) -> Tensor:
-        """(P',) raster index of each patch in our order, which keeps a pooled block together."""
-        side, block, _ = self._sizes()
-        lines = torch.arange(side * side).view(side // block, block, side // block, block)
-        return lines.transpose(1, 2).flatten()
-
     def _as_patches(self, pixels: Tensor) -> Tensor:
-        """(I, 3, S, S) -> (I·P', 3·patch²) in our order."""
-        side, _, patch = self._sizes()
+        """Gemma-3's whole images (I, 3, S, S) -> (I·P', 3·patch²) in our order.
+
+        It keeps the patches of a pooled block together; theirs goes line by line.
+        """
+        vision = self._config.vision_config
+        patch, side = vision.patch_size, vision.image_size // vision.patch_size
+        block = side // round(self._config.mm_tokens_per_image**0.5)
+        lines = torch.arange(side * side).view(side // block, block, side // block, block)
+        self._order = lines.transpose(1, 2).flatten()
         cut = pixels.view(-1, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
         return cut.reshape(len(pixels), side * side, -1)[:, self._order].flatten(0, 1)

@@ -1,12 +1,13 @@
 """What is wrong with a recipe's keys, in the terms of a recipe."""
 
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mimo.errors import shown, suggestion
-from mimo.recipe.source import Location, YamlSource
+from mimo.recipe.source import Location
 
 PHASES = "phases"
 """The key of a file with several recipes, which `mimo.recipe.phases` takes apart."""
@@ -15,24 +16,41 @@ PHASES = "phases"
 _RENAMED: dict[Location, str] = {("stages",): PHASES}
 
 
-def describe(source: YamlSource, details: ErrorDetails, recipe: type[BaseModel]) -> str:
-    """One line for one of pydantic's findings about ``recipe``, in the terms of a recipe."""
-    location: Location = tuple(details["loc"])
+def descriptions(
+    error: ValidationError,
+    problem: Callable[[Location, str], str],
+    model: type[BaseModel],
+    base: Location = (),
+) -> Iterator[str]:
+    """One line for each of pydantic's findings about ``model``, in the terms of a recipe.
+
+    problem: makes a line of a location and a message. base: where the model's keys are.
+    """
+    for details in error.errors():
+        own: Location = tuple(details["loc"])
+        if own and own[-1] == "[key]":
+            own, message = own[:-1], f"a key is a string; got {shown(details['input'])}"
+        else:
+            message = _message(details, own, model, is_recipe=not base)
+        yield problem((*base, *own), message)
+
+
+def _message(
+    details: ErrorDetails, location: Location, model: type[BaseModel], is_recipe: bool
+) -> str:
     if details["type"] == "extra_forbidden":
-        if location in _RENAMED:
-            return source.problem(location, f"this key is now called '{_RENAMED[location]}'")
-        section = _section_at(location[:-1], recipe)
+        if is_recipe and location in _RENAMED:
+            return f"this key is now called '{_RENAMED[location]}'"
+        section = _section_at(location[:-1], model)
         choices = [*section.model_fields] if section is not None else []
-        choices += [PHASES] if section is recipe else []
-        return source.problem(location, f"unknown key; {suggestion(str(location[-1]), choices)}")
+        choices += [PHASES] if is_recipe and section is model else []
+        return f"unknown key; {suggestion(str(location[-1]), choices)}"
     if details["type"] == "missing":
-        return source.problem(location, "this key is required")
-    if location and location[-1] == "[key]":
-        return source.problem(location[:-1], f"a key is a string; got {shown(details['input'])}")
+        return "this key is required"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(details["input"], dict) and details["type"] == "value_error":
-        return source.problem(location, message)
-    return source.problem(location, f"{message}; got {shown(details['input'])}")
+        return message
+    return f"{message}; got {shown(details['input'])}"
 
 
 def _section_at(location: Location, recipe: type[BaseModel]) -> type[BaseModel] | None:

@@ -14,6 +14,7 @@ from pydantic import (
 
 from mimo import bounds
 
+Engine = Literal["megatron", "fsdp"]
 Recompute = Literal["none", "selective", "full"]
 MAX_ENTRIES = 64  # encoders of a model, media of an encoder
 
@@ -40,6 +41,9 @@ class Grid(Section):
     dp: bounds.Ranks | None = None
     """Data parallelism: lanes that work on different samples; may be left out of one module, where
     it follows from the number of ranks."""
+    dp_replicate: bounds.Ranks = 1
+    """With `engine: fsdp`, groups of lanes that each hold all weights (hybrid sharding); 1 cuts the
+    weights over all lanes."""
     rank_offset: bounds.RankOffset | None = None
     """First rank of the module; without it, disjoint encoders come first, then the language model.
     """
@@ -95,6 +99,11 @@ class Language(Section):
 
     family: bounds.Word = "qwen3"
     """Name of a file in `mimo/languages/`."""
+    engine: Engine = "megatron"
+    """What runs it: `megatron`, or `fsdp`: the module of transformers in the folder of `init_from`.
+    """
+    reshard_after_forward: bool = True
+    """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
     grid: Grid = Grid()
     """The ranks and their axes."""
     freeze: bool = False
@@ -149,7 +158,7 @@ def _encode_group(value: Any) -> int | Literal["all"]:
 
 
 def _item_text(value: str) -> str:
-    from data import item_text_problem  # here: the package loads numpy
+    from data.text.item_text import item_text_problem  # here: the package loads numpy
 
     problem = item_text_problem(value)
     if problem:
@@ -173,6 +182,11 @@ class Encoder(Section):
 
     family: bounds.Word
     """Name of a file in `encoders/`."""
+    engine: Engine = "megatron"
+    """What runs it: `megatron`, or `fsdp`: the module of transformers in the folder of `init_from`.
+    """
+    reshard_after_forward: bool = True
+    """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
     media: bounds.Word = "image"
     """Type of the content parts that it encodes, such as `image` or `video`."""
     placeholder: bounds.Word = "<|image_pad|>"

@@ -4,7 +4,7 @@ Every value keeps its origin: a line of the file, or the override that set it. A
 later (a wrong type, a grid that does not tile the world) can so point at the place to mend.
 """
 
-import datetime
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,26 +12,40 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
 from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.scalarbool import ScalarBoolean
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from mimo.errors import RecipeError, nearest, shown
-from mimo.recipe.yaml_size import YamlTooLarge, check_size
 
 Location = tuple[str | int, ...]
 """The way to a value: keys of mappings and indices of lists, outermost first."""
 
 _MAX_BYTES = 2**18  # of a recipe
+_MAX_VALUES = 20_000  # of a recipe, aliases followed: nine levels of nine are 387 million
+_MAX_DEPTH = 50
+_MAX_DIGITS = 100
 _MAX_PARTS = 32  # of the key of an override
 _SHOWN = 200  # characters of an override in a message
 _SECRET = re.compile(r"://(?=[^/\s]*@|\S*\?)\S*")  # a URL that may hold credentials
+_TAG = "tag:yaml.org,2002:"
+_NUMBERS = {f"{_TAG}int", f"{_TAG}float"}
+_KEYS = {f"{_TAG}{kind}" for kind in ("str", "bool", "null", "merge")} | _NUMBERS
+_VALUES = {f"{_TAG}map", f"{_TAG}seq"} | _KEYS
 
 
 def dotted(location: Location) -> str:
     """`("data", "sources", 0)` as people type it: `data.sources.0`."""
     parts = (str(part) for part in location)
     return ".".join(part if len(part) <= _SHOWN else f"{part[:_SHOWN]}..." for part in parts)
+
+
+def as_yaml(data: dict[str, Any]) -> str:
+    """Plain data as the text of a recipe."""
+    yaml, stream = YAML(), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.dump(data, stream)
+    return stream.getvalue()
 
 
 @dataclass
@@ -67,39 +81,38 @@ class YamlSource:
         """Apply `dotted.key=value`; the value is YAML. What cannot be applied becomes a problem."""
         safe = _SECRET.sub("://...", text)
         origin = f"override '{safe if len(safe) <= _SHOWN else safe[:_SHOWN] + '...'}'"
-        key, equals, value_text = text.partition("=")
-        parts = key.strip().split(".")
-        if not equals or not all(parts):
-            self.problems.append(f"{origin}: needs the form dotted.key=value")
-            return
-        if len(parts) > _MAX_PARTS:
-            self.problems.append(f"{origin}: has {len(parts)} parts; no key has that many")
-            return
         try:
-            check_size(value_text)
-            value = _plain(YAML().load(value_text))
-        except Exception as error:  # as when a file is read
-            self.problems.append(f"{origin}: the value is not YAML: {_reason(error)}")
+            location = self._set(text)
+        except ValueError as error:
+            self.problems.append(f"{origin}: {error}")
             return
-        location: Location = ()
-        container: Any = self.data
-        for depth, part in enumerate(parts):
-            step = _step(container, part)
-            if isinstance(step, _Refusal):
-                name = dotted(location) or "recipe"
-                self.problems.append(f"{origin}: {name}: {step.reason}")
-                return
-            location = (*location, step)
-            if depth == len(parts) - 1:
-                container[step] = value
-            else:
-                if isinstance(container, dict) and container.get(step) is None:
-                    container[step] = {}
-                container = container[step]
         for known in [known for known in self.origins if known[: len(location)] == location]:
             del self.origins[known]
         self.origins[location] = origin
         self.overridden.append(location)
+
+    def _set(self, text: str) -> Location:
+        """Set what an override says; returns where. Raises ValueError."""
+        key, equals, value_text = text.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise ValueError("needs the form dotted.key=value")
+        if len(parts) > _MAX_PARTS:
+            raise ValueError(f"has {len(parts)} parts; no key has that many")
+        try:
+            value = _load(value_text, YamlSource(self.path))
+        except Exception as error:  # as when a file is read
+            raise ValueError(f"the value is not YAML: {_reason(error)}") from error
+        location: Location = ()
+        container: Any = self.data
+        for part in parts[:-1]:
+            step = _step(container, part, location)
+            if isinstance(container, dict) and container.get(step) is None:
+                container[step] = {}
+            container, location = container[step], (*location, step)
+        step = _step(container, parts[-1], location)
+        container[step] = value
+        return (*location, step)
 
 
 def read_yaml(path: Path, overrides: Sequence[str] = ()) -> YamlSource:
@@ -122,106 +135,98 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> YamlSource:
         raise RecipeError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from None
-    origins: dict[Location, str] = {}
+    source = YamlSource(path)
     try:
-        check_size(text)
-        loaded = YAML().load(text)
-        _note_lines(loaded, (), path, origins)
-        data = _plain(loaded) if isinstance(loaded, CommentedMap) else {}
-    except _NotPlain as error:
-        raise RecipeError(
-            YamlSource(path, {}, origins).problem(error.location, str(error))
-        ) from None
+        data = _load(text, source)
+    except _Refused as error:
+        raise RecipeError(source.problem(error.location, str(error))) from None
     except Exception as error:  # the parser raises many types on damaged text
-        raise RecipeError(f"{path}{_line(error)}: not valid YAML: {_reason(error)}") from None
-    if loaded is not None and not isinstance(loaded, CommentedMap):
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        line = "" if mark is None else f":{mark.line + 1}"
+        raise RecipeError(f"{path}{line}: not valid YAML: {_reason(error)}") from None
+    if data is not None and not isinstance(data, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of keys to values")
-    source = YamlSource(path, data, origins)
+    source.data = data or {}
     for override in overrides:
         source.override(override)
     return source
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    reason: str
-
-
-class _NotPlain(ValueError):
-    """The YAML holds something other than mappings, lists and plain scalars, at `location`."""
+class _Refused(ValueError):
+    """The YAML is too large, or holds more than mappings, lists and plain scalars."""
 
     def __init__(self, location: Location, message: str) -> None:
         super().__init__(message)
         self.location = location
 
 
-def _line(error: Exception) -> str:
-    """`:12` for an error that knows its line."""
-    if isinstance(error, YamlTooLarge):
-        return f":{error.line}"
-    mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-    return f":{mark.line + 1}" if mark is not None else ""
+def _load(text: str, source: YamlSource) -> Any:
+    """Plain data from YAML; the lines of all its keys and list entries are noted in ``source``.
+
+    Nothing is built before its size is known. Raises _Refused, and what ruamel raises.
+    """
+    too_deep = f"lists and mappings are nested more than {_MAX_DEPTH} deep"
+    depth = 0
+    for event in YAML(typ="safe", pure=True).parse(text):  # without recursion
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise MarkedYAMLError(problem=too_deep, problem_mark=event.start_mark)
+    yaml = YAML(typ="safe", pure=True)
+    node = yaml.compose(text)
+    if node is None:
+        return None
+    _check(node, (), (), source)
+    return yaml.constructor.construct_document(node)
 
 
-def _step(container: Any, part: str) -> str | int | _Refusal:
-    """The key or index that `part` stands for in `container`."""
+def _check(node: Node, location: Location, parents: tuple[Node, ...], source: YamlSource) -> int:
+    """How many values a node is, aliases followed. Raises _Refused for one that no recipe has."""
+    if node.tag == f"{_TAG}timestamp":
+        raise _Refused(location, f"{node.value} is read as a date; put it in quotes")
+    if node.tag not in _VALUES:
+        kind = node.tag.replace(_TAG, "!!")
+        raise _Refused(location, f"the tag {kind} is not allowed; write a plain value")
+    if isinstance(node, ScalarNode):
+        if any("\ud800" <= letter <= "\udfff" for letter in node.value):
+            raise _Refused(location, f"{shown(node.value)} is not valid Unicode")
+        if node.tag in _NUMBERS and len(node.value) > _MAX_DIGITS:
+            raise _Refused(location, f"holds a number of {len(node.value)} characters")
+        return 1
+    if any(node is parent for parent in parents):
+        raise _Refused(location, "an alias contains itself")
+    count = 1
+    is_mapping = isinstance(node, MappingNode)
+    for index, entry in enumerate(node.value):
+        key, value = entry if is_mapping else (None, entry)
+        if key is not None and key.tag not in _KEYS:
+            raise _Refused(location, "a key is a string, not a list, a mapping or a date")
+        step = index if key is None else int(key.value) if key.tag == f"{_TAG}int" else key.value
+        place = (*location, step)
+        mark = (key or value).start_mark
+        if mark.index >= node.start_mark.index:  # not where an alias leads
+            source.origins[place] = f"{source.path}:{mark.line + 1}"
+        count += _check(value, place, (*parents, node), source) + is_mapping
+        if count > _MAX_VALUES:
+            raise _Refused(place, f"holds more than {_MAX_VALUES} values, aliases followed")
+    return count
+
+
+def _step(container: Any, part: str, location: Location) -> str | int:
+    """The key or index that `part` stands for in `container`, at `location`. Raises ValueError."""
     if isinstance(container, dict):
         return part
-    if isinstance(container, list):
-        # Not `isdigit`: that also knows digits such as ², which are not numbers.
-        if part.isascii() and part.isdecimal() and len(part) < 10 and int(part) < len(container):
-            return int(part)
-        return _Refusal(
-            f"has {len(container)} entries, so '{part[:_SHOWN]}' is not the index of one"
-        )
-    return _Refusal(
-        f"is the value {shown(container)}, so '{part[:_SHOWN]}' cannot be set inside it"
-    )
+    name = dotted(location) or "recipe"
+    if not isinstance(container, list):
+        what = f"is the value {shown(container)}, so '{part[:_SHOWN]}' cannot be set inside it"
+        raise ValueError(f"{name}: {what}")
+    # Not `isdigit`: that also knows digits such as ², which are not numbers.
+    if part.isascii() and part.isdecimal() and len(part) < 10 and int(part) < len(container):
+        return int(part)
+    what = f"has {len(container)} entries, so '{part[:_SHOWN]}' is not the index of one"
+    raise ValueError(f"{name}: {what}")
 
 
 def _reason(error: Exception) -> str:
     """The first line that says what a YAML error is about."""
     problem = getattr(error, "problem", None)
     return (problem or str(error) or type(error).__name__).splitlines()[0]
-
-
-def _plain(value: Any, location: Location = ()) -> Any:
-    """`value` without the types that remember formatting and comments."""
-    if isinstance(value, CommentedMap):
-        for key in value:
-            if not isinstance(key, str | int | float | bool | None):
-                raise _NotPlain(location, "a key is a string, not a list, a mapping or a date")
-        return {key: _plain(item, (*location, key)) for key, item in value.items()}
-    if isinstance(value, CommentedSeq):
-        return [_plain(item, (*location, index)) for index, item in enumerate(value)]
-    if isinstance(value, TaggedScalar):
-        raise _NotPlain(location, f"the tag {value.tag.value} is not allowed; write a plain value")
-    if isinstance(value, bool | ScalarBoolean):
-        return bool(value)
-    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise _NotPlain(location, f"{shown(str(value))} is not valid Unicode")
-    for plain_type in (int, float, str):
-        if isinstance(value, plain_type):
-            return plain_type(value)
-    if value is None:
-        return None
-    if isinstance(value, datetime.date):
-        raise _NotPlain(location, f"{value} is read as a date; put it in quotes")
-    raise _NotPlain(location, f"a value of the kind {type(value).__name__} is not allowed")
-
-
-def _note_lines(value: Any, location: Location, path: Path, origins: dict[Location, str]) -> None:
-    """Fill `origins` with the line of every key and list entry below `value`."""
-    if isinstance(value, CommentedMap):
-        # A key that came in by a merge (`<<`) has no line: its parent's is used.
-        lines = {key: mark[0] for key, mark in (value.lc.data or {}).items()}
-        children = list(value.items())
-    elif isinstance(value, CommentedSeq):
-        lines = {index: mark[0] for index, mark in (value.lc.data or {}).items()}
-        children = list(enumerate(value))
-    else:
-        return
-    for key, child in children:
-        if key in lines:
-            origins[(*location, key)] = f"{path}:{lines[key] + 1}"
-        _note_lines(child, (*location, key), path, origins)

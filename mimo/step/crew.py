@@ -1,28 +1,117 @@
-"""Decodes the tasks of a loader: in worker processes, or right here where there are none."""
+"""What a rank needs of a step, and who decodes it: which rank, in a worker or right here."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 import numpy as np
 
+from bridge import assign_items
 from data.handover import write_arrays
-from data.index.reader import UnreadableSample
-from data.worker_process import WITH_NURSERY, decode
+from data.index.reader import SampleReader, UnreadableSample, plans_of_items
+from data.worker_process import ITEM, TEXT, WITH_NURSERY, decode
 from data.workers import Worker
+from mimo.layout.grids import LANGUAGE
 from mimo.step.decoding import Decoding, read_arrays
-from mimo.step.tasks import Task
+from mimo.step.plan import PlannedMicrobatch
 
 logger = logging.getLogger(__name__)
 
+_TOKEN_BYTES = 20  # of a text's arrays
 _TRIES = 2
 _MOST_ENDS = 10  # whatever they were
+
+
+@dataclass
+class Task:
+    """One text or item to decode.
+
+    number, sample: its number, and its sample's, in the microbatch. address: its number in its
+    index. by: the rank that decodes it. num_bytes: about so many. path: of the file in which a
+    worker or another rank hands it over. shared: with other ranks. ends: how workers ended that
+    were at it.
+    """
+
+    step: int
+    reader: SampleReader
+    kind: str
+    microbatch: int
+    number: int
+    sample: int
+    source: int
+    address: int
+    by: int
+    num_bytes: int
+    path: Path
+    shared: bool
+    ends: list[str] = field(default_factory=list)
+
+    def error(self, reason: str) -> UnreadableSample:
+        """What is said when it cannot be decoded; names shard, key and item."""
+        index, sample, file = self.reader.index, self.address, None
+        if self.kind == ITEM:
+            sample = index.sample_of_item(self.address)
+            file = index.files_of_part(self.address)[0] - index.files_of_sample(sample).start
+        return UnreadableSample(index.shard_of(sample), index.key(sample), file, reason)
+
+
+def tasks_of_step(
+    step: int,
+    prefix: str,
+    microbatches: Sequence[PlannedMicrobatch],
+    readers: Sequence[SampleReader],
+    decoding: Decoding,
+) -> Iterator[Task]:
+    """All texts and items that this rank needs, in order of use. prefix: of the names of files.
+
+    What several ranks of the host need is shared out by its cost, equally on all of them.
+    """
+    layout, rank = decoding.layout, decoding.rank
+    sharers = {module: decoding.sharers(module) for module in layout.modules_of(rank)}
+    loads = {module: np.zeros(len(ranks), np.int64) for module, ranks in sharers.items()}
+    for m, planned in enumerate(microbatches):
+        samples = planned.samples
+        for module, ranks in sharers.items():
+            if not ranks:
+                continue
+            lane = layout.grids[module].coords(rank).dp
+            if module == LANGUAGE:
+                kind, number = TEXT, samples.samples_of_lane(lane)
+                sample, address, cost = number, samples.sample[number], samples.length[number]
+            else:
+                kind, number = ITEM, planned.encoders[module].of_lane(lane)
+                sample, address = samples.item_sample[number], samples.item[number]
+                cost = samples.item_cost[number]
+            sharer = assign_items(cost, len(ranks), loads[module])
+            np.add.at(loads[module], sharer, cost)
+            source = samples.source[sample]
+            if kind == TEXT:
+                sizes = (cost * _TOKEN_BYTES).tolist()
+            else:
+                wires = [readers[0].processors[media].wire for media in samples.media]
+                patch_bytes = [wire.width * wire.dtype.itemsize for wire in wires]
+                media = samples.item_media[number].tolist()
+                plans = plans_of_items(readers, source, address)
+                sizes = [
+                    math.prod(plan.grid) * patch_bytes[one]
+                    for one, plan in zip(media, plans, strict=True)
+                ]
+            columns = (own.tolist() for own in (number, sample, source, address, sharer))
+            for n, i, s, at, by, num_bytes in zip(*columns, sizes, strict=True):
+                path = decoding.folder / f"{prefix}.{step}.{m}.{kind}.{n}"
+                own = readers[s], kind, m, n, i, s, at, ranks[by], num_bytes, path, len(ranks) > 1
+                yield Task(step, *own)
+
 
 Outcome = tuple[Task, list[np.ndarray] | UnreadableSample]
 
@@ -40,20 +129,18 @@ class Crew:
         """Begin with a task; False if nobody is free."""
         if self._pool is None:
             try:
-                arrays = decode(task.reader, task.kind, task.address)
+                outcome = decode(task.reader, task.kind, task.address)
+                if task.shared:
+                    write_arrays(task.path, outcome)
             except UnreadableSample as error:
-                # Without the frames, which hold the sample's data.
-                self._end(task, error.with_traceback(None))
-            else:
-                if task.shared and task.path is not None:
-                    write_arrays(task.path, arrays)
-                self._end(task, arrays)
+                outcome = error.with_traceback(None)  # its frames hold the sample's data
+            self._end(task, outcome)
             return True
         worker = self._pool.take()
         if worker is None:
             return False
         self._busy[worker.pipe] = (worker, task, time.monotonic())
-        reader = self._decoding.reader_number(task.reader)
+        reader = self._decoding.readers.index(task.reader)
         with suppress(OSError):  # it has died just now, as its pipe will say
             worker.pipe.send((reader, task.kind, task.address, task.path))
         return True
@@ -85,7 +172,7 @@ class Crew:
 
     def _hear(self, worker: Worker, task: Task) -> None:
         """Take a worker's answer, or what its end says. Raises what was raised there."""
-        assert self._pool is not None and task.path is not None, "workers come from a pool"
+        assert self._pool is not None, "workers come from a pool"
         try:
             answer, value = worker.pipe.recv()
         except (EOFError, OSError):
@@ -115,7 +202,7 @@ class Crew:
         )
 
     def _end(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
-        if isinstance(outcome, UnreadableSample) and task.shared and task.path is not None:
+        if isinstance(outcome, UnreadableSample) and task.shared:
             write_arrays(task.path, ())  # the others must not wait for it
         self._done.append((task, outcome))
 

@@ -24,7 +24,8 @@ from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
 from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_settings, language_settings
-from mimo.recipe.schema import MediaTokens, Recipe, Source
+from mimo.recipe.modules import MediaTokens
+from mimo.recipe.schema import Recipe, Source
 from mimo.recipe.source import Location, dotted
 
 SPLITS = ("sources", "validation", "test")
@@ -66,22 +67,17 @@ def linear_tokens(recipe: Recipe) -> int:
 
 def check_media(recipe: Recipe) -> None:
     """Raise RecipeError unless every media has one encoder, and tokens of its own."""
-    problems = []
-    owners: dict[tuple[str, str], str] = {}
+    problems, owners = [], dict[tuple[str, str], str]()
     for where, place, media, tokens in _media_of(recipe):
         if media == "text":
             message = "'text' is the language model's own; name another media"
             problems.append(recipe.problem(where, message))
-        values = [
-            ("media", where, media),
-            ("placeholder", (*place, "placeholder"), tokens.placeholder),
-            ("template_token", (*place, "template_token"), tokens.template_token),
-        ]
-        for key, location, value in values:
-            if value is None:
-                continue
+        named = {where: ("media", media)}
+        for key in ("placeholder", "template_token"):
+            named[*place, key] = key, getattr(tokens, key)
+        for location, (key, value) in named.items():
             owner = owners.setdefault((key, value), dotted(location))
-            if owner != dotted(location):
+            if value is not None and owner != dotted(location):
                 message = f"got {value!r}, which {owner} is already; name another"
                 problems.append(recipe.problem(location, message))
     if problems:
@@ -125,12 +121,6 @@ def cache_folder(recipe: Recipe) -> Path:
     """Where this machine keeps what it has of shards at URLs."""
     given = recipe.data.cache_directory
     return default_cache_directory() if given is None else Path(given)
-
-
-def block_cache(recipe: Recipe) -> BlockCache | None:
-    """The cache of shards at URLs, if the recipe asks for one."""
-    gib = recipe.data.cache_gib
-    return BlockCache(cache_folder(recipe), round(gib * 2**30)) if gib else None
 
 
 @contextmanager
@@ -205,7 +195,8 @@ def dataset_of(
     processors: Processors,
 ) -> Dataset:
     """A split whose indexes are open."""
-    cache = block_cache(recipe)
+    gib = recipe.data.cache_gib
+    cache = BlockCache(cache_folder(recipe), round(gib * 2**30)) if gib else None
     return Dataset(
         indexes=tuple(indexes),
         readers=tuple(SampleReader(index, chat, processors, cache) for index in indexes),

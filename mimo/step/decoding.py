@@ -52,13 +52,15 @@ class Decoding:
         self.ahead_bytes = ahead_bytes
         self.worker_seconds, self.peer_seconds = worker_seconds, peer_seconds
         self._here = (rank,) if host is None else host.ranks
-        self._serial = 0
-        self._folder: HandoverFolder | None = None
+        self.num_loaders = 0  # the same on all ranks, so that their files have the same names
+        self.folder = Path()  # of the files that are handed over, where any are
         self.pool: WorkerPool | None = None  # None: decode in this process
+        self._handover: HandoverFolder | None = None
         shares = any(len(self.sharers(name)) > 1 for name in layout.modules_of(rank))
         if host is not None and (num_workers or shares):
-            self._folder = HandoverFolder(_root(host, ahead_bytes), host.job)
-            self._processes = WorkerPool(self._folder.path, self.readers, num_workers)
+            self._handover = HandoverFolder(_root(host, ahead_bytes), host.job)
+            self.folder = self._handover.path
+            self._processes = WorkerPool(self.folder, self.readers, num_workers)
             self.pool = self._processes if num_workers else None
 
     def sharers(self, module: str) -> list[int]:
@@ -69,26 +71,13 @@ class Decoding:
         found = [rank for rank, at in places.items() if at.dp == lane and at.pp in stages]
         return found if self.rank in found else []  # a later stage of an encoder needs none
 
-    def reader_number(self, reader: SampleReader) -> int:
-        """Under which workers know a reader."""
-        return next(number for number, one in enumerate(self.readers) if one is reader)
-
-    def path(self, name: str) -> Path | None:
-        """Of a file that is handed over; None where nothing ever is."""
-        return None if self._folder is None else self._folder.path / name
-
-    def next_name(self) -> str:
-        """What files of one loader begin with: the same on all ranks, which ask equally often."""
-        self._serial += 1
-        return str(self._serial)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
+        if self._handover is not None:
             self._processes.close()
-            self._folder.close()
+            self._handover.close()
 
 
 def open_decoding(
@@ -99,19 +88,10 @@ def open_decoding(
     workers = data.workers
     if workers is None:  # a rank's own threads need a core, too
         workers = max(0, host.cores_per_rank - 1)
-    seconds = recipe.bridge.timeout_seconds
-    decoding = Decoding(
-        readers,
-        layout,
-        rank,
-        host,
-        workers,
-        data.prefetch_mib * _MIB,
-        data.worker_timeout_seconds or seconds / _TRIES_PER_TIMEOUT,
-        seconds,
-    )
     logger.info("decodes in up to %d workers; ranks of this host: %s", workers, host.ranks)
-    return decoding
+    seconds, ahead_bytes = recipe.bridge.timeout_seconds, data.prefetch_mib * _MIB
+    worker_seconds = data.worker_timeout_seconds or seconds / _TRIES_PER_TIMEOUT
+    return Decoding(readers, layout, rank, host, workers, ahead_bytes, worker_seconds, seconds)
 
 
 def _root(host: Host, ahead_bytes: int) -> Path:

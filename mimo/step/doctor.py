@@ -1,6 +1,7 @@
 """`mimo data doctor`: what a recipe's data are like, from the index and a few samples.
 
 All figures are of samples as training sees them: in its order, so mixed by the sources' weights.
+The page is one file that needs no other, readable in the light and the dark.
 
 Letters: n samples that are looked at, m of their items.
 """
@@ -8,16 +9,22 @@ Letters: n samples that are looked at, m of their items.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bridge import imbalance
 from data.index.lookup import column, items_of_samples
 from data.index.reader import SampleReader, UnreadableSample
+from data.media.image_files import thumbnail_url
 from data.text.chat import ChatTokenizer, EncodedSample
+from mimo.errors import InputError
+from mimo.hf.recipes import load_phases
 from mimo.layout.build import build_layout
 from mimo.progress import progress_of
 from mimo.recipe.schema import Recipe
@@ -43,13 +50,12 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Looked:
-    """What the indexes say of n samples and their m items; all int64 but fps.
+    """What the indexes say of n samples and their m items, all int64.
 
-    source, sample, tokens, rows, loss: (n,). item_sample: (m,) into these. media: (m,) into
-    ``names``. size: (m, 2) of the items' files. item_rows: (m,).
+    source, sample, tokens, rows, loss: (n,). item_sample: (m,) into these. media: (m,) into the
+    index's. size: (m, 2) of the items' files. item_rows: (m,).
     """
 
-    names: tuple[str, ...]
     source: np.ndarray
     sample: np.ndarray
     tokens: np.ndarray
@@ -69,11 +75,9 @@ def look(dataset: Dataset, most: int = LOOKED_AT) -> Looked:
         positions = np.unique(np.random.default_rng(_SEED).integers(0, total, most))
     source, sample = dataset.order.at(positions)
     item, item_sample = items_of_samples(indexes, source, sample)
-    of_item = source[item_sample]
     names = ("item_media", "item_rows", "item_size_0", "item_size_1")
-    media, item_rows, *size = (column(indexes, name, of_item, item) for name in names)
+    media, item_rows, *size = (column(indexes, name, source[item_sample], item) for name in names)
     return Looked(
-        names=indexes[0].media,
         source=source,
         sample=sample,
         tokens=column(indexes, "token_length", source, sample),
@@ -105,25 +109,24 @@ def histogram(values: np.ndarray) -> dict[str, Any] | None:
     edges[0], edges[-1] = low, max(edges[-1], high)  # whatever rounding did
     counts, edges = np.histogram(values, edges)
     spread = np.percentile(values, (0, 50, 99, 100)).tolist()
-    names = ("least", "median", "percentile_99", "most")
-    return dict(zip(names, spread, strict=True)) | {
+    return dict(zip(("least", "median", "percentile_99", "most"), spread, strict=True)) | {
         "mean": float(values.mean()),
         "edges": edges.tolist(),
         "counts": counts.tolist(),
     }
 
 
-def modality_mix(looked: Looked) -> list[dict[str, Any]]:
-    """By what samples hold: their share of samples, tokens and rows."""
+def modality_mix(looked: Looked, names: Sequence[str]) -> list[dict[str, Any]]:
+    """By what samples hold, the most frequent first: their share of samples, tokens and rows."""
     held = np.zeros(len(looked.sample), np.int64)
     np.bitwise_or.at(held, looked.item_sample, 1 << looked.media)
     found = []
     for kind in np.unique(held).tolist():
         own = held == kind
-        names = [name for bit, name in enumerate(looked.names) if kind >> bit & 1]
         found.append(
             {
-                "holds": " + ".join(names) or "text alone",
+                "holds": " + ".join(name for bit, name in enumerate(names) if kind >> bit & 1)
+                or "text alone",
                 "samples": float(own.mean()),
                 "tokens": float(looked.tokens[own].sum() / looked.tokens.sum()),
                 "rows": float(looked.rows[own].sum() / max(looked.rows.sum(), 1)),
@@ -132,71 +135,55 @@ def modality_mix(looked: Looked) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: -one["samples"])
 
 
-def histograms(looked: Looked) -> dict[str, dict[str, Any]]:
+def histograms(looked: Looked, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Of tokens and rows; by media, of items' rows and of their files' sizes and proportions."""
-    found = {
-        "tokens of a sample": histogram(looked.tokens),
-        "text tokens of a sample": histogram(looked.tokens - looked.rows),
-        "rows of a sample with items": histogram(looked.rows),
+    values = {
+        "tokens of a sample": looked.tokens,
+        "text tokens of a sample": looked.tokens - looked.rows,
+        "rows of a sample with items": looked.rows,
     }
-    for number, name in enumerate(looked.names):
+    for number, name in enumerate(names):
         own = looked.media == number
         first, second = looked.size[own].T
-        found |= {
-            f"{name}: rows of an item": histogram(looked.item_rows[own]),
-            f"{name}: size of a file, first number (width, or samples)": histogram(first),
-            f"{name}: size of a file, second number (height, or samples per second)": histogram(
-                second
-            ),
-            f"{name}: first by second number (aspect ratio, or seconds)": histogram(first / second),
+        values |= {
+            f"{name}: rows of an item": looked.item_rows[own],
+            f"{name}: size of a file, first number (width, or samples)": first,
+            f"{name}: size of a file, second number (height, or samples per second)": second,
+            f"{name}: first by second number (aspect ratio, or seconds)": first / second,
         }
+    found = {name: histogram(one) for name, one in values.items()}
     return {name: one for name, one in found.items() if one is not None}
 
 
-def plans(recipe: Recipe, planner: StepPlanner) -> list[StepPlan]:
-    """The first steps."""
-    found, samples = list[StepPlan](), 0
-    for step in range(min(_PLANNED_STEPS, recipe.train.steps)):
-        found.append(planner.finish(planner.microbatches(step)))
-        samples += sum(one.samples.num_samples for one in found[-1].microbatches)
-        if samples >= _PLANNED_SAMPLES:
-            break
-    return found
-
-
-def packing(recipe: Recipe, planner: StepPlanner, steps: Sequence[StepPlan]) -> dict[str, Any]:
-    """How full lanes' microbatches are, and how even lanes and encoders are loaded.
+def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
+    """How full lanes' microbatches are, and how even lanes and encoders are loaded, at first.
 
     full: real tokens by all, padding included. of_budget: by `data.tokens_per_microbatch`.
     imbalance: most loaded lane by the mean of those that wait for each other, so a step takes that
     much longer than it need; its mean and worst.
     """
-    layout = planner.layout
-    linear, lanes = planner.linear_tokens, layout.language.dp
-    real, padded = list[np.ndarray](), list[np.ndarray]()
-    loads: dict[str, list[float]] = {name: [] for name in ("language", *layout.encoders)}
-    for planned in (one for step in steps for one in step.microbatches):
-        samples = planned.samples
-        length = samples.length
-        real.append(np.bincount(samples.lane, length, lanes))
-        padded.append(samples.lane_tokens)
-        cost = length * (linear + length)
-        loads["language"].append(imbalance(np.bincount(samples.lane, cost, lanes)))
-    for step, name in itertools.product(steps, layout.encoders):
-        loads[name] += map(imbalance, planner.encoder_loads(name, step.microbatches))
-    tokens, budget = np.concatenate(real), recipe.data.tokens_per_microbatch
+    steps, num_samples = list[StepPlan](), 0
+    while len(steps) < min(_PLANNED_STEPS, recipe.train.steps) and num_samples < _PLANNED_SAMPLES:
+        steps.append(planner.finish(planner.microbatches(len(steps))))
+        num_samples += sum(one.samples.num_samples for one in steps[-1].microbatches)
+    lanes, linear = planner.layout.language.dp, planner.linear_tokens
+    lengths = [(one.samples.lane, one.samples.length) for s in steps for one in s.microbatches]
+    tokens = np.stack([np.bincount(lane, length, lanes) for lane, length in lengths])
+    padded = sum(one.samples.lane_tokens.sum() for step in steps for one in step.microbatches)
+    loads = {"language": [np.bincount(at, n * (linear + n), lanes) for at, n in lengths]}
+    for name in planner.layout.encoders:
+        loads[name] = [own for s in steps for own in planner.encoder_loads(name, s.microbatches)]
+    uneven = {name: [imbalance(one) for one in own] for name, own in loads.items()}
+    budget = recipe.data.tokens_per_microbatch
     return {
         "steps": len(steps),
-        "samples_per_step": float(
-            np.mean([sum(m.samples.num_samples for m in step.microbatches) for step in steps])
-        ),
+        "samples_per_step": num_samples / len(steps),
         "loss_tokens_per_step": float(np.mean([step.num_loss_tokens for step in steps])),
-        "tokens_per_microbatch": histogram(tokens.astype(np.int64)),
-        "full": float(tokens.sum() / np.concatenate(padded).sum()),
+        "tokens_per_microbatch": histogram(tokens.ravel().astype(np.int64)),
+        "full": float(tokens.sum() / padded),
         "of_budget": None if budget is None else float(tokens.mean() / budget),
         "imbalance": {
-            name: {"mean": float(np.mean(own)), "worst": float(np.max(own))}
-            for name, own in loads.items()
+            name: {"mean": float(np.mean(own)), "worst": max(own)} for name, own in uneven.items()
         },
         "encoder_imbalance": float(np.mean([step.encoder_imbalance for step in steps])),
     }
@@ -266,7 +253,7 @@ def read_some(dataset: Dataset, looked: Looked) -> tuple[list[Rendered], list[di
     for place in places.tolist():
         reader, sample = dataset.readers[looked.source[place]], int(looked.sample[place])
         try:
-            encoded, pictures = reader.sample(sample), _pictures(reader, sample)
+            encoded, pictures = reader.sample(sample), list(_pictures(reader, sample))
         except UnreadableSample as error:
             bad.append(vars(error.sample))
             continue
@@ -278,14 +265,14 @@ def read_some(dataset: Dataset, looked: Looked) -> tuple[list[Rendered], list[di
     return shown, bad, len(places)
 
 
-def _pictures(reader: SampleReader, sample: int) -> list[np.ndarray]:
-    """Decodes all files, and keeps pictures of the first."""
-    found = []
+def _pictures(reader: SampleReader, sample: int) -> Iterator[np.ndarray]:
+    """Decodes all files, and gives pictures of the first."""
+    number = itertools.count()
     for item in reader.index.parts_of_sample(sample):
         for file in reader.index.files_of_part(item):
             picture = reader.media(item).picture(reader.decoded(item, file))
-            found += [picture] if len(found) < _PICTURES else []
-    return found
+            if next(number) < _PICTURES:
+                yield picture
 
 
 # ---------------------------------------------------------------------------- the whole
@@ -301,28 +288,72 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
     with progress_of("indexing sources") as progress:
         dataset = open_dataset(recipe, "sources", chat, processors, progress, build_in_processes)
     assert dataset is not None, "the recipe schema asks for at least one source"
-    looked = look(dataset)
-    planner = step_planner(recipe, layout, dataset, links=())
+    looked, indexes = look(dataset), dataset.indexes
     with changed_shards_named():
         shown, unreadable, read = read_some(dataset, looked)
-    skipped = itertools.chain.from_iterable(one.skipped_samples() for one in dataset.indexes)
+    skipped = itertools.chain.from_iterable(index.skipped_samples() for index in indexes)
     tokens = int(looked.tokens.sum())
     return {
         "recipe": recipe.name,
-        "samples": sum(map(len, dataset.indexes)),
-        "items": sum(index.num_items for index in dataset.indexes),
-        "shards": sum(len(index.shards) for index in dataset.indexes),
+        "samples": sum(map(len, indexes)),
+        "items": sum(index.num_items for index in indexes),
+        "shards": sum(len(index.shards) for index in indexes),
         "looked_at": len(looked.sample),
         "tokens_per_sample": tokens / len(looked.sample),
         "loss_token_fraction": float(looked.loss.sum() / tokens),
-        "modality_mix": modality_mix(looked),
-        "packing": packing(recipe, planner, plans(recipe, planner)),
+        "modality_mix": modality_mix(looked, indexes[0].media),
+        "packing": packing(recipe, step_planner(recipe, layout, dataset, links=())),
         "largest": largest(dataset, looked),
         "bad": {
-            "in_index": sum(index.num_skipped for index in dataset.indexes),
+            "in_index": sum(index.num_skipped for index in indexes),
             "read": read,
             "unreadable": len(unreadable),
             "named": [*unreadable, *map(vars, itertools.islice(skipped, _BAD))],
         },
-        "histograms": histograms(looked),
+        "histograms": histograms(looked, indexes[0].media),
     }, shown
+
+
+def render(reports: Sequence[tuple[str, tuple[dict[str, Any], list[Rendered]]]]) -> str:
+    """The page of the reports of phases by title: figures and samples as of `examine`."""
+    environment = Environment(
+        loader=PackageLoader("mimo.step", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters |= {"number": _number, "cut": _cut, "thumbnail": thumbnail_url}
+    return environment.get_template("doctor.html").render(reports=reports)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
+
+
+def _cut(pieces: Sequence[Piece], left: int) -> Iterator[Piece]:
+    """The first pieces, with about as many characters as are ``left``."""
+    for piece in pieces:
+        if left <= 0:
+            return
+        yield piece if len(piece.text) <= left else replace(piece, text=piece.text[:left] + " …")
+        left -= len(piece.text)
+
+
+def main(
+    path: Path, overrides: Sequence[str], num_ranks: int | None, page: Path, figures: Path | None
+) -> int:
+    """`mimo data doctor`: write the page, and the figures as JSON, of every phase."""
+    phased = load_phases(path, overrides)
+    found = phased.each(lambda recipe: examine(recipe, num_ranks))
+    titles = [phase.title or phase.recipe.name for phase in phased.phases]
+    texts = {page: render(list(zip(titles, found, strict=True)))}
+    if figures is not None:
+        texts[figures] = json.dumps([figures for figures, _ in found], indent=1) + "\n"
+    for file, text in texts.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{file} cannot be written ({error.strerror})") from error
+        print(f"written: {file}")
+    return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,17 +14,11 @@ from data.index.samples import Processors, settings_fingerprint
 from data.index.store import find_survey
 from data.text.chat import ChatTokenizer
 from mimo.errors import RecipeError
-from mimo.launch.processes import RankProcesses, warm_up
+from mimo.launch.processes import run_processes, warm_up
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import SPLITS, cache_folder, item_processors, open_tokenizer, sources_of
 
 _SMALL = 32 * 2**20  # bytes that one process indexes before others have started
-_LOOK_SECONDS = 0.2
-
-
-def num_cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shares(tasks: Sequence[IndexTask], num: int) -> list[list[IndexTask]]:
@@ -46,7 +39,7 @@ def build_in_processes(
     They end with this one; what they have finished stays. Raises as `build_here`.
     """
     total = sum(task.shard.size for task in tasks)
-    num = min(num_cores() if workers is None else workers, len(tasks))
+    num = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(tasks))
     if num < 2 or (workers is None and total < _SMALL):
         build_here(tasks, chat, processors, progress)
         return
@@ -54,25 +47,16 @@ def build_in_processes(
     with tempfile.TemporaryDirectory(prefix="mimo-index-") as folder:
         done = np.memmap(Path(folder) / "done", np.int64, "w+", shape=(num,))
         args = (shares(tasks, num), chat, processors, done.filename)
-        ended = threading.Event()
 
         def show() -> None:
-            while progress is not None and not ended.wait(_LOOK_SECONDS):
+            if progress is not None:
                 progress(int(done.sum()), total)
 
-        watcher = threading.Thread(target=show, daemon=True)
-        watcher.start()
         problems = Problems()
-        try:
-            with RankProcesses(_index_share, args, num, dict(os.environ)) as processes:
-                for found in processes.results():
-                    problems.merge(found)
-        finally:
-            ended.set()
-            watcher.join()
-    if progress is not None:
-        progress(total, total)
-    if text := problems.text(chat, processors):
+        for found in run_processes(_index_share, args, num, os.environ, meanwhile=show):
+            problems.merge(found)
+        show()
+    if text := problems.text(processors):
         raise ValueError(text)
 
 
@@ -121,18 +105,15 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
     problems: list[str] = []
     for split in SPLITS:
         for number, source in enumerate(sources_of(recipe, split)):
-            place = ("data", split, number, "path")
             try:
                 found = find_survey(source.path, settings, media, cache_folder(recipe))
+                if found is None:
+                    raise ValueError(
+                        f"got {source.path}, whose index can be stored neither beside its shards "
+                        "nor in data.cache_directory; give a folder there"
+                    )
             except ValueError as error:
-                problems.append(recipe.problem(place, str(error)))
-                continue
-            if found is None:
-                message = (
-                    f"got {source.path}, whose index can be stored neither beside its shards nor "
-                    "in data.cache_directory; give a folder there"
-                )
-                problems.append(recipe.problem(place, message))
+                problems.append(recipe.problem(("data", split, number, "path"), str(error)))
                 continue
             if found.tasks and recipe.data.build_index == "refuse":
                 message = (

@@ -13,16 +13,15 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, pairwise
+from itertools import pairwise
 from multiprocessing.connection import Pipe
-from operator import not_
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import GlobalMicrobatch, PackedLane, pack_lane
+from data.batch import PackedLane, pack_lane
 from data.index.reader import SampleReader, UnreadableSample, plans_of_items
 from data.index.samples import SkippedSample
 from data.media.processor import WireForm
@@ -30,10 +29,9 @@ from data.packing import Used
 from data.text.chat import EncodedSample
 from data.worker_process import TEXT
 from mimo.layout.grids import Coords
-from mimo.step.crew import Crew
+from mimo.step.crew import Crew, Task, tasks_of_step
 from mimo.step.decoding import Decoding, read_arrays
 from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner, first_samples
-from mimo.step.tasks import Task, tasks_of_step
 
 _MOST_STEPS_AHEAD = 8  # beyond the next, however small they are
 _POLL_SECONDS = 0.005  # between two looks for a file of another rank
@@ -126,7 +124,8 @@ class StepLoader:
         self.planner = planner
         self.readers = readers
         self.decoding = decoding
-        self._name = decoding.next_name()
+        self._prefix = str(decoding.num_loaders)
+        decoding.num_loaders += 1
         self._next = first_step
         self._last = last_step
         self._num_left = last_step - first_step
@@ -223,24 +222,24 @@ class StepLoader:
         for _ in microbatches:
             loaded.encoded.append({})
             loaded.patches.append({})
-        tasks = [*tasks_of_step(step, self._name, microbatches, self.readers, self.decoding)]
-        own = [task.by == self.decoding.rank for task in tasks]
-        return _Loading(
-            loaded,
-            todo=deque(compress(tasks, own)),
-            awaited=deque(compress(tasks, map(not_, own))),
-            num_missing=len(tasks),
-        )
+        tasks = [*tasks_of_step(step, self._prefix, microbatches, self.readers, self.decoding)]
+        todo = deque(task for task in tasks if task.by == self.decoding.rank)
+        awaited = deque(task for task in tasks if task.by != self.decoding.rank)
+        return _Loading(loaded, todo, awaited, len(tasks))
 
     def _fetch(self) -> None:
         """Take what other ranks have decoded."""
         for step in list(self._steps):
             while step.awaited:
                 task = step.awaited[0]
-                assert task.path is not None, "what is shared has a file"
                 if not task.path.exists():
-                    if step is self._steps[0]:
-                        self._check_patience(task)
+                    # Until somebody waits here, the other rank may be busy with earlier steps.
+                    since, limit = self._asked, self.decoding.peer_seconds
+                    if step is not self._steps[0] or since is None:
+                        return
+                    if time.monotonic() - since > limit:
+                        late = f"rank {task.by} has not decoded it for this rank within {limit:g} s"
+                        raise DecoderLate(str(task.error(late)), task.by)
                     return
                 self._have(step, step.awaited.popleft(), read_arrays(task.path))
 
@@ -252,7 +251,7 @@ class StepLoader:
             sample = first_samples(loaded.microbatches)[task.microbatch] + task.sample
             loaded.unusable[sample] = arrays.sample
             arrays = []
-        if task.shared and task.path is not None:
+        if task.shared:
             loaded.handed_over.append(task.path)
         self._count_bytes(step, -task.num_bytes)
         self._have(step, task, arrays)
@@ -263,13 +262,10 @@ class StepLoader:
         if task.kind == TEXT:
             length = int(loaded.microbatches[m].samples.length[task.number])
             loaded.encoded[m][task.number] = EncodedSample(*arrays) if arrays else _stand_in(length)
-            num_bytes = sum(array.nbytes for array in arrays)
         else:
-            num_bytes = 0
             for array in arrays:
                 loaded.patches[m][task.source, task.address] = torch.from_numpy(array)
-                num_bytes += array.nbytes
-        self._count_bytes(step, num_bytes)
+        self._count_bytes(step, sum(array.nbytes for array in arrays))
         with self._changed:
             step.num_missing -= 1
             self._changed.notify_all()
@@ -279,22 +275,11 @@ class StepLoader:
             step.num_bytes += num_bytes
             self._num_bytes += num_bytes
 
-    def _check_patience(self, task: Task) -> None:
-        """Only while this rank waits: until then the other one may be busy with earlier steps."""
-        asked, limit = self._asked, self.decoding.peer_seconds
-        if asked is not None and time.monotonic() - asked > limit:
-            late = task.error(f"rank {task.by} has not decoded it for this rank within {limit:g} s")
-            raise DecoderLate(str(late), task.by)
-
 
 def _stand_in(length: int) -> EncodedSample:
     """Tokens in place of a sample that could not be read; it is blanked before anyone uses it."""
-    return EncodedSample(
-        input_ids=np.zeros(length, np.int64),
-        labels=np.zeros(length, np.int64),
-        loss_mask=np.zeros(length, np.float32),
-        item_offsets=np.zeros(0, np.int64),
-    )
+    ids = np.zeros(length, np.int64)
+    return EncodedSample(ids, ids, np.zeros(length, np.float32), item_offsets=ids[:0])
 
 
 def pack_language(
@@ -304,33 +289,25 @@ def pack_language(
     lane: int,
     pad_token_id: int,
 ) -> list[PackedLane]:
-    """The packed microbatches of one language lane.
-
-    Raises ValueError naming sample, placeholders and rows when a usable sample's placeholders
-    are not as many as the rows that will arrive for it.
-    """
-    packed = []
+    """The packed microbatches of one language lane."""
+    packed, nothing = [], np.zeros(0, np.int64)
     for m, planned in enumerate(plan.microbatches):
         samples = planned.samples
         mine = slice(*np.searchsorted(samples.lane, (lane, lane + 1)).tolist())
-        items = slice(*np.searchsorted(samples.item_sample, (mine.start, mine.stop)).tolist())
-        owner = samples.item_sample[items] - mine.start
+        bounds = np.arange(mine.start, mine.stop + 1)
+        cuts = np.searchsorted(samples.item_sample, bounds).tolist()
+        items = slice(cuts[0], cuts[-1])
+        source = samples.source[samples.item_sample[items]]
+        plans = plans_of_items(readers, source, samples.item[items])
+        by_sample = [plans[first - cuts[0] : last - cuts[0]] for first, last in pairwise(cuts)]
         encoded = [loaded.encoded[m][i] for i in range(mine.start, mine.stop)]
-        _check_placeholders(encoded, samples, mine, items, readers)
-        plans = plans_of_items(
-            readers, samples.source[samples.item_sample[items]], samples.item[items]
-        )
-        cuts = np.searchsorted(owner, np.arange(len(encoded) + 1)).tolist()
-        by_sample = [plans[start:stop] for start, stop in pairwise(cuts)]
-        # A blanked sample keeps its placeholders but has no items: plain text positions.
-        nothing = np.zeros(0, np.int64)
-        encoded = [
-            sample if own else replace(sample, item_offsets=nothing)
-            for sample, own in zip(encoded, by_sample, strict=True)
-        ]
         packed.append(
             pack_lane(
-                encoded,
+                # A blanked sample keeps its placeholders but has no items: plain text positions.
+                [
+                    sample if own else replace(sample, item_offsets=nothing)
+                    for sample, own in zip(encoded, by_sample, strict=True)
+                ],
                 [[part.row_grid for part in own] for own in by_sample],
                 samples.loss_tokens[mine],
                 int(samples.lane_tokens[lane]),
@@ -341,34 +318,6 @@ def pack_language(
             )
         )
     return packed
-
-
-def _check_placeholders(
-    encoded: Sequence[EncodedSample],
-    samples: GlobalMicrobatch,
-    mine: slice,
-    items: slice,
-    readers: Sequence[SampleReader],
-) -> None:
-    """Raise ValueError unless each usable sample has a placeholder for every row of its items.
-
-    encoded: those of ``mine``, which have these ``items``.
-    """
-    bounds = np.cumsum([0, *(len(sample.input_ids) for sample in encoded)])
-    ids = np.concatenate([sample.input_ids for sample in encoded])
-    owner, rows = samples.item_sample[items] - mine.start, samples.item_rows[items]
-    for media, token in readers[0].chat.placeholder_ids.items():
-        placeholders = np.diff(np.searchsorted(np.flatnonzero(ids == token), bounds))
-        own = rows * samples.is_of_media(media)[items]
-        planned = np.bincount(owner, own, len(encoded))
-        usable = samples.loss_tokens[mine] > 0
-        for i in np.flatnonzero(usable & (planned != placeholders))[:1].tolist():
-            source, sample = (int(of[mine][i]) for of in (samples.source, samples.sample))
-            raise ValueError(
-                f"sample {readers[source].index.key(sample)!r}: {placeholders[i]} {media} "
-                f"placeholder tokens, but its items encode to {int(planned[i])} rows; the index "
-                "does not fit the data"
-            )
 
 
 def gather_items(

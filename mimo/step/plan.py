@@ -87,6 +87,7 @@ class StepPlan:
     bridges: dict[Link, list[BridgePlan]]
 
 
+@dataclass
 class StepPlanner:
     """Plans steps of a fixed shape over a fixed order of samples.
 
@@ -106,54 +107,36 @@ class StepPlanner:
     fixed_tokens: of every lane's sequence; None for those that its samples need.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        media: Mapping[str, tuple[str, ...]],
-        indexes: Sequence[Index],
-        order: SampleOrder,
-        micro_batch_size: int,
-        num_microbatches: int,
-        delivery: str = "sharded",
-        encode_group: int | None = None,
-        done: tuple[int, Used] = (0, Used()),
-        packed: bool = True,
-        links: Collection[Link] | None = None,
-        rank: int | None = None,
-        tokens_on_rank: int = 1,
-        budget: TokenBudget | None = None,
-        linear_tokens: int = 0,
-        fixed_tokens: int | None = None,
-    ) -> None:
-        assert budget is None or packed, "a budget is of the tokens of one sequence"
-        assert not any(isinstance(own, str) for own in media.values()), "media are tuples of names"
-        self.delivery = delivery
-        self.rank = rank
-        self.encode_group = encode_group
-        self._done = self._latest = done
-        self.budget = budget
-        self.linear_tokens = linear_tokens
-        self.fixed_tokens = fixed_tokens
-        self.layout = layout
-        self.media = media
-        self.indexes = indexes
-        self.order = order
-        self.micro_batch_size = micro_batch_size
-        self.num_microbatches = num_microbatches
-        language = layout.language
-        self.links = {
-            name: [link for link in layout.links_of(name) if links is None or link in links]
-            for name in layout.encoders
-        }
-        self.padding = Padding(
-            packed,
-            segment=segment_multiple(language.cp),
-            sequence=sequence_multiple(language.cp, language.tp, language.sp, tokens_on_rank),
+    layout: Layout
+    media: Mapping[str, tuple[str, ...]]
+    indexes: Sequence[Index]
+    order: SampleOrder
+    micro_batch_size: int
+    num_microbatches: int
+    delivery: str = "sharded"
+    encode_group: int | None = None
+    done: tuple[int, Used] = (0, Used())
+    packed: bool = True
+    links: Collection[Link] | None = None
+    rank: int | None = None
+    tokens_on_rank: int = 1
+    budget: TokenBudget | None = None
+    linear_tokens: int = 0
+    fixed_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.budget is None or self.packed, "a budget is of the tokens of one sequence"
+        language = self.layout.language
+        self._latest = self.done
+        self._padding = Padding(
+            self.packed,
+            segment_multiple(language.cp),
+            sequence_multiple(language.cp, language.tp, language.sp, self.tokens_on_rank),
         )
 
     def used_before(self, step: int) -> Used:
         """The samples used in all steps before this one; quick if asked in the order of steps."""
-        known, used = self._latest if self._latest[0] <= step else self._done
+        known, used = self._latest if self._latest[0] <= step else self.done
         assert known <= step, f"step {step} is before the first step, {known}"
         for _ in range(known, step):
             used = used.with_packs(self._packs(used))
@@ -178,7 +161,7 @@ class StepPlanner:
         used = self.used_before(step)
         packs = self._packs(used)
         self._latest = step + 1, used.with_packs(packs)
-        samples = plan_microbatch(self.indexes, self.order, packs, self.padding)
+        samples = plan_microbatch(self.indexes, self.order, packs, self._padding)
         planned = [PlannedMicrobatch(own, {}) for own in samples.split(self.num_microbatches)]
         for name, grid in self.layout.encoders.items():
             step_loads = np.zeros(grid.dp, np.int64)
@@ -217,11 +200,15 @@ class StepPlanner:
             here = [sample - first for sample in unusable if sample in numbers]
             finished.append(planned.without(here))
         bridges = {}
-        for name, links in self.links.items():
+        for name in self.layout.encoders:
             samples, runs = [m.samples for m in finished], [m.runs_of(name) for m in finished]
             group = self._group_size(name)
             rows = StepRows(self.layout, name, self.delivery, group, samples, runs)
-            bridges |= {link: rows.plans(link, self.rank) for link in links}
+            bridges |= {
+                link: rows.plans(link, self.rank)
+                for link in self.layout.links_of(name)
+                if self.links is None or link in self.links
+            }
         return StepPlan(
             microbatches=tuple(finished),
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),

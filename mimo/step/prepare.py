@@ -19,7 +19,6 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import (
     SPLITS,
     item_processors,
-    open_dataset,
     open_indexes,
     open_tokenizer,
     sources_of,
@@ -55,30 +54,43 @@ def prepare(recipe: Recipe) -> None:
     """
     if recipe.data.prepare is not None:
         _generate(recipe, recipe.data.prepare)
-    chat, processors = open_tokenizer(recipe), item_processors(recipe)
-    for split in SPLITS:
-        with progress_of(f"indexing {split}") as progress:
-            open_dataset(recipe, split, chat, processors, progress, build_in_processes)
+    _index(recipe)
 
 
 def _generate(recipe: Recipe, name: str) -> None:
     if name not in GENERATORS:
-        raise RecipeError(
-            recipe.problem(
-                ("data", "prepare"), f"unknown generator {name!r}; {suggestion(name, GENERATORS)}"
-            )
-        )
+        message = f"unknown generator {name!r}; {suggestion(name, GENERATORS)}"
+        raise RecipeError(recipe.problem(("data", "prepare"), message))
     generator, settings = GENERATORS[name]
     if recipe.data.directory is None:
-        raise RecipeError(
-            recipe.problem(("data", "directory"), "data.prepare needs a folder to write to")
-        )
-    given = recipe.data.prepare_settings
-    checked = check_settings(settings, given, ("data", "prepare_settings"), recipe)
+        message = "data.prepare needs a folder to write to"
+        raise RecipeError(recipe.problem(("data", "directory"), message))
+    given, place = recipe.data.prepare_settings, ("data", "prepare_settings")
+    own = check_settings(settings, given, place, recipe).model_dump(exclude_none=True)
     with progress_of(f"writing {name}") as progress:
-        generator(
-            Path(recipe.data.directory), progress=progress, **checked.model_dump(exclude_none=True)
-        )
+        generator(Path(recipe.data.directory), progress=progress, **own)
+
+
+def _index(recipe: Recipe, workers: int | None = None) -> list[str]:
+    """Index all splits; returns a line on each source. Raises RecipeError with all problems."""
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    build = functools.partial(build_in_processes, workers=workers)
+    lines, problems = list[str](), list[str]()
+    for split in SPLITS:
+        try:
+            with progress_of(f"indexing {split}") as progress:
+                indexes = open_indexes(recipe, split, chat, processors, progress, build)
+        except RecipeError as error:
+            problems += error.problems
+            continue
+        for source, index in zip(sources_of(recipe, split), indexes, strict=True):
+            lines.append(
+                f"{split} {source.path}: {len(index.shards)} shards, {len(index)} samples, "
+                f"{index.num_items} items, {index.num_skipped} unusable samples left out"
+            )
+    if problems:
+        raise RecipeError(*problems)
+    return lines
 
 
 def main(path: Path, overrides: Sequence[str]) -> int:
@@ -92,25 +104,6 @@ def main(path: Path, overrides: Sequence[str]) -> int:
 
 def index_main(path: Path, overrides: Sequence[str], workers: int | None) -> int:
     """`mimo data index RECIPE`."""
-    load_phases(path, overrides).each(lambda recipe: _index(recipe, workers))
+    for lines in load_phases(path, overrides).each(lambda recipe: _index(recipe, workers)):
+        print("\n".join(lines))
     return 0
-
-
-def _index(recipe: Recipe, workers: int | None) -> None:
-    chat, processors = open_tokenizer(recipe), item_processors(recipe)
-    build = functools.partial(build_in_processes, workers=workers)
-    problems: list[str] = []
-    for split in SPLITS:
-        try:
-            with progress_of(f"indexing {split}") as progress:
-                indexes = open_indexes(recipe, split, chat, processors, progress, build)
-        except RecipeError as error:
-            problems += error.problems
-            continue
-        for source, index in zip(sources_of(recipe, split), indexes, strict=True):
-            print(
-                f"{split} {source.path}: {len(index.shards)} shards, {len(index)} samples, "
-                f"{index.num_items} items, {index.num_skipped} unusable samples left out"
-            )
-    if problems:
-        raise RecipeError(*problems)

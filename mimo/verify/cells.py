@@ -1,22 +1,54 @@
-"""Which layouts are run for a recipe."""
+"""Which layouts are run for a recipe: its own, shrunk, or the built-in matrix.
+
+The matrix is applied to a recipe's families and settings; only the layout keys come from it.
+"""
 
 from __future__ import annotations
 
+import re
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from mimo.errors import InputError, RecipeError
-from mimo.layout.grids import GridSpec, Layout
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
+from mimo.recipe.source import YamlSource
 from mimo.verify.scale import scale_recipe
-from mimo.verify.shrink import cover, lane_ratio, parallel_axes
-from mimo.verify.sweep import SWEEP, sweep_recipe
+from mimo.verify.shrink import cover, lane_ratio, parallel_axes, place
+
+_COLOCATED = "colocated"
+_SECOND = "second"  # the name of an encoder that a cell needs and the recipe lacks
+_OPTIONS = {
+    "frozen encoder": ("encoders.{first}.freeze=true",),
+    "frozen language": ("language.freeze=true",),
+    "adapters": ("language.lora={{}}", "encoders.{first}.lora={{}}"),
+    "language adapters": ("language.lora={{}}", "encoders.{first}.freeze=true"),
+    "only the projector learns": ("language.freeze=true", "encoders.{first}.freeze=tower"),
+    "recompute": ("language.recompute=full", "encoders.{first}.recompute=full"),
+    "selective recompute": ("language.recompute=selective",),
+    "replicated": ("bridge.delivery=replicated",),
+    "overlap": ("train.overlap_grad_reduce=true",),
+    "groups of 3": ("encoders.{first}.encode_group=3",),
+    "unpacked": (
+        "data.packing=false",
+        "data.tokens_per_microbatch=null",
+        "data.rows_per_microbatch=null",
+    ),
+    "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
+    "gathered late": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
+    "clipped": ("train.clip_grad_norm=0.5",),
+}
+# The matrix alone decides these.
+_RESET = {"freeze": False, "lora": None, "recompute": "none"}
+_RESET_ENCODER = {**_RESET, "run_ahead": "auto", "encode_group": "all"}
+_RESET_TRAIN = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One layout to compare with one rank."""
 
     name: str
@@ -24,12 +56,103 @@ class Cell:
     layout: Layout
 
 
-@dataclass(frozen=True)
-class Cells:
+class Cells(NamedTuple):
     """All layouts of one command. notes: how they were chosen, for the report."""
 
-    cells: tuple[Cell, ...]
-    notes: tuple[str, ...]
+    cells: list[Cell]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """Grids in shorthand: `tp2 sp pp2`, `dp3`, `colocated tp2`; "" is one rank.
+
+    second: the grid of a second encoder, if the cell has one.
+    """
+
+    language: str
+    encoder: str
+    options: tuple[str, ...] = ()
+    second: str | None = None
+
+    @property
+    def encoders(self) -> list[str]:
+        """The grids of one or two encoders."""
+        return [self.encoder, *([] if self.second is None else [self.second])]
+
+    @property
+    def name(self) -> str:
+        """For example `dp3 → tp2 dp2 · recompute`."""
+        lanes = " + ".join(text or "1 rank" for text in self.encoders)
+        return " · ".join([f"{lanes} → {self.language or '1 rank'}", *self.options])
+
+
+SWEEP = (
+    # Lane ratios: equal, fan-in, fan-out, and those that do not divide.
+    SweepCell("", ""),
+    SweepCell("dp2", "dp2", ("overlap",)),
+    SweepCell("", "dp3"),
+    SweepCell("dp3", ""),
+    SweepCell("dp2", "dp3", ("clipped",)),
+    SweepCell("dp3", "dp2", ("recompute",)),
+    # Tensor and sequence parallelism, on either side.
+    SweepCell("tp2", "dp2"),
+    SweepCell("tp2 sp", ""),
+    SweepCell("tp2 sp", "tp2", ("recompute",)),
+    SweepCell("tp2 sp dp2", "dp3"),
+    SweepCell("tp2 sp dp2", "tp2 dp2", ("replicated",)),
+    SweepCell("tp4 sp", "tp2"),
+    # Pipelines, also interleaved, and encoders with several stages.
+    SweepCell("pp2", "dp2"),
+    SweepCell("pp3", "dp2", ("selective recompute",)),
+    SweepCell("pp3", "pp2"),
+    SweepCell("pp2 vpp2", ""),
+    SweepCell("tp2 sp pp2 vpp2", "dp3"),
+    SweepCell("tp2 sp pp2", "tp2 dp2", ("recompute",)),
+    SweepCell("pp2 dp2", "dp3", ("overlap",)),
+    # Colocated encoders.
+    SweepCell("dp2", "colocated"),
+    SweepCell("tp2 sp", "colocated"),
+    SweepCell("tp2 dp2", "colocated tp2", ("groups of 3",)),
+    SweepCell("tp2 sp dp2", "colocated", ("recompute",)),
+    SweepCell("pp2 vpp2", "colocated tp2"),
+    SweepCell("tp2 sp pp2 dp2", "colocated tp2"),
+    # Context parallelism, packed and as a batch.
+    SweepCell("cp2", "dp2"),
+    SweepCell("cp2 dp2", "dp3"),
+    SweepCell("tp2 cp2 sp", "tp2 sp", ("recompute",)),
+    SweepCell("tp2 cp2", "dp3", ("replicated",)),
+    SweepCell("cp2 pp2 vpp2", "dp2"),
+    SweepCell("tp2 cp2 pp2", "colocated tp2"),
+    SweepCell("tp2 cp2 sp dp2", "colocated", ("recompute",)),
+    SweepCell("tp2 cp2 sp", "dp2", ("unpacked",)),
+    SweepCell("cp2", "dp2", second="colocated"),
+    # Batches instead of packed sequences.
+    SweepCell("dp2", "", ("unpacked",)),
+    SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
+    # A distributed optimizer.
+    SweepCell("dp2", "dp3", ("distributed optimizer",)),
+    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "gathered late")),
+    SweepCell("tp2 sp pp2", "dp2", ("distributed optimizer", "clipped")),
+    SweepCell("tp2 sp dp2", "colocated tp2 sp", ("distributed optimizer",)),
+    # Frozen parts.
+    SweepCell("pp3", "dp2", ("only the projector learns",)),
+    SweepCell("cp2", "pp2", ("only the projector learns",)),
+    SweepCell("dp2", "dp2", ("frozen encoder",)),
+    SweepCell("tp2 sp pp2", "dp2", ("frozen language",)),
+    SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),
+    SweepCell("pp3", "", ("frozen language",)),
+    # Only adapters learn, those of both modules or of the language model.
+    SweepCell("tp2 sp pp2", "dp2", ("adapters",)),
+    SweepCell("tp2 cp2", "colocated", ("adapters", "recompute")),
+    SweepCell("pp2 vpp2", "tp2", ("adapters", "overlap")),
+    SweepCell("tp2 sp", "dp2", ("language adapters", "recompute")),
+    # Two encoders: disjoint, colocated, and one of each.
+    SweepCell("tp2 sp dp2", "dp3", second=""),
+    SweepCell("tp2 pp2", "colocated tp2", second="colocated"),
+    SweepCell("tp2 sp", "dp3", ("recompute",), second="colocated"),
+    SweepCell("pp2 vpp2 dp2", "colocated", second="dp2"),
+)
 
 
 def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bool) -> Cells:
@@ -39,68 +162,102 @@ def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bo
     """
     layout = check_recipe(recipe, num_ranks)
     if full:
-        return Cells((Cell("the recipe's layout", recipe, layout),), (describe(layout),))
+        return Cells([Cell("the recipe's layout", recipe, layout)], [describe(layout)])
     try:
         covered = cover(layout, max_ranks)
     except ValueError as error:
         raise InputError(f"--max-ranks {max_ranks}: {error}; give more ranks") from error
     notes = [f"the recipe: {describe(layout)}"]
-    if len(covered.parts) == 1 and len(covered.parts[0].axes) == len(parallel_axes(layout)):
-        small = covered.parts[0].layout
-        if small == layout:
-            return Cells((Cell("the recipe's layout", recipe, layout),), tuple(notes))
-        notes.append(f"run here:   {describe(small)}")
-        return Cells((Cell("the recipe's layout, shrunk", recipe, small),), tuple(notes))
+    small = covered.parts[0]
+    if small.layout == layout:
+        return Cells([Cell("the recipe's layout", recipe, layout)], notes)
+    if len(small.axes) == len(parallel_axes(layout)):
+        notes.append(f"run here:   {describe(small.layout)}")
+        return Cells([Cell("the recipe's layout, shrunk", recipe, small.layout)], notes)
     notes.append(f"does not fit into {max_ranks} ranks with all its axes; run here are")
     notes += [f"  {part.name}: {describe(part.layout)}" for part in covered.parts]
     notes += [
         f"  in none of them together: {'.'.join(one)} and {'.'.join(other)}"
         for one, other in covered.uncovered
     ]
-    return Cells(tuple(Cell(p.name, recipe, p.layout) for p in covered.parts), tuple(notes))
+    return Cells([Cell(part.name, recipe, part.layout) for part in covered.parts], notes)
 
 
 def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     """The built-in matrix. Raises InputError for a recipe that cannot be used."""
     check_recipe(recipe, None)
-    built = [Cell(cell.name, *sweep_recipe(recipe, cell)) for cell in SWEEP]
-    larger = [cell for cell in built if cell.layout.world_size > max_ranks]
-    # Megatron's distributed optimizer has no fp64; without it such a cell would show nothing.
-    no_fp64 = [c for c in built if precision == "fp64" and c.recipe.train.distributed_optimizer]
-    fitting = [cell for cell in built if cell not in larger and cell not in no_fp64]
-    if not fitting:
-        raise InputError(f"--max-ranks {max_ranks}: every layout of the sweep needs more ranks")
-    refusals = {cell.name: _refusal(cell, precision) for cell in fitting}
-    cells = [cell for cell in fitting if refusals[cell.name] is None]
+    too_large = f"they need more than {max_ranks} ranks"
+    cells: list[Cell] = []
+    left_out: dict[str, list[str]] = {}  # by reason
+    refused = []
+    for one in SWEEP:
+        cell = Cell(one.name, *sweep_recipe(recipe, one))
+        if cell.layout.world_size > max_ranks:
+            left_out.setdefault(too_large, []).append(cell.name)
+        elif precision == "fp64" and cell.recipe.train.distributed_optimizer:
+            # Without that optimizer such a cell would show nothing.
+            reason = "the engine's distributed optimizer has no fp64"
+            left_out.setdefault(reason, []).append(cell.name)
+        else:
+            try:
+                scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
+                cells.append(cell)
+            except RecipeError as error:
+                refused.append("; ".join(error.problems))
+                left_out.setdefault(refused[-1], []).append(cell.name)
+    if not cells and refused:
+        raise RecipeError(*dict.fromkeys(refused))
     if not cells:
-        raise RecipeError(*{reason for reason in refusals.values() if reason is not None})
+        raise InputError(f"--max-ranks {max_ranks}: every layout of the sweep needs more ranks")
     notes = [f"{len(cells)} layouts of the built-in matrix"]
-    refused = {
-        reason: [cell for cell in fitting if refusals[cell.name] == reason]
-        for reason in refusals.values()
-        if reason is not None
-    }
-    for left_out, reason in (
-        (larger, f"they need more than {max_ranks} ranks"),
-        (no_fp64, "the engine's distributed optimizer has no fp64"),
-        *((cells_of_reason, reason) for reason, cells_of_reason in refused.items()),
-    ):
-        if left_out:
-            names = ", ".join(cell.name for cell in left_out)
-            notes.append(f"left out, as {reason}: {names}")
+    notes += [f"left out, as {why}: {', '.join(names)}" for why, names in left_out.items()]
     unused = list(recipe.encoders)[2:]
     if unused:
         notes.append(f"the matrix has room for two encoders; not run: {', '.join(unused)}")
-    return Cells(tuple(cells), tuple(notes))
+    return Cells(cells, notes)
 
 
-def _refusal(cell: Cell, precision: str) -> str | None:
-    """Why a family of the recipe cannot work on a layout of the matrix; None if all can."""
-    try:
-        scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
-    except RecipeError as error:
-        return "; ".join(error.problems)
-    return None
+def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
+    """The recipe with a cell's encoders and options, and the cell's layout.
+
+    Raises RecipeError for a recipe without an encoder.
+    """
+    if not recipe.encoders:
+        raise RecipeError("encoders: the sweep needs a recipe with at least one encoder")
+    names = [*recipe.encoders, _SECOND][: len(cell.encoders)]
+    data = recipe.model_dump(mode="json")
+    # The data of an encoder that is added are a separate media, whatever the first one's is.
+    added = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
+    added |= {"template_token": None, "other_media": {}}
+    first = data["encoders"][names[0]]
+    data["encoders"] = {
+        name: {**data["encoders"].get(name, first | added), **_RESET_ENCODER} for name in names
+    }
+    data["language"] |= _RESET
+    data["bridge"]["delivery"], data["data"]["packing"] = "sharded", True
+    data["train"] |= dict.fromkeys(_RESET_TRAIN, False) | {"precision": "fp32"}
+    source = YamlSource(Path("sweep"), data)
+    for override in (text for option in cell.options for text in _OPTIONS[option]):
+        source.override(override.format(first=names[0]))
+    assert not source.problems, source.problems
+    return Recipe.model_validate(source.data), _sweep_layout(cell, names)
+
+
+def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
+    language, encoders = _grid(LANGUAGE, cell.language), {}
+    texts = dict(zip(names, cell.encoders, strict=True))
+    colocated = [name for name, text in texts.items() if text.startswith(_COLOCATED)]
+    for name, text in texts.items():
+        grid = _grid(name, text)
+        lanes = language.size // grid.tp if name in colocated else grid.dp
+        encoders[name] = replace(grid, dp=lanes)
+    return place(language, encoders, colocated)
+
+
+def _grid(module: str, text: str) -> GridSpec:
+    """A module's grid from shorthand."""
+    sizes: Any = {a: int(n) for a, n in re.findall(r"\b(tp|cp|pp|vpp|dp)(\d+)", text)}
+    return GridSpec(module, sp="sp" in text.split(), **sizes)
 
 
 def describe(layout: Layout) -> str:

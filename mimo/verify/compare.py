@@ -1,23 +1,87 @@
-"""Compares what the ranks of a layout hold with the one-rank run; see docs/parallelism.md."""
+"""Compares what the ranks of a layout hold with the one-rank run; see docs/parallelism.md.
+
+Both come as plain arrays, so comparing needs no engine.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from mimo.verify.results import RankSteps, Reference, ReferenceParameter, Shard
-
-_TIED_COPY = "language.output_layer.weight"
-_EMBEDDING = "language.embedding.word_embeddings.weight"
 _NOISE = 1e-6  # of the global gradient norm
 _SCALARS = ("loss_tokens", "loss", "grad_norm")
+
+Fault = Callable[[], None]
+"""A deliberate bug: called in every rank before anything is built, at the top of its module."""
 
 
 class IncomparableError(Exception):
     """A layout's parameters are not those of one rank: some are missing or differ in shape."""
+
+
+@dataclass
+class Shard:
+    """A rectangle of a parameter that a rank holds; tensors are matrices of their rows.
+
+    name: in the whole model, such as `language.decoder.layers.3.mlp.linear_fc1.weight`.
+    shape: of the whole parameter. row, column: of the first element.
+    gradients, weights: of each step, gradients before clipping; a frozen parameter has none.
+    """
+
+    name: str
+    module: str
+    rank: int
+    stage: int
+    lane: int
+    cp: int
+    tp: int
+    shape: tuple[int, ...]
+    row: int = 0
+    column: int = 0
+    gradients: list[np.ndarray] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        """For example `language, rank 5 (stage 1 · lane 0 · tp 1)`."""
+        cp = f" · cp {self.cp}" if self.cp else ""
+        place = f"stage {self.stage} · lane {self.lane}{cp} · tp {self.tp}"
+        return f"{self.module}, rank {self.rank} ({place})"
+
+
+@dataclass
+class RankSteps:
+    """Metrics of each step, and this rank's parameters."""
+
+    metrics: list[dict[str, Any]]
+    shards: list[Shard]
+
+
+@dataclass
+class ReferenceParameter:
+    """For each step, the gradient before clipping (none if frozen) and the weights.
+
+    weight_floors: weights below it are rounding noise; without one the gradients' floor applies.
+    """
+
+    gradients: list[np.ndarray] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)
+    weight_floors: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Reference:
+    """steps: `loss` per token, `loss_tokens` and `grad_norm` of each.
+
+    parameters: by name, in the order of the model.
+    """
+
+    steps: list[dict[str, float]]
+    parameters: dict[str, ReferenceParameter]
 
 
 @dataclass(frozen=True)
@@ -25,7 +89,8 @@ class Difference:
     """Where a layout first departs from the one-rank run.
 
     step: counts from 1. what: "gradient", "weight", or the name of one of the step's metrics.
-    where: module, rank and pipeline stage. index: of the largest difference in the rank's part.
+    where: module, rank and pipeline stage. index: of the largest difference in the whole tensor,
+    seen as a matrix.
     """
 
     step: int
@@ -71,18 +136,27 @@ class Comparison:
         """The largest error over all steps, in "gradients", "weights" or a metric of the steps."""
         if what in _SCALARS:
             return largest(step[what] for step in self.scalars)
-        errors: dict[str, list[float]] = getattr(self, what)
-        return largest(error for own in errors.values() for error in own)
+        return largest(error for own in getattr(self, what).values() for error in own)
+
+    def note(self, difference: Difference, tolerance: float) -> None:
+        """Keep a difference that is above the tolerance, as NaN is, if first or largest."""
+        if difference.error <= tolerance:
+            return
+        if self.first is None or self.largest is None:
+            self.first = self.largest = difference
+        same_kind = (difference.step, difference.what) == (self.first.step, self.first.what)
+        if same_kind and badness(difference.error) > badness(self.largest.error):
+            self.largest = difference
+
+
+def badness(error: float) -> tuple[bool, float]:
+    """Orders errors: NaN is larger than anything."""
+    return math.isnan(error), error
 
 
 def largest(errors: Iterable[float]) -> float:
-    """The maximum, where NaN is larger than anything; 0 if there are no errors."""
-    return max(errors, key=lambda e: math.inf if math.isnan(e) else e, default=0.0)
-
-
-def is_worse(error: float, than: float) -> bool:
-    """Whether ``error`` is larger than ``than``, where NaN is larger than anything."""
-    return not math.isnan(than) and (math.isnan(error) or error > than)
+    """The maximum; 0 if there are no errors."""
+    return max(errors, key=badness, default=0.0)
 
 
 def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
@@ -96,12 +170,9 @@ def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
 def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
     """How far the optimizer moves a weight in one step for a gradient at `gradient_floor`.
 
-    A weight that starts at zero, such as a bias or the norms of some families, is the sum of its
-    updates: if its gradients are rounding noise, so is the weight. SGD moves it by rate · g, Adam
-    by about rate · g / (g + eps). The sum over all steps is the weight's floor, so that a weight is
-    judged no more strictly than the gradients that moved it.
-
-    gradient_norm: of all modules. eps: Adam's, or None for SGD.
+    SGD moves it by rate · g, Adam by about rate · g / (g + eps). A weight that starts at zero is
+    the sum of its updates, so the sum over all steps is its floor: it is judged no more strictly
+    than the gradients that moved it. gradient_norm: of all modules. eps: Adam's, None for SGD.
     """
     floor = _NOISE * gradient_norm
     return rate * floor if eps is None else rate * floor / (floor + eps)
@@ -117,32 +188,34 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
 
     Raises IncomparableError if the layout's parameters are not those of one rank.
     """
-    found = Comparison()
-    shards: dict[str, list[Shard]] = {}
-    for result in results:
-        for shard in result.shards:
-            shards.setdefault(_reference_name(shard, reference), []).append(shard)
+    found, shards = Comparison(), _by_name(results)
     if shards.keys() != reference.parameters.keys():
         alone = sorted(shards.keys() ^ reference.parameters.keys())
         raise IncomparableError(f"only the layout or only one rank has {', '.join(alone)}")
     for name, own in shards.items():
-        missing = set(range(own[0].tp_size)) - {shard.tp for shard in own}
-        if own[0].tp_size > 1 and missing:
-            raise IncomparableError(f"{name}: no rank holds the part of tp {sorted(missing)}")
-    for step in range(len(reference.steps)):
+        whole = reference.parameters[name].weights[0]
+        shapes = {shard.shape for shard in own}
+        if any(_matrix(shape) != _matrix(whole.shape) for shape in shapes):
+            raise IncomparableError(f"{name} has shape {shapes}, one rank's has {whole.shape}")
+        if (held := _num_held(own)) != whole.size:
+            raise IncomparableError(f"{name}: ranks hold {held} of {whole.size} elements")
+    for step, expected in enumerate(reference.steps):
         floor = gradient_floor(
             p.gradients[step] for p in reference.parameters.values() if p.gradients
         )
         for what in ("gradient", "weight"):
-            for name in reference.parameters:
-                floors = reference.parameters[name].weight_floors if what == "weight" else []
-                own = floors[step] if floors else floor
-                differs = _compare_parameter(shards[name], reference, name, step, what, own)
-                if differs is None:
-                    continue
-                getattr(found, f"{what}s").setdefault(name, []).append(differs.error)
-                _note(found, differs, tolerance)
-        _compare_scalars(found, results, reference, step, tolerance)
+            errors = getattr(found, f"{what}s")
+            for name, whole in reference.parameters.items():
+                has_own = what == "weight" and whole.weight_floors
+                own_floor = whole.weight_floors[step] if has_own else floor
+                worst = _worst_part(shards[name], whole, step, what, own_floor)
+                if worst is not None:
+                    errors.setdefault(name, []).append(worst.error)
+                    found.note(worst, tolerance)
+        scalars = [_worst_scalar(results, expected[name], step, name) for name in _SCALARS]
+        for worst in scalars:
+            found.note(worst, tolerance)
+        found.scalars.append({worst.what: worst.error for worst in scalars})
     return found
 
 
@@ -151,106 +224,90 @@ def assembled(results: Sequence[RankSteps], like: Reference) -> Reference:
 
     Of replicas the last rank's counts. like: the one-rank run, already found comparable.
     """
-    parts: dict[str, dict[int, Shard]] = {}
-    for result in results:
-        for shard in result.shards:
-            parts.setdefault(_reference_name(shard, like), {})[shard.tp] = shard
-    whole = {}
-    for name, expected in like.parameters.items():
-        own = [shard for _, shard in sorted(parts[name].items())]
-        whole[name] = ReferenceParameter(
-            [_join([s.gradients[n] for s in own], own[0]) for n in range(len(own[0].gradients))],
-            [_join([s.weights[n] for s in own], own[0]) for n in range(len(own[0].weights))],
-            expected.weight_floors,
+    shards = _by_name(results)
+    whole = {
+        name: ReferenceParameter(
+            joined(shards[name], "gradients"), joined(shards[name], "weights"), one.weight_floors
         )
-    return Reference(
-        [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics], whole
-    )
+        for name, one in like.parameters.items()
+    }
+    steps = [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics]
+    return Reference(steps, whole)
 
 
-def _join(parts: Sequence[np.ndarray], shard: Shard) -> np.ndarray:
-    """The inverse of `slice_of`: the whole tensor from the parts of all tp ranks."""
-    if shard.tp_size == 1:
-        return parts[0]
-    blocks = zip(*(np.split(part, shard.stride, shard.dim) for part in parts), strict=True)
-    return np.concatenate([one for block in blocks for one in block], shard.dim)
-
-
-def _note(found: Comparison, difference: Difference, tolerance: float) -> None:
-    # Written so that NaN counts as a difference.
-    if difference.error <= tolerance:
-        return
-    if found.first is None:
-        found.first = found.largest = difference
-    assert found.largest is not None
-    same_kind = (difference.step, difference.what) == (found.first.step, found.first.what)
-    if same_kind and is_worse(difference.error, found.largest.error):
-        found.largest = difference
-
-
-def _reference_name(shard: Shard, reference: Reference) -> str:
-    """The name on one rank, where the last stage's copy of a tied embedding has none."""
-    is_copy = shard.name == _TIED_COPY and _TIED_COPY not in reference.parameters
-    return _EMBEDDING if is_copy else shard.name
-
-
-def _compare_parameter(
-    shards: Sequence[Shard], reference: Reference, name: str, step: int, what: str, floor: float
-) -> Difference | None:
-    """The worst difference over all ranks' parts of a parameter; None if frozen in both runs."""
-    expected = reference.parameters[name]
-    whole = expected.gradients if what == "gradient" else expected.weights
-    worst = None
-    for shard in shards:
-        parts = shard.gradients if what == "gradient" else shard.weights
-        if not parts and not whole:
-            continue
-        # If only one of the two has a gradient, the other's is zero.
-        wanted = slice_of(whole[step], shard) if whole else np.zeros_like(parts[step])
-        if parts and parts[step].shape != wanted.shape:
-            raise IncomparableError(
-                f"{shard.name} on {shard.where} has shape {parts[step].shape}, the part of one "
-                f"rank's is {wanted.shape}"
-            )
-        got = parts[step] if parts else np.zeros_like(wanted)
-        scale = max(float(np.abs(whole[step]).max()) if whole else 0.0, floor)
-        error = tensor_error(got, wanted, scale)
-        if worst is None or is_worse(error, worst.error):
-            delta = np.abs(got - wanted)
-            index = tuple(int(i) for i in np.unravel_index(int(delta.argmax()), delta.shape))
-            values = float(got[index]), float(wanted[index])
-            worst = Difference(step + 1, what, shard.name, shard.where, index, *values, error)
-    return worst
+def joined(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
+    """The "gradients" or "weights" of a parameter in each step, whole; of replicas the last's."""
+    found = []
+    for step, like in enumerate(getattr(shards[0], what)):
+        whole = np.full(_matrix(shards[0].shape), np.nan, like.dtype)
+        for shard in shards:
+            slice_of(whole, shard)[...] = getattr(shard, what)[step]
+        found.append(whole.reshape(shards[0].shape))
+    return found
 
 
 def slice_of(whole: np.ndarray, shard: Shard) -> np.ndarray:
-    """The part of a one-rank tensor that the shard's rank holds."""
-    if shard.tp_size == 1:
-        return whole
-    blocks = np.split(whole, shard.stride, shard.dim)
-    return np.concatenate(
-        [np.split(block, shard.tp_size, shard.dim)[shard.tp] for block in blocks], shard.dim
-    )
+    """The rectangle of a whole tensor that the shard's rank holds, as a view."""
+    rows, columns = shard.weights[0].shape
+    matrix = whole.reshape(_matrix(whole.shape))
+    return matrix[shard.row : shard.row + rows, shard.column : shard.column + columns]
 
 
-def _compare_scalars(
-    found: Comparison,
-    results: Sequence[RankSteps],
-    reference: Reference,
-    step: int,
-    tolerance: float,
-) -> None:
-    expected, errors = reference.steps[step], {}
-    for name in _SCALARS:
-        worst = None
-        for rank, result in enumerate(results):
-            got = float(result.metrics[step][name])
-            error = abs(got - expected[name]) / max(abs(expected[name]), 1e-12)
-            if worst is None or is_worse(error, worst.error):
-                worst = Difference(
-                    step + 1, name, "the step", f"rank {rank}", (), got, expected[name], error
-                )
-        assert worst is not None
-        errors[name] = worst.error
-        _note(found, worst, tolerance)
-    found.scalars.append(errors)
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+def _by_name(results: Sequence[RankSteps]) -> dict[str, list[Shard]]:
+    """Every parameter's parts."""
+    found: dict[str, list[Shard]] = {}
+    for shard in (shard for result in results for shard in result.shards):
+        found.setdefault(shard.name, []).append(shard)
+    return found
+
+
+def _num_held(shards: Sequence[Shard]) -> int:
+    """Elements of a parameter that any rank holds; rectangles are equal or do not overlap."""
+    places = {(shard.row, shard.column): shard.weights[0].size for shard in shards}
+    return sum(places.values())
+
+
+def _worst_part(
+    shards: Sequence[Shard], parameter: ReferenceParameter, step: int, what: str, floor: float
+) -> Difference | None:
+    """The worst difference over all ranks' parts of a parameter; None if frozen in both runs."""
+    steps = getattr(parameter, f"{what}s")
+    scale = max(float(np.abs(steps[step]).max()), floor) if steps else floor
+    found = []
+    for shard in shards:
+        parts = getattr(shard, f"{what}s")
+        if not parts and not steps:
+            continue
+        # If only one of the two has a gradient, the other's is zero.
+        wanted = slice_of(steps[step], shard) if steps else np.zeros_like(parts[step])
+        got = parts[step] if parts else np.zeros_like(wanted)
+        if got.shape != wanted.shape:
+            raise IncomparableError(
+                f"{shard.name} on {shard.where} has shape {got.shape}, the part of one rank's is "
+                f"{wanted.shape}"
+            )
+        delta = np.abs(got - wanted)
+        if not delta.size:
+            continue
+        index = tuple(int(i) for i in np.unravel_index(int(delta.argmax()), delta.shape))
+        values = float(got[index]), float(wanted[index]), float(delta[index]) / scale
+        index = (shard.row + index[0], shard.column + index[1])[: len(shard.shape)]
+        found.append(Difference(step + 1, what, shard.name, shard.where, index, *values))
+    return max(found, key=lambda one: badness(one.error), default=None)
+
+
+def _worst_scalar(
+    results: Sequence[RankSteps], expected: float, step: int, name: str
+) -> Difference:
+    found = []
+    for rank, result in enumerate(results):
+        got = float(result.metrics[step][name])
+        error = abs(got - expected) / max(abs(expected), 1e-12)
+        found.append(
+            Difference(step + 1, name, "the step", f"rank {rank}", (), got, expected, error)
+        )
+    return max(found, key=lambda one: badness(one.error))

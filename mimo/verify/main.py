@@ -5,10 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
 
 from mimo.device import machine_memory
 from mimo.errors import InputError
@@ -17,11 +14,15 @@ from mimo.launch.ranks import warm_up_on_cpu
 from mimo.model.memory import check_processes
 from mimo.recipe.phases import Phase
 from mimo.verify.cells import Cell, Cells, recipe_cells, sweep_cells
-from mimo.verify.report import print_progress, print_table, write_json
+from mimo.verify.report import (
+    check_writable,
+    log_console,
+    print_progress,
+    print_table,
+    write_json,
+)
 from mimo.verify.scale import changes, scale_recipe
-from mimo.verify.verifier import PRELOAD, CellResult, Verifier, failed
-
-_LOG_WIDTH = 110  # characters
+from mimo.verify.verifier import PRELOAD, CellResult, Verifier
 
 
 def main(
@@ -56,8 +57,7 @@ def main(
     for cell in cells:  # report what a family refuses before anything runs
         scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
     warm_up_on_cpu(PRELOAD)
-    # A log file has no width.
-    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
+    console = log_console()
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     results: list[CellResult] = []
@@ -70,7 +70,7 @@ def main(
     print_table(console, results, verifier.tolerance)
     if json is not None:
         write_json(json, results, path, precision, verifier.tolerance, notes)
-    differing = len(failed(results))
+    differing = sum(not result.passed for result in results)
     print(f"{len(results) - differing} of {len(results)} layouts take the steps of one rank")
     return 1 if differing else 0
 
@@ -83,20 +83,8 @@ def _of_phases(
     notes: list[str] = []
     for phase, own in zip(phases, chosen, strict=True):
         prefix = f"{phase.name}: " if phase.name else ""
-        cells += [replace(cell, name=f"{prefix}{cell.name}") for cell in own.cells]
+        cells += [cell._replace(name=f"{prefix}{cell.name}") for cell in own.cells]
         notes += [phase.title] if phase.title else []
         notes += own.notes
         notes += [f"changed: {change}" for change in changes(phase.recipe, precision)]
     return cells, notes
-
-
-def check_writable(path: Path | None) -> None:
-    """Raise InputError for a file that cannot be written: now, not after the last layout."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise InputError(f"--json {path}: {error.strerror}; give the path of a file") from error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,36 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mimo.errors import InputError
 from mimo.verify.compare import Comparison
 from mimo.verify.scale import TOLERANCE
 from mimo.verify.verifier import CellResult
 
 _FAILURE_LINES = 12  # of a rank's traceback
+_LOG_WIDTH = 110  # characters
+_ERRORS = {"loss": "loss", "norm": "grad_norm", "gradients": "gradients", "weights": "weights"}
+
+
+def log_console() -> Console:
+    """Standard output; a log file, which has no width, gets a fixed one."""
+    return Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
+
+
+def print_rows(
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[str] = (),
+) -> None:
+    """Print a table; its first column may fold, the others stand right, or those of ``left``."""
+    table = Table(title=title)
+    table.add_column(columns[0], overflow="fold")
+    for column in columns[1:]:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def print_progress(console: Console, result: CellResult, done: int, total: int) -> None:
@@ -28,20 +53,14 @@ def print_progress(console: Console, result: CellResult, done: int, total: int) 
 
 def print_table(console: Console, results: Sequence[CellResult], tolerance: float) -> None:
     """Errors of every layout; below, what fp64 decided, and the first difference where any is."""
-    table = Table(title=f"errors against one rank (tolerance {tolerance:g})")
-    table.add_column("layout", overflow="fold")
-    for column in ("ranks", "loss", "norm", "gradients", "weights", "result"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for result in results:
         found = result.comparison
-        errors = (
-            [_number(found.worst(what)) for what in ("loss", "grad_norm", "gradients", "weights")]
-            if found
-            else ["-"] * 4
-        )
-        cells = [result.cell.name, str(result.cell.layout.world_size), *errors, result.verdict]
-        table.add_row(*(Text(cell) for cell in cells))
-    console.print(table)
+        errors = [_number(found.worst(what)) if found else "-" for what in _ERRORS.values()]
+        size = str(result.cell.layout.world_size)
+        rows.append((result.cell.name, size, *errors, result.verdict))
+    title = f"errors against one rank (tolerance {tolerance:g})"
+    print_rows(console, title, ("layout", "ranks", *_ERRORS, "result"), rows)
     for result in results:
         lines = _doubts(result, tolerance)
         for found in result.deciding:
@@ -57,10 +76,9 @@ def _doubts(result: CellResult, tolerance: float) -> list[str]:
     """How a layout was judged if fp32 left it open."""
     if result.comparison is None or result.repeated is None:
         return []
-    exact = TOLERANCE["fp64"]
     lines = [
         f"fp32: error {_number(result.comparison.error)} (tolerance {tolerance:g})",
-        f"fp64: error {_number(result.repeated.error)} (tolerance {exact:g})",
+        f"fp64: error {_number(result.repeated.error)} (tolerance {TOLERANCE['fp64']:g})",
     ]
     if result.plain is not None:
         lines[-1] += ", with the plain optimizer: the engine's distributed one has no fp64"
@@ -73,6 +91,18 @@ def _doubts(result: CellResult, tolerance: float) -> list[str]:
 
 def _number(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise InputError for a file that cannot be written: now, not after the last layout."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise InputError(f"--json {path}: {error.strerror}; give the path of a file") from error
 
 
 def write_json(
@@ -89,56 +119,40 @@ def write_json(
         "precision": precision,
         "tolerance": tolerance,
         "passed": all(result.passed for result in results),
-        "notes": list(notes),
+        "notes": notes,
         "layouts": [_as_json(result) for result in results],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_document(path, document)
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file, with infinity and NaN as text."""
-    text = json.dumps(finite(document), indent=1, ensure_ascii=False, allow_nan=False)
+    """Write a JSON file of plain data and dataclasses, with infinity and NaN as text."""
+    plain = json.dumps(document, default=asdict)
+    document = json.loads(plain, parse_constant=lambda constant: str(float(constant)))
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def _as_json(result: CellResult) -> dict[str, Any]:
-    layout, found = result.cell.layout, result.comparison
-    differing = next((one for one in result.deciding if one.first is not None), None)
+    layout = result.cell.layout
+    differing = next((one for one in result.deciding if one.first is not None), Comparison())
     return {
         "name": result.cell.name,
         "ranks": layout.world_size,
-        "grids": {name: asdict(grid) for name, grid in layout.grids.items()},
+        "grids": layout.grids,
         "colocated": sorted(layout.colocated),
         "passed": result.passed,
         "verdict": result.verdict,
         "seconds": round(result.seconds, 3),
         "failure": result.failure,
-        "first_difference": asdict(differing.first) if differing and differing.first else None,
-        "largest_difference": asdict(differing.largest)
-        if differing and differing.largest
-        else None,
-        **_errors(found),
+        "first_difference": differing.first,
+        "largest_difference": differing.largest,
+        **_errors(result.comparison or Comparison()),
         "repeated_in_fp64": _errors(result.repeated) if result.repeated else None,
         "against_plain_optimizer": _errors(result.plain) if result.plain else None,
     }
 
 
-def _errors(found: Comparison | None) -> dict[str, Any]:
+def _errors(found: Comparison) -> dict[str, Any]:
     """Every error of every tensor and every metric of the steps."""
-    return {
-        "steps": found.scalars if found else [],
-        "gradients": found.gradients if found else {},
-        "weights": found.weights if found else {},
-    }
-
-
-def finite(value: Any) -> Any:
-    """Turn infinity and NaN, which JSON does not have, into text."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return {"steps": found.scalars, "gradients": found.gradients, "weights": found.weights}

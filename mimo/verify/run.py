@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, override
+from typing import override
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.engines.megatron.initialize import global_name
-from mimo.engines.megatron.module import MegatronModule as Module
-from mimo.engines.megatron.parallel import wait_for_weights
+from mimo.engines.contract import Module
+from mimo.engines.piece import Piece
 from mimo.layout.grids import Layout
 from mimo.layout.groups import build_topology
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import open_dataset
-from mimo.step.plan import StepPlan
+from mimo.step.dataset import Dataset, open_dataset
 from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 from mimo.train.rank import collective_timeout, join_world
-from mimo.verify.minimums import check_minimums
-from mimo.verify.results import Fault, RankSteps, Shard
-
-Check = Callable[[Recipe, Layout, StepPlan], None]
-"""Gets the plan of the first step, and may refuse the data."""
+from mimo.verify.compare import Fault, RankSteps, Shard
 
 
 def run_layout(
@@ -37,23 +30,23 @@ def run_layout(
     if fault is not None:
         fault()
     join_world(recipe)
-    return layout_steps(recipe, layout, num_steps, check=check_minimums)
+    return layout_steps(recipe, layout, num_steps)
 
 
-def layout_steps(
-    recipe: Recipe,
-    layout: Layout,
-    num_steps: int,
-    check: Check | None = None,
-) -> RankSteps:
+def layout_steps(recipe: Recipe, layout: Layout, num_steps: int) -> RankSteps:
     """Train ``num_steps`` steps; every rank of the world calls it."""
     topology = build_topology(layout, collective_timeout(recipe))
     trainer = Trainer(recipe, topology, Path(recipe.train.run_dir))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
-    checked = None if check is None else partial(check, recipe, layout)
-    modules: Any = trainer.model.modules
-    watched = WatchedSteps(modules, dist.get_rank(), checked)
+    watched = WatchedSteps(trainer.model.modules, dist.get_rank())
+    return train_watched(trainer, dataset, watched, num_steps)
+
+
+def train_watched(
+    trainer: Trainer, dataset: Dataset, watched: WatchedSteps, num_steps: int
+) -> RankSteps:
+    """Train ``num_steps`` steps from the beginning, and what was seen of them."""
     steps = trainer.train(dataset, None, watched)
     metrics = [next(steps) for _ in range(num_steps)]
     steps.close()
@@ -61,97 +54,49 @@ def layout_steps(
 
 
 class WatchedSteps(StepObserver):
-    """Copies every gradient before clipping, and every weight after the update.
+    """Copies every gradient before clipping, and every weight after the update."""
 
-    check: gets the plan of the first step, and may refuse the data.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[str, Module],
-        rank: int,
-        check: Callable[[StepPlan], None] | None = None,
-    ) -> None:
-        self.check = check
-        self.parameters = [
-            pair for name, module in modules.items() for pair in shards_of(name, module, rank)
-        ]
+    def __init__(self, modules: Mapping[str, Module], rank: int) -> None:
+        self.modules = modules
+        self._shards: dict[tuple[str, int, int], Shard] = {}
+        for name, module in modules.items():
+            groups = module.groups
+            place = (rank, groups.pp.rank(), groups.dp.rank(), groups.cp.rank(), groups.tp.rank())
+            for piece in module.pieces("load", with_optimizer=False):
+                shard = Shard(piece.key, name, *place, piece.shape, piece.row, piece.column)
+                self._shards[piece.key, piece.row, piece.column] = shard
 
     @property
     def shards(self) -> list[Shard]:
         """What was seen of each parameter."""
-        return [shard for shard, _ in self.parameters]
+        return [*self._shards.values()]
 
     def note_weights(self) -> None:
         """Copy the weights as they are now."""
-        for shard, parameter in self.parameters:
-            shard.weights.append(numpy_copy(parameter))
-
-    @override
-    def planned(self, step: int, plan: StepPlan) -> None:
-        if self.check is not None:
-            self.check(plan)
-        self.check = None
+        for module in self.modules.values():
+            module.settle()
+            for piece in module.pieces("load", with_optimizer=False):
+                self._of(piece).weights.append(numpy_copy(piece.values))
 
     @override
     def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
         for module in modules.values():
-            gather_gradients(module)
-        for shard, parameter in self.parameters:
-            if parameter.requires_grad:
-                shard.gradients.append(numpy_copy(parameter.main_grad))
+            for piece in module.gradients():
+                self.note_gradient(piece)
+
+    def note_gradient(self, piece: Piece) -> None:
+        """Copy a gradient's part."""
+        self._of(piece).gradients.append(numpy_copy(piece.values))
 
     @override
     def updated(self, step: int, modules: Mapping[str, Module]) -> None:
-        for module in modules.values():
-            wait_for_weights(module.chunks)
         self.note_weights()
+
+    def _of(self, piece: Piece) -> Shard:
+        return self._shards[piece.key, piece.row, piece.column]
 
 
 def numpy_copy(tensor: Tensor) -> np.ndarray:
     """A copy; bf16, which numpy lacks, becomes fp32, which holds the same numbers."""
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     return tensor.detach().to(copy=True, dtype=dtype).numpy()
-
-
-def shards_of(name: str, module: Module, rank: int) -> Iterator[tuple[Shard, Any]]:
-    """A module's parameters on this rank, each with its place in the whole model."""
-    groups, interleaved = module.groups, len(module.raw) > 1
-    stage = groups.pp.rank()
-    for number, chunk in enumerate(module.raw):
-        config = cast("Any", chunk).config
-        for local, parameter in chunk.named_parameters():
-            whole = global_name(local, config, stage, number if interleaved else None)
-            is_split = bool(getattr(parameter, "tensor_model_parallel", False))
-            shard = Shard(
-                name=f"{name}.{whole}",
-                module=name,
-                rank=rank,
-                stage=stage,
-                lane=groups.dp.rank(),
-                cp=groups.cp.rank(),
-                tp=groups.tp.rank(),
-                tp_size=groups.tp.size() if is_split else 1,
-                dim=int(getattr(parameter, "partition_dim", 0)),
-                stride=int(getattr(parameter, "partition_stride", 1)),
-                gradients=[],
-                weights=[],
-            )
-            yield shard, parameter
-
-
-def gather_gradients(module: Module) -> None:
-    """Complete every `main_grad` if a distributed optimizer left each rank only a shard of it.
-
-    Every rank of the module calls it, once the gradients are reduced. Without such an optimizer it
-    does nothing.
-    """
-    for chunk in module.chunks if module.optimizer is not None else []:
-        ddp = cast("Any", chunk)
-        if not ddp.ddp_config.use_distributed_optimizer:
-            continue
-        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
-            shards = group.intra_distributed_optimizer_instance_group
-            for bucket in group.buckets:
-                own = bucket.grad_data.chunk(shards.size())[shards.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=shards)

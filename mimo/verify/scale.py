@@ -59,33 +59,32 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     folder: where the data of all workloads go. Raises RecipeError if a family cannot work on the
     layout's grids.
     """
-    microbatches = _num_microbatches(recipe, layout)
-    lanes, samples = layout.language.dp, _samples_per_microbatch(layout)
-    data = recipe.model_dump(mode="json")
+    microbatches = _num_microbatches(layout)
+    language, samples = layout.language, _samples_per_microbatch(layout)
+    data, items = recipe.model_dump(mode="json"), []
     data["init_from"] = None
     data["language"] |= {
         "grid": _grid(layout, LANGUAGE),
-        "model": _scaled(language_settings(recipe), layout.language),
+        "model": _scaled(language_settings(recipe), language),
     }
-    items = []
     for name, encoder in recipe.encoders.items():
-        settings = encoder_settings(recipe, name)
+        settings, placeholder = encoder_settings(recipe, name), f"<|{name}_pad|>"
+        model = _scaled(settings, layout.encoders[name])
         data["encoders"][name] |= {
             "placement": "colocated" if name in layout.colocated else "disjoint",
             "grid": _grid(layout, name),
-            "model": _scaled(settings, layout.encoders[name]),
-            "encode_group": _encode_group(encoder.encode_group, layout.language),
+            "model": model,
+            "encode_group": _encode_group(encoder.encode_group, language),
             "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
             # The recipe's placeholder may be a word in the data made here.
-            "placeholder": f"<|{name}_pad|>",
+            "placeholder": placeholder,
             "template_token": None,
             "item_text": "{placeholder}",
             # One media shows what the encoder does; the others only share its weights.
             "other_media": {},
         }
-        media = type(settings)(**data["encoders"][name]["model"]).processor(encoder.media)
-        items.append(Items(encoder.media, f"<|{name}_pad|>", media))
-    language = layout.language
+        media = type(settings)(**model).processor(encoder.media)
+        items.append(Items(encoder.media, placeholder, media))
     divisor = sequence_multiple(language.cp, language.tp, language.sp)
     longest = -(-_SEQUENCE_LENGTH // divisor) * divisor
     by_tokens = recipe.data.tokens_per_microbatch is not None
@@ -96,14 +95,14 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         samples,
         _source_weights(recipe),
         longest if by_tokens else None,
-        lanes if by_tokens else 1,
+        language.dp if by_tokens else 1,
     )
     directory = folder / workload.name
     _set_training(data, recipe, precision)
     data["train"] |= {
         "seed": workload.seed(recipe.train.seed),
-        "global_batch_size": microbatches * (lanes if by_tokens else samples),
-        "micro_batch_size": 1 if by_tokens else samples // lanes,
+        "global_batch_size": microbatches * (language.dp if by_tokens else samples),
+        "micro_batch_size": 1 if by_tokens else samples // language.dp,
         "run_dir": str(folder / "runs"),
     }
     data["data"] |= {
@@ -132,26 +131,26 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
 
 def changes(recipe: Recipe, precision: str) -> list[str]:
     """What differs from the recipe besides sizes, data and layout, one sentence each."""
-    train, optimizer = recipe.train, recipe.train.optimizer
-    found = [
-        f"{precision} instead of {train.precision}" if train.precision != precision else "",
-        f"no 8-bit linears (fp8: {train.fp8})" if train.fp8 != "none" else "",
-        "messages of linears are not overlapped" if train.tp_comm_overlap else "",
-        f"learning rate {_LEARNING_RATE[optimizer]:g}{_of_modules(recipe)}, so that weights move",
-        f"warm-up of {_WARMUP_STEPS} steps instead of {train.warmup_steps}"
-        if train.warmup_steps
-        else "",
-    ]
-    if optimizer == "adam" and _eps(recipe) != train.adam_eps:
-        found.append(
-            f"adam_eps {_eps(recipe):g} instead of {train.adam_eps:g}: a smaller one "
-            f"turns rounding of gradients near zero into whole steps"
-        )
-    if train.distributed_optimizer != _is_distributed(recipe, precision):
-        found.append(f"no distributed optimizer: the engine has none in {precision}")
-    if recipe.bridge.wire_dtype != "auto":
-        found.append(f"rows travel as {precision} instead of {recipe.bridge.wire_dtype}")
-    return [one for one in found if one]
+    train, rate, eps = recipe.train, _LEARNING_RATE[recipe.train.optimizer], _eps(recipe)
+    rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in recipe.modules.items()}
+    lower = [f"{name} {own:g}" for name, own in rates.items() if own < max(rates.values())]
+    of_modules = f" ({', '.join(lower)})" if lower else ""
+    found = {
+        f"{precision} instead of {train.precision}": train.precision != precision,
+        f"no 8-bit linears (fp8: {train.fp8})": train.fp8 != "none",
+        "messages of linears are not overlapped": train.tp_comm_overlap,
+        f"learning rate {rate:g}{of_modules}, so that weights move": True,
+        f"warm-up of {_WARMUP_STEPS} steps instead of {train.warmup_steps}": train.warmup_steps,
+        f"adam_eps {eps:g} instead of {train.adam_eps:g}: a smaller one turns rounding of "
+        "gradients near zero into whole steps": train.optimizer == "adam" and eps != train.adam_eps,
+        f"no distributed optimizer: the engine has none in {precision}": (
+            train.distributed_optimizer and precision == "fp64"
+        ),
+        f"rows travel as {precision} instead of {recipe.bridge.wire_dtype}": (
+            recipe.bridge.wire_dtype != "auto"
+        ),
+    }
+    return [sentence for sentence, is_so in found.items() if is_so]
 
 
 def _eps(recipe: Recipe) -> float:
@@ -183,13 +182,6 @@ def _scaled_rate(recipe: Recipe, own: float | None) -> float:
     return _LEARNING_RATE[train.optimizer] * max(share, _SMALLEST_RATE)
 
 
-def _of_modules(recipe: Recipe) -> str:
-    """The modules with another rate, for example ` (vision 0.001)`."""
-    rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in recipe.modules.items()}
-    others = [f"{name} {rate:g}" for name, rate in rates.items() if rate < max(rates.values())]
-    return f" ({', '.join(others)})" if others else ""
-
-
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
     """Set the optimizer so that a difference shows."""
     for name, own in recipe.modules.items():
@@ -207,16 +199,10 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         "validate_every": None,
         "save_every": None,
         "threads_per_rank": 1,
-        "distributed_optimizer": _is_distributed(recipe, precision),
-        "overlap_param_gather": (
-            recipe.train.overlap_param_gather if _is_distributed(recipe, precision) else "auto"
-        ),
     }
-
-
-def _is_distributed(recipe: Recipe, precision: str) -> bool:
-    """Whether to use Megatron's distributed optimizer, which has no fp64."""
-    return recipe.train.distributed_optimizer and precision != "fp64"
+    if precision == "fp64" or not recipe.train.distributed_optimizer:
+        # Megatron's distributed optimizer has no fp64.
+        data["train"] |= {"distributed_optimizer": False, "overlap_param_gather": "auto"}
 
 
 def _grid(layout: Layout, module: str) -> dict[str, Any]:
@@ -237,7 +223,7 @@ def _multiple(usual: int, size: int) -> int:
     return usual if usual % size == 0 else size
 
 
-def _num_microbatches(recipe: Recipe, layout: Layout) -> int:
+def _num_microbatches(layout: Layout) -> int:
     """Enough to fill the pipeline and let every encoder run as far ahead as it may."""
     language, step = layout.language, layout.language.pp if layout.language.vpp > 1 else 1
     count = math.lcm(step, _USUAL_MICROBATCHES)
@@ -251,9 +237,8 @@ def _samples_per_microbatch(layout: Layout) -> int:
     """Of all lanes together: at least two per lane, and an item for about every encoder lane."""
     lanes = layout.language.dp
     needed = max(2 * lanes, *(grid.dp for grid in layout.encoders.values()), 0)
-    if _USUAL_SAMPLES % lanes == 0 and needed <= _USUAL_SAMPLES:
-        return _USUAL_SAMPLES
-    return -(-needed // lanes) * lanes
+    is_usual = _USUAL_SAMPLES % lanes == 0 and needed <= _USUAL_SAMPLES
+    return _USUAL_SAMPLES if is_usual else -(-needed // lanes) * lanes
 
 
 def _run_ahead(value: int | str, layout: Layout, microbatches: int) -> int | str:

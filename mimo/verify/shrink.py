@@ -7,9 +7,10 @@ several layouts, each with some of the parallel axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
 from itertools import combinations, product
+from typing import NamedTuple
 
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 
@@ -21,8 +22,7 @@ _SMALL = (2, 3, 4)  # sizes to try for an axis above 1, before its actual size
 _FEW_LANES = range(2, 9)  # of a disjoint encoder
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A layout with some of the parallel axes of another, the others set to 1."""
 
     axes: frozenset[Axis]
@@ -34,15 +34,14 @@ class Part:
         return " · ".join(".".join(axis) for axis in sorted(self.axes)) or "no parallel axis"
 
 
-@dataclass(frozen=True)
-class Cover:
+class Cover(NamedTuple):
     """Layouts that together cover a layout that is too large.
 
     uncovered: pairs of axes that occur together in none of them.
     """
 
-    parts: tuple[Part, ...]
-    uncovered: tuple[tuple[Axis, Axis], ...]
+    parts: list[Part]
+    uncovered: list[tuple[Axis, Axis]]
 
 
 def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
@@ -56,25 +55,21 @@ def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
     return "non-dividing, " + ("more" if encoder_lanes > language_lanes else "fewer")
 
 
-def place(
-    language: GridSpec,
-    encoders: dict[str, GridSpec],
-    colocated: Iterable[str],
-    order: Iterable[str],
-) -> Layout:
-    """A layout of these grids, ignoring their offsets.
+def place(language: GridSpec, encoders: dict[str, GridSpec], colocated: Collection[str]) -> Layout:
+    """A layout of these grids without gaps.
 
-    order: the disjoint modules, in the order in which they take ranks.
+    Disjoint modules stand in the order of their offsets; where these are equal, encoders come
+    first.
     """
-    colocated = frozenset(colocated)
-    grids, start = {LANGUAGE: language, **encoders}, 0
-    for name in order:
+    grids, start = {**encoders, LANGUAGE: language}, 0
+    disjoint = [name for name in grids if name not in colocated]
+    for name in sorted(disjoint, key=lambda name: grids[name].rank_offset):
         grids[name] = replace(grids[name], rank_offset=start)
         start = grids[name].ranks.stop
+    language = grids.pop(LANGUAGE)
     for name in colocated:
-        grids[name] = replace(grids[name], rank_offset=grids[LANGUAGE].rank_offset)
-    placed = {name: grids[name] for name in encoders}
-    return Layout(grids[LANGUAGE], placed, start, colocated)
+        grids[name] = replace(grids[name], rank_offset=language.rank_offset)
+    return Layout(language, grids, start, frozenset(colocated))
 
 
 def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
@@ -105,7 +100,7 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
         if rest:
             return None
         encoders[name] = replace(encoders[name], dp=lanes)
-    return place(language, encoders, layout.colocated, _order(layout))
+    return place(language, encoders, layout.colocated)
 
 
 def shrink(layout: Layout) -> Layout:
@@ -113,18 +108,16 @@ def shrink(layout: Layout) -> Layout:
 
     Each axis above 1 gets the smallest size above 1 that keeps the kind of every lane ratio.
     """
-    language, found = layout.language, []
+    language, found = layout.language, {}
     for sizes in product(*(_sizes(getattr(language, axis)) for axis in _AXES)):
-        candidate = replace(
-            language, **dict(zip(_AXES, sizes, strict=True)), vpp=min(language.vpp, 2)
-        )
+        axes = dict(zip(_AXES, sizes, strict=True))
+        candidate = replace(language, **axes, vpp=min(language.vpp, 2))
         encoders = {name: _shrink_encoder(layout, name, candidate) for name in layout.encoders}
         fitting = {name: grid for name, grid in encoders.items() if grid is not None}
         if len(fitting) == len(encoders):
-            placed = place(candidate, fitting, layout.colocated, _order(layout))
-            found.append((placed.world_size, sum(sizes), sizes, placed))
-    assert found, "the layout's own sizes are among the candidates"
-    return min(found, key=lambda one: one[:3])[-1]
+            placed = place(candidate, fitting, layout.colocated)
+            found[placed.world_size, sum(sizes), sizes] = placed
+    return found[min(found)]  # the layout's own sizes are among them
 
 
 def cover(layout: Layout, max_ranks: int) -> Cover:
@@ -132,36 +125,23 @@ def cover(layout: Layout, max_ranks: int) -> Cover:
 
     Raises ValueError naming the axes that no fitting layout has.
     """
-    smallest, axes = shrink(layout), parallel_axes(layout)
-    if smallest.world_size <= max_ranks:
-        return Cover((Part(frozenset(axes), smallest),), ())
-    if not axes:
-        raise ValueError(f"the modules need {smallest.world_size} ranks, but got {max_ranks}")
-    parts: list[Part] = []
-    for count in range(len(axes), 0, -1):
+    axes, parts = parallel_axes(layout), []
+    for count in range(len(axes), -1, -1):
         for chosen in map(frozenset, combinations(axes, count)):
             if any(chosen <= part.axes for part in parts):
                 continue
             reduced = keep_axes(layout, chosen)
             if reduced is not None and (small := shrink(reduced)).world_size <= max_ranks:
                 parts.append(Part(chosen, small))
-    covered = {pair for part in parts for pair in _pairs(part.axes)}
     missing = [axis for axis in axes if not any(axis in part.axes for part in parts)]
     if missing:
         names = ", ".join(".grid.".join(axis) for axis in missing)
         raise ValueError(f"no layout with {names} fits into {max_ranks} ranks")
-    uncovered = [pair for pair in combinations(axes, 2) if frozenset(pair) not in covered]
-    return Cover(tuple(parts), tuple(uncovered))
-
-
-def _pairs(axes: frozenset[Axis]) -> Iterator[frozenset[Axis]]:
-    return map(frozenset, combinations(axes, 2))
-
-
-def _order(layout: Layout) -> list[str]:
-    """The disjoint modules in the order of their ranks."""
-    names = [name for name in layout.grids if name not in layout.colocated]
-    return sorted(names, key=lambda name: layout.grids[name].rank_offset)
+    if not parts:
+        needed = shrink(layout).world_size
+        raise ValueError(f"the modules need {needed} ranks, but got {max_ranks}")
+    pairs = combinations(axes, 2)
+    return Cover(parts, [pair for pair in pairs if not any(part.axes >= {*pair} for part in parts)])
 
 
 def _sizes(size: int) -> tuple[int, ...]:

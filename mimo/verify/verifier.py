@@ -10,8 +10,15 @@ from pathlib import Path
 from mimo.launch.processes import RanksFailed, RanksHung
 from mimo.launch.ranks import run_on_cpu
 from mimo.verify.cells import Cell
-from mimo.verify.compare import Comparison, IncomparableError, assembled, compare
-from mimo.verify.results import Fault, RankSteps, Reference
+from mimo.verify.compare import (
+    Comparison,
+    Fault,
+    IncomparableError,
+    RankSteps,
+    Reference,
+    assembled,
+    compare,
+)
 from mimo.verify.scale import (
     DOUBTFUL,
     NUM_STEPS,
@@ -32,7 +39,7 @@ PRELOAD = (
 _TIMEOUT_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class CellResult:
     """comparison: None if the run failed; then ``failure`` says how.
 
@@ -42,8 +49,8 @@ class CellResult:
     """
 
     cell: Cell
-    seconds: float
-    comparison: Comparison | None
+    seconds: float = 0.0
+    comparison: Comparison | None = None
     failure: str | None = None
     repeated: Comparison | None = None
     plain: Comparison | None = None
@@ -81,39 +88,36 @@ class Verifier:
     def run(self, cell: Cell, fault: Fault | None = None) -> CellResult:
         """Run one layout. ``fault``: a deliberate bug of the layout's ranks, for tests.
 
+        Raises RecipeError if a family cannot work on the layout's grids.
+        """
+        started, result = time.monotonic(), CellResult(cell)
+        try:
+            self._compare(result, fault)
+        except (RanksFailed, RanksHung, IncomparableError) as error:
+            result.failure = str(error)
+        result.seconds = time.monotonic() - started
+        return result
+
+    def _compare(self, result: CellResult, fault: Fault | None) -> None:
+        """Fill in the comparisons.
+
         A difference in fp32 between the tolerance and `DOUBTFUL` tolerances is either rounding or
         a small bug. Then everything runs again in fp64: rounding shrinks, the effect of a bug does
         not.
-
-        Raises RecipeError if a family cannot work on the layout's grids.
         """
-        started = time.monotonic()
-        scaled = self._scaled(cell, self.precision)
-        result = CellResult(cell, 0.0, None)
-        try:
-            reference, got = self._reference(scaled), _run(scaled, fault)
-            result = replace(result, comparison=compare(got, reference, self.tolerance))
-            if self._is_doubtful(result):
-                exact = self._scaled(cell, "fp64")
-                expected = self._reference(exact)
-                found = compare(_run(exact, fault), expected, TOLERANCE["fp64"])
-                result = replace(result, repeated=found)
-                if scaled.recipe.train.distributed_optimizer:
-                    plain = assembled(_run(_undistributed(scaled), fault), reference)
-                    result = replace(result, plain=compare(got, plain, self.tolerance))
-        except (RanksFailed, RanksHung, IncomparableError) as error:
-            result = replace(result, failure=str(error))
-        return replace(result, seconds=time.monotonic() - started)
-
-    def _is_doubtful(self, result: CellResult) -> bool:
-        """Whether the differences could be rounding alone; NaN could not."""
-        assert result.comparison is not None
-        differs = result.comparison.first is not None
-        small = result.comparison.error <= DOUBTFUL * self.tolerance
-        return self.precision == "fp32" and differs and small
-
-    def _scaled(self, cell: Cell, precision: str) -> ScaledRecipe:
-        return scale_recipe(cell.recipe, cell.layout, self.folder, precision)
+        cell = result.cell
+        scaled = scale_recipe(cell.recipe, cell.layout, self.folder, self.precision)
+        reference, got = self._reference(scaled), _run(scaled, fault)
+        result.comparison = found = compare(got, reference, self.tolerance)
+        is_small = found.error <= DOUBTFUL * self.tolerance  # which NaN is not
+        if self.precision != "fp32" or found.first is None or not is_small:
+            return
+        exact = scale_recipe(cell.recipe, cell.layout, self.folder, "fp64")
+        expected = self._reference(exact)
+        result.repeated = compare(_run(exact, fault), expected, TOLERANCE["fp64"])
+        if scaled.recipe.train.distributed_optimizer:
+            plain = assembled(_run(_undistributed(scaled), fault), reference)
+            result.plain = compare(got, plain, self.tolerance)
 
     def _reference(self, scaled: ScaledRecipe) -> Reference:
         """The run on one rank; an earlier one is used again."""
@@ -136,8 +140,3 @@ def _undistributed(scaled: ScaledRecipe) -> ScaledRecipe:
     plain = {"distributed_optimizer": False, "overlap_param_gather": False}
     train = scaled.recipe.train.model_copy(update=plain)
     return replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
-
-
-def failed(results: Sequence[CellResult]) -> list[CellResult]:
-    """The layouts that differ from one rank or did not finish."""
-    return [result for result in results if not result.passed]

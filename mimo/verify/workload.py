@@ -1,11 +1,9 @@
 """The data that layouts and one rank are compared on: small, but never a toy.
 
-Noise of several sizes in chats with answers of several lengths, in tar shards like any other data,
-and a tokenizer with a placeholder for each media. Every step has samples with several items, with
-one and with none, items of every media in one sample, a microbatch without any item, and one with
-a single item, which leaves all but one encoder lane empty.
-
-Several data sources take turns within a step, even in the middle of a microbatch.
+Noise of several sizes in chats, in tar shards like any other data. Every step has samples with
+several items, with one and with none, items of every media in one sample, a microbatch without any
+item, and one with a single item, which leaves all but one encoder lane empty. Several data sources
+take turns within a step, even in the middle of a microbatch.
 """
 
 from __future__ import annotations
@@ -61,6 +59,14 @@ class Sample:
     question: str
     answer: str
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The chat as it is stored."""
+        content = [{"type": item.media} for item in self.items]
+        content.append({"type": "text", "text": self.question})
+        answer = [{"type": "text", "text": self.answer}]
+        return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -109,17 +115,16 @@ class Workload:
         positions = np.arange(self._samples_per_step)
         num_samples = [self._samples_per_source] * len(self.weights)
         even = (1.0,) * len(self.weights)
-
-        def drawn(seed: int, weights: Sequence[float]) -> np.ndarray:
-            return SampleOrder(num_samples, weights, seed, self.block).at(positions)[0]
-
         for seed in range(first, first + _SEEDS):
-            sources = drawn(seed, self.weights)
-            by_microbatch = sources.reshape(self.microbatches, -1)
+            drawn, evenly = (
+                SampleOrder(num_samples, weights, seed, self.block).at(positions)[0]
+                for weights in (self.weights, even)
+            )
+            by_microbatch = drawn.reshape(self.microbatches, -1)
             mixes = (by_microbatch != by_microbatch[:, :1]).any()
-            if mixes and (self.weights == even or (sources != drawn(seed, even)).any()):
+            if mixes and (self.weights == even or (drawn != evenly).any()):
                 return seed
-        raise AssertionError(f"no seed in {first}..{seed} mixes sources of {self.weights}")
+        raise AssertionError(f"no seed from {first} on mixes sources of {self.weights}")
 
     @property
     def _samples_per_step(self) -> int:
@@ -138,10 +143,12 @@ class Workload:
         while len(found) < self._samples_per_source:
             together = []
             for microbatch in range(microbatches):
-                counts = self._item_counts(microbatch, rng)
+                # Samples as long as a packed sequence cost most, so they run together. There are
+                # two microbatches of them: without items, and with one in its last sample.
+                num_full = {_EMPTY: 2 * self.lanes - 1, _SINGLE: 1}.get(microbatch, 0)
                 together += [
-                    self._sample(own, rng, self._fills(microbatch, number))
-                    for number, own in enumerate(counts.T.tolist())
+                    self._sample(own, rng, fills=self.tokens is not None and number < num_full)
+                    for number, own in enumerate(self._item_counts(microbatch, rng).T.tolist())
                 ]
             found += together[: self.block]
         return found
@@ -154,47 +161,28 @@ class Workload:
         if microbatch == _SINGLE:
             counts[0, 0] = 1
             return counts
-        pattern = np.resize(_ITEMS, self.samples_per_microbatch)
         for own in counts:
-            own[:] = rng.permutation(pattern)
+            own[:] = rng.permutation(np.resize(_ITEMS, self.samples_per_microbatch))
         if microbatch == 0:  # however it is shuffled, one sample has items of every media
             for own in counts:
                 own[[0, own.argmax()]] = own[[own.argmax(), 0]]
         return counts
 
-    def _fills(self, microbatch: int, number: int) -> bool:
-        """Whether a sample is as long as a packed sequence.
-
-        Such samples cost most, so they run together. There are two microbatches of them: the first
-        is without items, and the last sample of the second has a single one.
-        """
-        if self.tokens is None:
-            return False
-        if microbatch == _EMPTY:
-            return number < 2 * self.lanes - 1
-        return microbatch == _SINGLE and number == 0
-
     def _sample(self, counts: Sequence[int], rng: np.random.Generator, fills: bool) -> Sample:
         """A sample with so many items of each media. fills: whether it is ``tokens`` long."""
-        items = []
-        for own, count in zip(self.items, counts, strict=True):
-            files = own.files
-            items += [
-                Item(own.media, files.suffixes[0], files.random_file(rng)) for _ in range(count)
-            ]
+        items = [
+            Item(own.media, own.files.suffixes[0], own.files.random_file(rng))
+            for own, count in zip(self.items, counts, strict=True)
+            for _ in range(count)
+        ]
         digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
         shuffled = tuple(items[i] for i in rng.permutation(len(items)))
         question = _QUESTIONS[int(rng.integers(len(_QUESTIONS)))]
-        if fills:
-            assert self.tokens is not None
+        if fills and self.tokens is not None:
             own = sum(_num_tokens(self.items[0].files, item) for item in items)
             words = self.tokens - own - len(digits) - _TEMPLATE_TOKENS
             question = " ".join(np.resize(question.split(), words).tolist())
-        return Sample(
-            items=shuffled,
-            question=question,
-            answer=" ".join(str(digit) for digit in digits),
-        )
+        return Sample(shuffled, question, " ".join(str(digit) for digit in digits))
 
     def write(self, directory: Path) -> None:
         """Write the shards and ``tokenizer/``; does nothing if they are already there."""
@@ -216,14 +204,8 @@ def write_shard(path: Path, samples: Sequence[Sample]) -> None:
     """A webdataset shard of these samples."""
     with TarWriter(str(path), encoder=False) as tar:
         for number, sample in enumerate(samples):
-            content: list[dict[str, str]] = [{"type": item.media} for item in sample.items]
-            content.append({"type": "text", "text": sample.question})
-            messages: list[dict[str, Any]] = [
-                {"role": "user", "content": content},
-                {"role": "assistant", "content": [{"type": "text", "text": sample.answer}]},
-            ]
             members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
-            members["json"] = json.dumps({"messages": messages}).encode()
+            members["json"] = json.dumps({"messages": sample.messages}).encode()
             for position, item in enumerate(sample.items):
                 members[f"{position}.{item.suffix}"] = item.content
             tar.write(members)

@@ -26,10 +26,31 @@ from bridge import (
     replicated_destination,
     sharded_destination,
 )
+from bridge.runs import Ints, ints
 
 Row = tuple[int, int]
 Item = tuple[int, int, int]  # (tokens in front, rows, encoder lane)
 Delivery = Literal["sequence_parallel", "shared_out", "replicated"]
+
+
+def lanes_of(lengths: Sequence[Sequence[int]], packed: bool = True) -> LaneSegments:
+    """From the segment lengths of each lane."""
+    lane = np.repeat(np.arange(len(lengths)), [len(own) for own in lengths])
+    return LaneSegments(lane, ints([n for own in lengths for n in own]), len(lengths), packed)
+
+
+def cut_together(rows: Sequence[Ints], ranks: Ints) -> list[SequenceShardedSource]:
+    """Of each of the microbatches with (L,) ``rows`` that are encoded in one go."""
+    total, ends = np.sum(rows, axis=0), np.cumsum(rows, axis=0)
+    return [
+        SequenceShardedSource(own, ranks, end - own, total)
+        for own, end in zip(rows, ends, strict=True)
+    ]
+
+
+def cut_alone(rows: Ints, ranks: Ints) -> SequenceShardedSource:
+    """Of a microbatch that is encoded by itself."""
+    return cut_together([rows], ranks)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +116,12 @@ class Case:
 
     def source(self) -> Source:
         rows = np.array([len(rows) for rows in self.lane_rows], np.int64)
-        kind = SequenceShardedSource.alone if self.sequence_sharded else ReplicatedSource
+        kind = cut_alone if self.sequence_sharded else ReplicatedSource
         return kind(rows, self.encoder_ranks)
 
     def maps(self) -> tuple[ShardMap, ShardMap | None]:
         """The destination and, for replicated delivery, who returns gradients."""
-        segments = LaneSegments.nested(self.segments, self.packed)
+        segments = lanes_of(self.segments, self.packed)
         if self.delivery == "replicated":
             tokens = [sum(lengths) for lengths in self.segments]
             return (

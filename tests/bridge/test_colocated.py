@@ -22,12 +22,12 @@ from bridge import (
     ItemRuns,
     LaneSegments,
     ReplicatedSource,
-    SequenceShardedSource,
     Source,
     UnexpectedRows,
     replicated_destination,
     sharded_destination,
 )
+from tests.bridge.layouts import cut_together
 from tests.conftest import RunRanks
 
 HIDDEN = 3
@@ -61,10 +61,7 @@ def sources_of(all_runs: list[ItemRuns], encoder: np.ndarray, cut: bool) -> list
     ]
     if not cut:
         return [ReplicatedSource(mine, encoder) for mine in rows]
-    parts = [
-        SequenceShardedSource.encoded_together([rows[m] for m in group], encoder)
-        for group in GROUPS
-    ]
+    parts = [cut_together([rows[m] for m in group], encoder) for group in GROUPS]
     return [source for group in parts for source in group]
 
 

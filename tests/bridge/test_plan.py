@@ -22,7 +22,7 @@ from bridge import (
     sharded_destination,
 )
 from bridge.runs import count_up
-from tests.bridge.layouts import Case, Traffic, cases, filled, simulate
+from tests.bridge.layouts import Case, Traffic, cases, cut_alone, filled, lanes_of, simulate
 
 
 def lower_bound_rows(runs: ItemRuns, source: Source, destination: ShardMap) -> int:
@@ -32,7 +32,10 @@ def lower_bound_rows(runs: ItemRuns, source: Source, destination: ShardMap) -> i
     """
     item = np.repeat(np.arange(runs.rows.size), runs.rows)
     number = count_up(runs.rows)
-    holders = source.holders(runs.source_lane[item], runs.source_offsets()[item] + number)
+    lane, row = runs.source_lane[item], runs.source_offsets()[item] + number
+    holders = source.ranks[lane]
+    if isinstance(source, SequenceShardedSource):
+        holders = source.ranks[lane, (source.before[lane] + row) // source.held[lane]][:, None]
     missing = 0
     for copy in range(destination.copies):
         lane = runs.destination_lane[item] * destination.copies + copy
@@ -233,7 +236,7 @@ def test_without_context_parallelism_only_the_lengths_of_whole_lanes_matter(
     whole = LaneSegments.whole([sum(lengths) for lengths in case.segments])
     one, other = (
         sharded_destination(segments, case.language_ranks, sequence_parallel, case.runs)
-        for segments in (whole, LaneSegments.nested(case.segments))
+        for segments in (whole, lanes_of(case.segments))
     )
     for name in ("lane_start", "start", "rank", "local"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
@@ -242,9 +245,7 @@ def test_without_context_parallelism_only_the_lengths_of_whole_lanes_matter(
 def test_lengths_that_do_not_divide_are_named() -> None:
     case = filled((1, 1), (2, 2, 2), "sequence_parallel")
     with pytest.raises(ValueError, match="lane 1: a segment of 6 tokens is not a multiple of 2"):
-        sharded_destination(
-            LaneSegments.nested([[4], [8, 6]]), case.language_ranks, False, case.runs
-        )
+        sharded_destination(lanes_of([[4], [8, 6]]), case.language_ranks, False, case.runs)
     with pytest.raises(ValueError, match="lane 1: 6 tokens are not a multiple of cp 1 × tp 4"):
         sharded_destination(
             LaneSegments.whole([4, 6]), np.arange(8).reshape(2, 1, 4), True, case.runs
@@ -253,7 +254,7 @@ def test_lengths_that_do_not_divide_are_named() -> None:
 
 def test_rows_of_a_lane_with_one_rank_are_not_cut() -> None:
     with pytest.raises(AssertionError, match="one rank are not cut"):
-        SequenceShardedSource.alone(np.array([4, 2]), np.array([[0], [1]]))
+        cut_alone(np.array([4, 2]), np.array([[0], [1]]))
 
 
 @settings(max_examples=100, deadline=None)

@@ -25,9 +25,9 @@ from bridge import (
     ItemRuns,
     LaneSegments,
     ReplicatedSource,
-    SequenceShardedSource,
     sharded_destination,
 )
+from tests.bridge.layouts import cut_alone
 
 HIDDEN = 5
 # Rows per sample and microbatch. The second microbatch is text only, lanes get uneven counts.
@@ -86,7 +86,7 @@ class Case:
     def plan(self, microbatch: int) -> BridgePlan:
         runs = self.runs(microbatch)
         rows = np.array([sum(runs.split_sizes(lane)) for lane in range(self.lanes)])
-        kind = SequenceShardedSource.alone if self.sequence_sharded else ReplicatedSource
+        kind = cut_alone if self.sequence_sharded else ReplicatedSource
         source = kind(rows, np.arange(self.encoder_ranks).reshape(-1, self.tp))
         ranks = np.arange(self.encoder_ranks, self.num_ranks)
         destination = sharded_destination(

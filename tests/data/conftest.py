@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import ChatTokenizer, ImageProcessor, Processors, prepare_digits
+from data.digits.shards import prepare_digits
+from data.index.samples import Processors
+from data.media.images import ImageProcessor
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
 
 WriteShard = Callable[[Path, Mapping[str, bytes]], Path]
 Ask = Callable[..., bytes]
@@ -44,7 +48,10 @@ def processors(processor: ImageProcessor) -> Processors:
 
 @pytest.fixture(scope="session")
 def two_media_chat(digits: Path) -> ChatTokenizer:
-    return ChatTokenizer(digits / "tokenizer", {"video": "<|video_pad|>", "image": "<|image_pad|>"})
+    return ChatTokenizer(
+        digits / "tokenizer",
+        {"video": MediaText("<|video_pad|>"), "image": MediaText("<|image_pad|>")},
+    )
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import ChatTokenizer, Processors
 from data.batch import GlobalMicrobatch, Padding, pack_lane, plan_microbatch
-from data.index.samples import Index
+from data.index.samples import Index, Processors
 from data.index.store import load_or_build_index
 from data.order import SampleOrder
 from data.packing import Used, packs_of_samples
-from data.text.chat import EncodedSample
+from data.text.chat import ChatTokenizer, EncodedSample
 
 MULTIPLES = st.sampled_from([1, 2, 4, 6])
 

@@ -12,23 +12,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import (
-    ChatTokenizer,
-    ImageProcessor,
-    Part,
-    Processors,
-    SampleReader,
-    UnreadableSample,
-    build_index,
-)
-from data.index.samples import check_skipped
+from data.index.reader import SampleReader, UnreadableSample
+from data.index.samples import Processors, check_skipped
+from data.index.store import build_index
 from data.index.tar_shards import scan_shard
 from data.media.audio import AudioClips
+from data.media.images import ImageProcessor
+from data.media.processor import Part
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
 from tests.data.damaged import BAD, END, ODD, SHARDS, about, chat, member, saved
 
 IMAGE, AUDIO = ImageProcessor(min_pixels=28 * 28), AudioClips()
 PROCESSORS: Processors = {"image": IMAGE, "audio": AUDIO}
-TOKENS = {"image": "<|image_pad|>", "audio": "<|video_pad|>"}
+TOKENS = {"image": MediaText("<|image_pad|>"), "audio": MediaText("<|video_pad|>")}
 MAX_GROWTH = 250 * 2**20  # bytes of memory, over all kinds of bad samples
 
 
@@ -47,7 +44,7 @@ def read(path: Path, tokenizer: ChatTokenizer) -> tuple[set[str], dict[str, str]
     """The keys of samples whose tokens and pixels are right, and the reasons of the bad ones."""
     index = build_index(str(path), tokenizer, PROCESSORS)
     reader = SampleReader(index, tokenizer, PROCESSORS)
-    arrived, bad = set(), {one.key: one.reason for one in index.skipped}
+    arrived, bad = set(), {one.key: one.reason for one in index.skipped_samples()}
     for number in range(len(index)):
         key = index.key(number)
         try:
@@ -62,7 +59,7 @@ def read(path: Path, tokenizer: ChatTokenizer) -> tuple[set[str], dict[str, str]
             expected = IMAGE.item_patches([Image.fromarray(noise)], Part(size), 0)
             np.testing.assert_array_equal(patches[0], expected)
             messages = json.loads(about("image"))["messages"]
-            rows = [IMAGE.num_tokens(width, height)]
+            rows = [IMAGE.plan(Part(size)).num_rows]
             np.testing.assert_array_equal(
                 sample.input_ids, tokenizer.encode(messages, rows, key).input_ids
             )
@@ -82,7 +79,7 @@ def test_a_bad_sample_is_named_and_the_good_ones_around_it_arrive(
     assert one.reason in bad[one.key]
     assert len(bad[one.key]) <= 1000
     assert bad[one.key].isprintable()
-    in_index = build_index(str(path), tokenizer, PROCESSORS).skipped
+    in_index = [*build_index(str(path), tokenizer, PROCESSORS).skipped_samples()]
     assert len(in_index) == (0 if one.decoded else 1)
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import SampleOrder
-from data.order import Mixture
+from data.order import Mixture, SampleOrder
 
 
 @dataclass(frozen=True)

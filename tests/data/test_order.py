@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import SampleOrder
+from data.order import SampleOrder
 
 counts = st.lists(st.integers(1, 60), min_size=1, max_size=3)
 

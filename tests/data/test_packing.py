@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import ChatTokenizer, Processors
 from data.batch import sizes_in_order
+from data.index.samples import Processors
 from data.index.store import load_or_build_index
 from data.order import SampleOrder
 from data.packing import Sizes, TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
+from data.text.chat import ChatTokenizer
 
 LONGEST, MOST_ROWS = 12, 9  # of a sample
 

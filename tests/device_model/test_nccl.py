@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from mimo.hf.recipes import load_recipe
-from mimo.verify.cells import Cell
-from mimo.verify.results import Fault
-from mimo.verify.sweep import SWEEP, SweepCell, sweep_recipe
+from mimo.verify.cells import SWEEP, Cell, SweepCell, sweep_recipe
+from mimo.verify.compare import Fault
 from mimo.verify.verifier import CellResult, Verifier
 from tests.cases import quick_values
 from tests.conftest import RunRanks

@@ -191,6 +191,6 @@ def test_a_scaled_down_tower_keeps_up_to_three_levels_and_divides_over_its_stage
         {**SETTINGS, "num_layers": 12, "deepstack_visual_indexes": tuple(range(levels))}
     )
     tiny = whole.scaled_down(stages, tp=2)
-    assert qwen3_vl.num_levels(tiny) == kept
-    assert qwen3_vl.check_grid(tiny, tp=2, pp=stages) == []
+    assert tiny.num_levels == kept
+    assert not list(tiny.grid_problems(tp=2, chunks=stages))
     assert qwen3_vl.Settings.model_validate(tiny.model_dump()) == tiny

@@ -20,6 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.vision_utils import get_vision_window_index
 
+from data.media.processor import Part
 from encoders import qwen_vl
 from encoders._patches import WindowOrder, frame_lengths, patch_places
 from tests import lone_module
@@ -207,7 +208,7 @@ def test_windows_that_cannot_be_are_refused(change: dict[str, Any], message: str
 def test_fewer_layers_with_full_attention_make_large_images_cheaper_beside_small_ones() -> None:
     def large_to_small(**change: Any) -> float:
         processor = qwen_vl.Settings.model_validate(SETTINGS | change).processor()
-        return processor.cost(1400, 560) / processor.cost(280, 112)
+        return processor.plan(Part((1400, 560))).cost / processor.plan(Part((280, 112))).cost
 
     num_patches = 25  # times as many in the large image
     one, two = (large_to_small(full_attention_layers=layers) for layers in ((1,), (1, 2)))

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import mimo.device
-from data import Part
-from encoders._tower import PackedItems, SequencePart, Tower, TowerSettings, build_tower
+from data.media.processor import Part
+from encoders._tower import PackedItems, SequencePart, Tower, build_tower, gelu_stack
 from mimo.engines import megatron as engine
+from mimo.families.contracts import EncoderSettings
 from mimo.families.registry import encoder_families
 from mimo.families.wire import WirePatches
 from tests import lone_module
@@ -46,10 +47,6 @@ ROWS = (3, 1, 5, 2)
 GRIDS = torch.tensor([[rows * FRAMES_PER_ROW, 1, 1] for rows in ROWS])
 
 
-class Settings(TowerSettings):
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sounds(PackedItems):
     """frames: of each sound, blank ones included."""
@@ -60,7 +57,9 @@ class Sounds(PackedItems):
 class SoundTower(Tower[Sounds]):
     """Frames (P, C) of sounds."""
 
-    def __init__(self, settings: Settings, config: Any, ctx: engine.ModuleContext) -> None:
+    def __init__(
+        self, settings: EncoderSettings, config: Any, ctx: engine.ModuleContext, output_size: int
+    ) -> None:
         super().__init__(config, ctx, tokens_per_row=2)
         size = settings.hidden_size
         self.stem, self.projector = None, None
@@ -69,7 +68,7 @@ class SoundTower(Tower[Sounds]):
             self.part.sum_gradients(self.stem)
         self.blocks = engine.build_stack(config, ctx, causal=False)
         if ctx.is_last_stage:
-            self.projector = nn.Linear(size, OUTPUT_SIZE, dtype=ctx.dtype)
+            self.projector = nn.Linear(size, output_size, dtype=ctx.dtype)
             self.part.sum_gradients(self.projector)
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
@@ -93,9 +92,11 @@ class SoundTower(Tower[Sounds]):
         return self.projector(hidden[0].reshape(-1, 2, hidden[0].shape[-1]).mean(1))
 
 
+Settings = EncoderSettings
+
+
 def build(settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int) -> SoundTower:
-    shape, std = settings.gelu_stack(), settings.init_std
-    return build_tower(lambda config: SoundTower(settings, config, ctx), shape, ctx, seed, std)
+    return build_tower(SoundTower, settings, gelu_stack(settings), ctx, output_size, seed)
 
 
 def run(run_ranks: RunRanks, grids: Tensor, rows: Tensor, **options: Any) -> list[dict[str, Any]]:

@@ -12,8 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data.digits.text import write_tokenizer
-from mimo.verify.compare import gradient_floor, tensor_error
-from mimo.verify.results import Shard
+from mimo.verify.compare import Shard, gradient_floor, joined, slice_of, tensor_error
 from mimo.verify.workload import Item, Sample, write_shard
 
 # Images per sample, four samples to a global microbatch: mixed, text only, mixed.
@@ -167,13 +166,8 @@ def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, A
     return {"metrics": found.metrics, "shards": found.shards}
 
 
-def run_reference_steps(
-    rank: int, path: Path, overrides: list[str], unusable: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """The same steps on one rank: metrics by step, last gradient and weights by parameter.
-
-    unusable: keys of samples whose items and loss are left out.
-    """
+def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
+    """The same steps on one rank: metrics by step, last gradient and weights by parameter."""
     from mimo.hf.recipes import load_recipe
     from mimo.layout.build import build_layout
     from mimo.verify.reference import reference_steps
@@ -181,7 +175,7 @@ def run_reference_steps(
     recipe = load_recipe(path, overrides)
     together = recipe.train.micro_batch_size * build_layout(recipe).language.dp
     train = recipe.train.model_copy(update={"micro_batch_size": together})
-    found = reference_steps(recipe.model_copy(update={"train": train}), NUM_STEPS, unusable)
+    found = reference_steps(recipe.model_copy(update={"train": train}), NUM_STEPS)
     parameters = {
         name: {"gradient": one.gradients[-1] if one.gradients else None, "weight": one.weights[-1]}
         for name, one in found.parameters.items()
@@ -197,29 +191,17 @@ def assemble(results: Sequence[dict[str, Any]], what: str) -> dict[str, np.ndarr
 
     what: "gradient" or "weight". Replicas must be equal bit for bit.
     """
-    by_name: dict[str, dict[int, Shard]] = {}
-    values: dict[tuple[str, int], np.ndarray] = {}
+    by_name: dict[str, list[Shard]] = {}
     for shard in (shard for result in results for shard in result["shards"]):
-        steps = shard.gradients if what == "gradient" else shard.weights
-        by_name.setdefault(shard.name, {})[shard.tp] = shard
-        if steps:
-            value = values.setdefault((shard.name, shard.tp), steps[-1])
-            np.testing.assert_array_equal(value, steps[-1], err_msg=f"{shard.name} differs by lane")
+        by_name.setdefault(shard.name, []).append(shard)
     whole: dict[str, np.ndarray | None] = {}
     for name, parts in by_name.items():
-        first = parts[0]
-        if (name, 0) not in values:
-            whole[name] = None
-        elif first.tp_size == 1:
-            whole[name] = values[name, 0]
-        else:
-            pieces = [
-                np.split(values[name, tp], first.stride, first.dim) for tp in range(first.tp_size)
-            ]
-            whole[name] = np.concatenate(
-                [np.concatenate([p[s] for p in pieces], first.dim) for s in range(first.stride)],
-                first.dim,
-            )
+        found = joined(parts, f"{what}s")
+        whole[name] = found[-1] if found else None
+        for shard in parts if found else ():
+            steps = shard.gradients if what == "gradient" else shard.weights
+            message = f"{name} differs by lane"
+            np.testing.assert_array_equal(slice_of(found[-1], shard), steps[-1], err_msg=message)
     return whole
 
 

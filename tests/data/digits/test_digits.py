@@ -10,16 +10,20 @@ import pytest
 from PIL import Image
 from webdataset.compat import WebDataset
 
-from data import ChatTokenizer, ImageProcessor, build_index, open_image, prepare_digits
 from data.digits.shards import (
     CANVASES,
     TEXT_RUN,
     _load_scans,
     draw_digit,
     is_text_only,
+    prepare_digits,
     split_of_scan,
 )
 from data.digits.text import image_conversation, text_conversation
+from data.index.store import build_index
+from data.media.image_files import open_image
+from data.media.images import ImageProcessor
+from data.text.chat import ChatTokenizer
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -67,16 +71,16 @@ def test_the_splits_share_no_scan():
         "train": 1347,
     }
     assert all(splits[number] == "test" for number in range(0, 1797, 5))
-    sizes = {name: len(_load_scans(name).digits) for name in ("train", "validation", "test")}
+    sizes = {name: len(_load_scans(name)[1]) for name in ("train", "validation", "test")}
     assert sum(sizes.values()) == 1797
 
 
 def test_an_image_shows_the_scan_it_was_drawn_from():
-    scans = _load_scans("test")
+    scans, _ = _load_scans("test")
     rng = random.Random(0)
     likeness: list[float] = []
     for number in range(100):
-        scan = scans.images[number]
+        scan = scans[number]
         canvas = rng.choice(list(CANVASES))
         image = draw_digit(scan, canvas, rng, augment=True)
         assert (image.size, image.mode) == (canvas, "L")
@@ -108,12 +112,13 @@ def test_the_tokenizer_knows_every_word_of_the_data(digits: Path, chat: ChatToke
     for _ in range(500):
         count = rng.randrange(1, 5)
         picture = image_conversation([rng.randrange(10) for _ in range(count)], rng)
-        for conversation in (picture, text_conversation(rng)):
-            encoded = chat.encode(conversation.messages, [1] * conversation.num_images, "k")
+        for images, messages in ((count, picture), (0, text_conversation(rng))):
+            encoded = chat.encode(messages, [1] * images, "k")
+            answer = messages[1]["content"][0]["text"]
             assert unknown not in encoded.input_ids
             learned = encoded.labels[encoded.loss_mask == 1]
-            assert chat.decode(learned) == conversation.answer
-            assert len(learned) == len(conversation.answer.split()) + 1  # one token per digit
+            assert chat.decode(learned) == answer
+            assert len(learned) == len(answer.split()) + 1  # one token per digit
 
 
 def test_questions_typed_without_spaces_mean_the_same(chat: ChatTokenizer):

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import ChatTokenizer, MediaText, Part, build_index
 from data.digits.shards import is_text_only
 from data.digits.spoken import PLACEHOLDERS, Voice, prepare_spoken_digits, speak
+from data.index.store import build_index
 from data.media.audio import AudioClips, wav_bytes
+from data.media.processor import Part
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
 from tests.data.digits.test_digits import digests
 
 COUNTS: dict[str, Any] = {"num_train": 64, "num_validation": 2, "num_test": 6}
@@ -43,7 +46,7 @@ def test_the_index_takes_every_sample_and_rows_follow_the_length(folder: Path) -
     texts = {media: MediaText(token) for media, token in PLACEHOLDERS.items()}
     chat = ChatTokenizer(folder / "tokenizer", texts)
     index = build_index(str(folder / "train-*.tar"), chat, {"audio": CLIPS})
-    assert (len(index), index.skipped) == (64, ())
+    assert (len(index), index.num_skipped) == (64, 0)
     assert set(index.column("item_size_1").tolist()) == {8_000}
     assert len(set(index.column("item_rows").tolist())) > 5
     np.testing.assert_array_equal(

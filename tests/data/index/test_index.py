@@ -8,15 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import (
-    ChatTokenizer,
-    Processors,
-    build_index,
-    check_lengths,
-    check_rows,
-)
 from data.digits.shards import CANVASES
+from data.index.samples import Processors, check_lengths, check_rows
 from data.index.shard_index import COLUMNS
+from data.index.store import build_index
+from data.text.chat import ChatTokenizer
 
 
 def test_offsets_point_at_the_members_of_the_tar(
@@ -24,7 +20,7 @@ def test_offsets_point_at_the_members_of_the_tar(
 ):
     index = build_index(str(digits / "train-*.tar"), chat, processors)
     assert len(index) == 96
-    assert index.skipped == ()
+    assert index.num_skipped == 0
     with tarfile.open(index.shards[0]) as tar:
         members = {m.name: (m.offset_data, m.size) for m in tar}
     for i, key in enumerate(map(index.key, range(len(index)))):
@@ -109,8 +105,8 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
     assert index.column("item_start").tolist() == [0, 2, 2]
     assert index.column("item_size_0").tolist() == [28, 56]
     assert index.column("item_rows").tolist() == [2, 4]
-    reasons = {skipped.key: skipped.reason for skipped in index.skipped}
-    assert {skipped.shard for skipped in index.skipped} == {str(shard)}
+    reasons = {skipped.key: skipped.reason for skipped in index.skipped_samples()}
+    assert {skipped.shard for skipped in index.skipped_samples()} == {str(shard)}
     for key, reason in {
         "broken-json": "malformed JSON",
         "no-messages": "[1] is no chat; need one of these forms:",
@@ -158,7 +154,7 @@ def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
     index = build_index(str(shard), ChatTokenizer(tmp_path / "joining"), processors)
     # A content that is all text is a text to a template that takes no parts.
     assert [*map(index.key, range(len(index)))] == ["good", "texts", "last"]
-    reasons = {skipped.key: skipped.reason for skipped in index.skipped}
+    reasons = {skipped.key: skipped.reason for skipped in index.skipped_samples()}
     assert sorted(reasons) == ["half", "parts", "rewritten"]
     assert "no lone surrogate" in reasons["half"]
     assert "cannot be rendered (TypeError" in reasons["parts"]

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 
 import data.index.reader
-from data import (
-    ChatTokenizer,
-    Processors,
-    SampleReader,
-    UnreadableSample,
-    build_index,
-    open_image,
-)
+from data.index.reader import SampleReader, UnreadableSample
+from data.index.samples import Processors
 from data.index.shards import ShardChangedError
+from data.index.store import build_index
+from data.media.image_files import open_image
+from data.text.chat import ChatTokenizer
 
 
 @contextmanager

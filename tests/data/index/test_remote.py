@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from fsspec.config import conf
 
-from data import ChatTokenizer, Processors, SampleReader, build_index, load_or_build_index
 from data.index import remote
 from data.index.block_cache import BlockCache
+from data.index.reader import SampleReader
+from data.index.samples import Processors
 from data.index.shards import ShardChangedError, ShardFile, find_shards
+from data.index.store import build_index, load_or_build_index
+from data.text.chat import ChatTokenizer
 from tests.data.file_server import FileServer, serving
 
 CONTENT = np.random.default_rng(0).bytes(300_000)

@@ -12,16 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import (
-    ChatTokenizer,
-    ImageProcessor,
-    Part,
-    SampleReader,
-    SquareImageProcessor,
-    VideoProcessor,
-    build_index,
-)
-from data.media.pan_and_scan import PanAndScan
+from data.index.reader import SampleReader
+from data.index.store import build_index
+from data.media.images import ImageProcessor
+from data.media.processor import Part
+from data.media.square_images import PanAndScan, SquareImageProcessor
+from data.media.videos import VideoProcessor
+from data.text.chat import ChatTokenizer
 from tests.data.conftest import Ask, WriteShard
 
 QWEN = ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 12)

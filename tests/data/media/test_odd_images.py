@@ -20,16 +20,14 @@ from PIL.PngImagePlugin import PngInfo
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from data import (
-    ChatTokenizer,
-    ImageProcessor,
-    Processors,
-    SampleReader,
-    SquareImageProcessor,
-    build_index,
-    image_size,
-    open_image,
-)
+from data.index.reader import SampleReader
+from data.index.samples import Processors
+from data.index.store import build_index
+from data.media.image_files import image_size, open_image
+from data.media.images import ImageProcessor
+from data.media.processor import Part
+from data.media.square_images import SquareImageProcessor
+from data.text.chat import ChatTokenizer
 from tests.data.conftest import Ask, MakeImage, WriteShard
 
 QWEN = ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 64)
@@ -211,7 +209,7 @@ def test_odd_files_go_through_index_and_reader(
     write_shard(tmp_path / "a.tar", members)
     processors: Processors = {"image": QWEN}
     index = build_index(str(tmp_path / "a.tar"), chat, processors)
-    assert index.skipped == ()
+    assert index.num_skipped == 0
     assert len(index) == len(files)
     reader = SampleReader(index, chat, processors)
     for item, data in enumerate(files.values()):
@@ -237,7 +235,7 @@ def test_an_image_of_an_impossible_size_is_left_out_by_the_name_of_its_sample(
     write_shard(tmp_path / "a.tar", members)
     index = build_index(str(tmp_path / "a.tar"), chat, {"image": QWEN})
     assert [*map(index.key, range(len(index)))] == ["fine"]
-    (skipped,) = index.skipped
+    (skipped,) = index.skipped_samples()
     assert skipped.key == "tall"
     assert skipped.shard.endswith("a.tar")
     assert "item 0: " in skipped.reason
@@ -247,7 +245,7 @@ def test_an_image_of_an_impossible_size_is_left_out_by_the_name_of_its_sample(
 def test_transformers_refuses_the_same_aspect_ratio():
     with pytest.raises(ValueError, match="aspect ratio must be smaller than 200"):
         qwen(Image.new("RGB", (1, 201)))
-    assert len(qwen(Image.new("RGB", (1, 200)))) == QWEN.num_tokens(1, 200) * 4
+    assert len(qwen(Image.new("RGB", (1, 200)))) == QWEN.plan(Part((1, 200))).num_rows * 4
 
 
 @pytest.mark.parametrize(("placeholders", "images"), [(1, 2), (2, 1), (0, 1), (1, 0)])

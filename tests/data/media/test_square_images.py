@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-from data import SquareImageProcessor
+from data.media.processor import Part
+from data.media.square_images import SquareImageProcessor
 
 SMALL = SquareImageProcessor(image_size=56, patch_size=14, merge_size=2)
 PUBLISHED = SquareImageProcessor(image_size=896, patch_size=14, merge_size=4)
@@ -52,7 +53,7 @@ def test_patches_equal_transformers(size: tuple[int, int], processor: SquareImag
     assert patches.dtype == np.uint8
     values = processor.wire.values(patches)
     np.testing.assert_array_equal(values, to_patches(expected, processor))
-    assert len(patches) == np.prod(processor.grid(*size))
+    assert len(patches) == np.prod(processor.plan(Part(size)).grid)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "LA", "CMYK"])
@@ -65,20 +66,11 @@ def test_every_colour_mode_becomes_what_transformers_makes_of_it(mode: str) -> N
 
 
 def test_every_image_has_the_same_number_of_rows() -> None:
-    assert PUBLISHED.grid(3, 4000) == (1, 64, 64)
-    assert PUBLISHED.row_grid(3, 4000) == (1, 16, 16)
-    assert PUBLISHED.num_tokens(3, 4000) == PUBLISHED.num_tokens(500, 5) == 256
-    assert PUBLISHED.cost(3, 4000) == 4096 * (4096 + 6 * 1152)
+    plan = PUBLISHED.plan(Part((3, 4000)))
+    assert plan == PUBLISHED.plan(Part((500, 5)))
+    assert (plan.grid, plan.row_grid, plan.num_rows) == ((1, 64, 64), (1, 16, 16), 256)
+    assert plan.cost == 4096 * (4096 + 6 * 1152)
     assert PUBLISHED.wire.patch_dim == 588
-
-
-def test_sizes_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"image_size 60 .* multiple of patch_size · merge_size"):
-        SquareImageProcessor(image_size=60, patch_size=14, merge_size=2)
-    with pytest.raises(ValueError, match="merge_size 0"):
-        SquareImageProcessor(image_size=56, patch_size=14, merge_size=0)
-    with pytest.raises(ValueError, match="0 x 5 pixels"):
-        SMALL.num_tokens(0, 5)
 
 
 def test_fingerprint_changes_with_every_setting() -> None:

@@ -15,17 +15,14 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from data import (
-    ChatTokenizer,
-    ImageProcessor,
-    MediaText,
-    Part,
-    SampleReader,
-    TimedVideoProcessor,
-    VideoProcessor,
-    build_index,
-    mrope_position_ids,
-)
+from data.index.reader import SampleReader
+from data.index.store import build_index
+from data.media.images import ImageProcessor
+from data.media.processor import Part
+from data.media.videos import TimedVideoProcessor, VideoProcessor
+from data.positions import mrope_position_ids
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
 from tests.data.checkpoint_files import hf_processor, write_folder
 from tests.data.conftest import Ask, MakeImage, WriteShard
 from tests.data.video_oracle import video_patches
@@ -201,7 +198,7 @@ def test_token_ids_and_positions_equal_transformers(
         (clip, processors["video" if clip.is_video else "image"].plan(clip.part()))
         for clip in clips
     ]
-    chat = ChatTokenizer(folder, {"image": "<|image_pad|>", "video": family.video_text})
+    chat = ChatTokenizer(folder, {"image": MediaText("<|image_pad|>"), "video": family.video_text})
     counts = [plan.num_rows for _, plan in plans for _ in range(plan.num_items)]
     texts = [plan.text for _, plan in plans]
     prompt = chat.encode_prompt(messages_of(clips), counts, texts)
@@ -305,10 +302,10 @@ def test_videos_and_images_go_through_index_store_and_reader(
     processors = processors_of(family)
     chat = ChatTokenizer(
         write_folder(name, tmp_path / "tokenizer"),
-        {"image": "<|image_pad|>", "video": family.video_text},
+        {"image": MediaText("<|image_pad|>"), "video": family.video_text},
     )
     index = build_index(str(tmp_path / "a.tar"), chat, processors)
-    assert index.skipped == ()
+    assert index.num_skipped == 0
     assert [len(index.files_of_sample(sample)) for sample in (0, 1)] == [1, len(files)]
 
     reader = SampleReader(index, chat, processors)
@@ -367,7 +364,7 @@ def test_a_video_that_cannot_be_is_left_out_by_the_name_of_its_sample(
     write_shard(tmp_path / "a.tar", members)
     processors = {"image": IMAGES, "video": FAMILIES["qwen2_5_vl"].ours}
     index = build_index(str(tmp_path / "a.tar"), two_media_chat, processors)
-    (skipped,) = index.skipped
+    (skipped,) = index.skipped_samples()
     assert skipped.key == "odd"
     assert reason in skipped.reason
 

@@ -15,10 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from data import ChatTokenizer, Processors, SampleReader, build_index
+from data.index.reader import SampleReader
+from data.index.samples import Processors
+from data.index.store import build_index
 from data.media.audio import wav_bytes
 from data.pack import rows
 from data.pack.shards import ShardSize, pack
+from data.text.chat import ChatTokenizer
 from mimo.cli import app
 
 
@@ -87,7 +90,7 @@ def test_packed_rows_are_indexed_and_read_as_they_were(
     packed = pack(str(source), tmp_path / "out")
     assert (packed.samples, packed.files, packed.bad) == (len(counts), sum(counts), 0)
     index = build_index(str(tmp_path / "out" / "*.tar"), chat, processors)
-    assert not index.skipped
+    assert index.num_skipped == 0
     assert [len(index.items_of_sample(n)) for n in range(len(index))] == counts
     assert [index.key(n) for n in range(len(index))] == [f"{n:09d}" for n in range(len(counts))]
     reader = SampleReader(index, chat, processors)
@@ -194,10 +197,7 @@ def test_a_source_that_ends_early_leaves_whole_shards_only(images: Path, tmp_pat
         pack(str(images / "cut.parquet"), tmp_path / "other")
 
 
-def test_rows_of_an_array_are_read_in_pieces_and_one_that_is_too_large_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(rows, "_CHUNK", 7)
+def test_rows_of_an_array_are_those_of_json_and_a_broken_one_is_told(tmp_path: Path):
     documents = [{"né": "]},{" * n} for n in range(30)]
     path = tmp_path / "rows.json"
     for text in (json.dumps(documents, ensure_ascii=False), json.dumps(documents, indent=1)):
@@ -205,16 +205,6 @@ def test_rows_of_an_array_are_read_in_pieces_and_one_that_is_too_large_is_told(
         assert [row.document for row in rows.read_rows(str(path))] == documents
     path.write_text("[]")
     assert list(rows.read_rows(str(path))) == []
-    monkeypatch.setattr(rows, "_MAX_ROW", 50)
-    path.write_text(json.dumps(documents))
-    with pytest.raises(ValueError, match="after element 1[0-9]: .* too large a row"):
-        list(rows.read_rows(str(path)))
-    write_lines(path, *documents[:14])
-    lines = list(rows.read_rows(str(path)))
-    assert [row.number for row in lines] == list(range(1, 15))
-    assert [bool(row.problem) for row in lines] == [
-        len(json.dumps(d)) + 1 > 50 for d in documents[:14]
-    ]
     for text in ('[{"a": 1} {"b": 2}]', "[1", "[", '[{"a": 1},', '[{"a": \xff}]'):
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(ValueError, match=r"rows\.json, after element [01]: "):

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import ChatTokenizer, MessagesError, PlaceholderError, UnknownMediaError
 from data.digits.text import write_tokenizer
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
+from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
 
 
 def user(text: str, num_images: int = 0) -> dict[str, Any]:
@@ -145,7 +147,9 @@ def test_a_placeholder_typed_as_text_is_text_and_no_item(chat: ChatTokenizer):
 
 
 def test_a_template_that_writes_the_placeholder_of_another_media_is_refused(chat: ChatTokenizer):
-    swapped = ChatTokenizer(chat.directory, {"image": "<|video_pad|>", "video": "<|image_pad|>"})
+    swapped = ChatTokenizer(
+        chat.directory, {"image": MediaText("<|video_pad|>"), "video": MediaText("<|image_pad|>")}
+    )
     with pytest.raises(MessagesError, match=r"'k': .* does not write the placeholders .* items"):
         swapped.encode([user("read", 1), assistant("1")], [1], "k")
 
@@ -203,7 +207,7 @@ def test_answers_survive_encoding_and_decoding(chat: ChatTokenizer):
 
 def test_a_tokenizer_without_the_placeholder_is_refused(chat: ChatTokenizer):
     with pytest.raises(ValueError, match=r"no token '<\|picture\|>' for the image placeholder"):
-        ChatTokenizer(chat.directory, {"image": "<|picture|>"})
+        ChatTokenizer(chat.directory, {"image": MediaText("<|picture|>")})
 
 
 def test_a_folder_without_tokenizer_or_template_is_refused(chat: ChatTokenizer, tmp_path: Path):
@@ -247,7 +251,7 @@ def test_the_fingerprint_follows_the_template_and_not_the_folder(
     same = copy_with_template(chat, tmp_path / "same", template)
     other = copy_with_template(chat, tmp_path / "other", template + " ")
     assert same.fingerprint() == chat.fingerprint() != other.fingerprint()
-    more = ChatTokenizer(chat.directory, {**chat.placeholders, "video": "<|video_pad|>"})
+    more = ChatTokenizer(chat.directory, {**chat.media_text, "video": MediaText("<|video_pad|>")})
     assert more.fingerprint() != chat.fingerprint()
 
 
@@ -264,7 +268,7 @@ def test_threads_can_encode_at_the_same_time(chat: ChatTokenizer):
 def test_a_written_tokenizer_has_the_placeholders_it_is_given(tmp_path: Path) -> None:
     placeholders = {"an 'odd' \"media\"": "<image_soft_token>", "video": "<|video_pad|>"}
     write_tokenizer(tmp_path, placeholders)
-    chat = ChatTokenizer(tmp_path, placeholders)
+    chat = ChatTokenizer(tmp_path, {m: MediaText(token) for m, token in placeholders.items()})
     content = [{"type": "video"}, {"type": "an 'odd' \"media\""}, {"type": "text", "text": "3"}]
     sample = chat.encode([{"role": "user", "content": content}, assistant("7")], [1, 3], "k")
     odd, video = chat.placeholder_ids["an 'odd' \"media\""], chat.placeholder_ids["video"]

@@ -11,7 +11,10 @@ import pytest
 from PIL import Image
 from transformers import Qwen2_5_VLProcessor
 
-from data import ChatTokenizer, MediaText, MessagesError
+from data.media.processor import Part
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText, item_text_problem
+from data.text.messages import MessagesError
 from tests.data.checkpoint_files import GEMMA_IMAGE, hf_processor, our_processor, write_folder
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -30,7 +33,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def open_chat(family: str, folder: Path) -> ChatTokenizer:
-    return ChatTokenizer(folder, {"image": GEMMA_IMAGE if family == "gemma3" else "<|image_pad|>"})
+    return ChatTokenizer(
+        folder, {"image": GEMMA_IMAGE if family == "gemma3" else MediaText("<|image_pad|>")}
+    )
 
 
 def image(number: int) -> dict[str, Any]:
@@ -71,7 +76,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 def rows(family: str, messages: list[dict[str, Any]]) -> list[int]:
     processor = our_processor(family)
     parts = [p for m in messages if not isinstance(m["content"], str) for p in m["content"]]
-    return [processor.num_tokens(*p["image"].size) for p in parts if p["type"] == "image"]
+    return [processor.plan(Part(p["image"].size)).num_rows for p in parts if p["type"] == "image"]
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -245,8 +250,7 @@ def test_a_damaged_template_file_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("item_text", ["", "<image>", "{placeholder}{placeholder}"])
 def test_a_text_of_an_item_without_a_single_place_for_its_rows_is_refused(item_text: str):
-    with pytest.raises(ValueError, match=r"item_text needs \{placeholder\} exactly once"):
-        MediaText("<|image_pad|>", item_text=item_text)
+    assert item_text_problem(item_text) == "needs {placeholder} exactly once, where the rows go"
 
 
 def test_the_fingerprint_follows_the_text_of_an_item(folders: dict[str, Path]):

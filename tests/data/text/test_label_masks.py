@@ -15,7 +15,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from data import ChatTokenizer, MessagesError
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
+from data.text.messages import MessagesError
 from tests.data.checkpoint_files import GEMMA_IMAGE, write_folder
 
 # Words that are one token, and yet no special ones: a model writes them.
@@ -103,7 +105,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
             tokenizer.add_tokens(words)
         tokenizer.chat_template = template or tokenizer.chat_template
         tokenizer.save_pretrained(str(folder))
-        image = GEMMA_IMAGE if family == "gemma3" else "<|image_pad|>"
+        image = GEMMA_IMAGE if family == "gemma3" else MediaText("<|image_pad|>")
         opened[name] = ChatTokenizer(folder, {"image": image})
     return opened
 

@@ -306,7 +306,7 @@ def _make_large(folder: Path) -> Path:
 
 
 def test_a_checkpoint_is_read_under_the_names_of_the_key_map(folder: Path) -> None:
-    from mimo.hf.recipe_keys import architecture_of_folder
+    from mimo.hf.recipes import architecture_of_folder
 
     minimal = from_hf.minimal_recipe(folder)
     assert minimal.init_from == str(folder)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mimo.errors import RecipeError
 from mimo.families.registry import encoder_family
 from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import RecipeError
 from tests.mimo.recipe.test_recipe import RECIPE
 
 

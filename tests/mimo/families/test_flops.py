@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import Part
+from data.media.processor import Part
 from mimo.families.flops import Adapters, causal_pairs, flops_per_unit, step_flops
 from mimo.families.lora import is_adapter
 from mimo.families.registry import encoder_families, language_families

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data import Part
+from data.media.processor import Part
 from mimo.families.registry import encoder_families, language_families
 from tests.conftest import RunRanks
 from tests.lone_module import SEED, _context

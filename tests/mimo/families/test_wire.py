@@ -16,11 +16,16 @@ from PIL import Image
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data import ImageProcessor, Part, SquareImageProcessor, TimedVideoProcessor, VideoProcessor
 from data.media.audio import AudioClips, wav_bytes
-from data.media.images import normalisation_table
-from data.media.processor import WireForm
-from data.media.videos import frame_normalisation_table, resize_frames
+from data.media.images import ImageProcessor, normalisation_table
+from data.media.processor import Part, WireForm
+from data.media.square_images import SquareImageProcessor
+from data.media.videos import (
+    TimedVideoProcessor,
+    VideoProcessor,
+    frame_normalisation_table,
+    resize_frames,
+)
 from mimo.families.wire import WirePatches
 
 MEDIA: dict[str, Any] = {

@@ -17,8 +17,7 @@ from mimo.checkpoint.folder import find_checkpoint
 from mimo.convert import to_hf
 from mimo.errors import RecipeError
 from mimo.hf.initial import initial_weights
-from mimo.hf.recipe_keys import architecture_of_folder
-from mimo.hf.recipes import load_recipe
+from mimo.hf.recipes import architecture_of_folder, load_recipe
 from mimo.step.dataset import open_tokenizer
 from tests.conftest import RunRanks
 from tests.mimo import runs

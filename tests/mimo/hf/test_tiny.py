@@ -41,7 +41,7 @@ def question(processor: Any, num_images: int, answered: bool) -> str:
     """The text of a conversation of the digits data."""
     import random
 
-    messages = image_conversation(list(range(num_images)), random.Random(0)).messages
+    messages = image_conversation(list(range(num_images)), random.Random(0))
     return processor.apply_chat_template(
         messages if answered else messages[:1],
         tokenize=False,

@@ -219,7 +219,7 @@ def test_a_scaled_down_copy_has_a_layer_of_every_kind_in_every_stage(
     per_stage = len(found) // stages
     for stage in range(stages):
         assert set(found[stage * per_stage : (stage + 1) * per_stage]) == kinds
-    assert not gemma3.check_grid(small, 2, stages, small.padded_vocab_size(100))
+    assert not list(small.grid_problems(2, stages))
 
 
 PUBLISHED_PATTERN = {"sliding_window": 1024, "sliding_window_pattern": 6}

@@ -20,6 +20,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLCo
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from data.media.processor import Part
 from encoders import qwen_vl
 from mimo.languages import qwen2_5
 from tests import lone_module
@@ -217,7 +218,7 @@ def test_positions_of_packed_samples_are_those_of_transformers(reference: Refere
 
 def test_pixels_and_grids_are_those_of_transformers(reference: Reference) -> None:
     processor = qwen_vl.Settings(**SETTINGS).processor()
-    assert [processor.grid(*size) for size in IMAGES] == [
+    assert [processor.plan(Part(size)).grid for size in IMAGES] == [
         tuple(g) for g in reference.grids.tolist()
     ]
     patches = np.concatenate([processor.patches(image) for image in pictures()])
@@ -258,5 +259,5 @@ def test_published_sizes_are_settings_that_two_and_four_ranks_divide(name: str) 
         full_attention_layers=(7, 15, 23, 31),
     )
     for tp in (2, 4):
-        assert not qwen2_5.check_grid(language, tp, 4, language.padded_vocab_size(151_936))
-        assert not qwen_vl.check_grid(vision, tp, 4)
+        assert not list(language.grid_problems(tp, 4))
+        assert not list(vision.grid_problems(tp, 4))

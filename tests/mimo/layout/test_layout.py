@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
 from mimo.layout.grids import GridSpec, Layout, num_microbatches, run_ahead
 from mimo.layout.levels import Link, minimum_run_ahead
-from mimo.recipe.schema import Recipe, RecipeError
+from mimo.recipe.schema import Recipe
 from tests.mimo.recipe.test_recipe import RECIPE
 
 SIZE = st.integers(1, 4)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
 from mimo.layout.grids import run_ahead
 from mimo.layout.levels import Link, level_places, links_of, minimum_run_ahead
-from mimo.recipe.schema import RecipeError
 from mimo.verify.scale import scale_recipe
 from tests.mimo import tiny
 

@@ -103,7 +103,7 @@ def given_to_transformers(
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}
     seconds = []
     for item in items:
-        media = index.media_of(item)
+        media = index.media[int(index.column("item_media", item))]
         values[media].append(patches[item])
         if index.column("item_number", item) > 0:
             grids[media][-1][0] += 1

@@ -7,17 +7,24 @@ import math
 import numpy as np
 import pytest
 
-from mimo.parity.compare import Line, compare_points
-from mimo.parity.results import LOGITS, PIXELS, TOKENS, OursOnRank, Part, Theirs
-from mimo.verify.compare import IncomparableError
-from mimo.verify.results import RankSteps
+from mimo.parity.compare import (
+    LOGITS,
+    PIXELS,
+    TOKENS,
+    Line,
+    OursOnRank,
+    Part,
+    Theirs,
+    compare_points,
+)
+from mimo.verify.compare import IncomparableError, RankSteps, Reference
 
 TOLERANCE = 1e-5
 HIDDEN = np.linspace(-2, 2, 12).reshape(4, 3)
 
 
 def theirs(**points: np.ndarray) -> Theirs:
-    return Theirs(dict(points), loss=1.0, loss_tokens=1, gradient_norm=1.0)
+    return Theirs(dict(points), Reference([], {}))
 
 
 def part(point: str, rows: list[int], values: np.ndarray, columns: int = 0) -> OursOnRank:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.parity.report import verdict
+from mimo.parity.main import verdict
 from mimo.parity.runner import ParityRunner
 from tests.cases import quick
 

@@ -16,10 +16,8 @@ from mimo.errors import InputError
 from mimo.hf.architectures import ARCHITECTURES
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.parity import runner
-from mimo.parity.compare import TOLERANCE, Parity
-from mimo.parity.main import main
-from mimo.parity.report import verdict
-from mimo.parity.results import INPUTS, LOGITS
+from mimo.parity.compare import INPUTS, LOGITS, TOLERANCE, Parity
+from mimo.parity.main import main, verdict
 from mimo.parity.runner import ParityRunner
 from tests.cases import quick
 

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from mimo.errors import RecipeError, nearest
 from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import Recipe, RecipeError, nearest
+from mimo.recipe.schema import Recipe
 
 RECIPE = """\
 name: tiny

@@ -23,8 +23,16 @@ from mimo.step.dataset import (
     open_dataset,
     open_tokenizer,
 )
-from mimo.step.doctor import Piece, Rendered, examine, histogram, look, pieces
-from mimo.step.doctor_page import main, render
+from mimo.step.doctor import (
+    Piece,
+    Rendered,
+    examine,
+    histogram,
+    look,
+    main,
+    pieces,
+    render,
+)
 from tests.mimo import tiny
 
 LANES = ["language.grid.dp=2", "encoders.vision.grid.dp=2", "train.micro_batch_size=2"]

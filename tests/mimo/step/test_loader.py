@@ -1,8 +1,7 @@
-"""What a rank reads of a step, and the check that rows and placeholders fit."""
+"""What a rank reads of a step."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from mimo.layout.build import build_layout
 from mimo.layout.grids import Coords, Layout
 from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.step.decoding import Decoding
-from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
+from mimo.step.loader import LoadedStep, StepLoader, gather_items
 from mimo.step.plan import StepPlan, StepPlanner
 from tests.mimo import tiny
 
@@ -60,16 +59,3 @@ def test_patches_wait_as_the_bytes_that_are_sent_also_where_there_are_none(path:
             assert found == form
             assert patches.dtype is torch.uint8
             np.testing.assert_array_equal(patches.numpy(), bytes_of_item)
-
-
-def test_rows_that_are_not_as_many_as_placeholders_name_sample_and_both_counts(path: Path) -> None:
-    loaded, plan, dataset, _ = load(path, 1)
-    first = plan.microbatches[0]
-    placeholders = int(first.samples.item_rows[first.samples.item_sample == 0].sum())
-    rows = first.samples.item_rows.copy()
-    rows[0] += 3
-    wrong = replace(first, samples=replace(first.samples, item_rows=rows))
-    plan = replace(plan, microbatches=(wrong, *plan.microbatches[1:]))
-    expected = f"sample0000.*{placeholders} image placeholder tokens.*{placeholders + 3} rows"
-    with pytest.raises(ValueError, match=expected):
-        pack_language(loaded, plan, dataset.readers, 0, 0)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data import ImageProcessor, MediaText, VideoProcessor
+from data.media.images import ImageProcessor
+from data.media.videos import VideoProcessor
+from data.text.item_text import MediaText
 from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
 from mimo.step.dataset import check_media, item_processors, open_tokenizer

@@ -13,7 +13,6 @@ from bridge import (
     BridgePlan,
     LaneSegments,
     ReplicatedSource,
-    SequenceShardedSource,
     Source,
     replicated_destination,
     sharded_destination,
@@ -25,6 +24,7 @@ from mimo.bench.bridge_planning import DrawnIndex
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link
 from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner
+from tests.bridge.layouts import cut_together, lanes_of
 
 INDEX = DrawnIndex(ImageProcessor(), num_samples=90)
 LINKS = (Link("vision"), Link("vision", 1, (1, 2), (0, 0)))
@@ -180,7 +180,7 @@ def sources(case: Case, microbatches: tuple[PlannedMicrobatch, ...]) -> list[Sou
     if not grid.sp:
         return [ReplicatedSource(own, ranks) for own in rows]
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
-    return [s for g in groups for s in SequenceShardedSource.encoded_together(g, ranks)]
+    return [s for g in groups for s in cut_together(g, ranks)]
 
 
 def segments_of(planned: PlannedMicrobatch) -> LaneSegments:
@@ -190,6 +190,6 @@ def segments_of(planned: PlannedMicrobatch) -> LaneSegments:
         for lane in range(len(samples.lane_tokens))
     ]
     if not samples.packed:
-        return LaneSegments.nested(lengths, packed=False)
+        return lanes_of(lengths, packed=False)
     ends = zip(lengths, samples.lane_tokens.tolist(), strict=True)
-    return LaneSegments.nested([[*own, tokens - sum(own)] for own, tokens in ends])
+    return lanes_of([[*own, tokens - sum(own)] for own, tokens in ends])

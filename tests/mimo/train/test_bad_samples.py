@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from data import SkippedSample
+from data.index.samples import SkippedSample
 from mimo.checkpoint.folder import Progress
 from mimo.recipe.schema import Data
 from mimo.step.dataset import Dataset

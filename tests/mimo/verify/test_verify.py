@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mimo.hf.recipes import load_recipe
+from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.layout.build import build_layout
 from mimo.layout.grids import LANGUAGE, GridSpec, num_microbatches
 from mimo.step.dataset import (
@@ -19,16 +20,16 @@ from mimo.step.dataset import (
     token_budget,
 )
 from mimo.step.plan import StepPlan, StepPlanner
-from mimo.verify.cells import Cell, recipe_cells, sweep_cells
-from mimo.verify.minimums import check_minimums
+from mimo.verify.cells import SWEEP, Cell, SweepCell, recipe_cells, sweep_cells, sweep_recipe
 from mimo.verify.scale import ScaledRecipe, reference_recipe, scale_recipe
 from mimo.verify.shrink import place
-from mimo.verify.sweep import SWEEP, SweepCell, sweep_recipe
 from mimo.verify.verifier import Verifier
-from tests.cases import quick_values
+from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
+from tests.mimo.verify.minimums import check_minimums
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 MIXED = ["data.sources=[{path: a.tar, weight: 9.0}, {path: b.tar}]"]
 BY_TOKENS = ["train.micro_batch_size=1", "data.tokens_per_microbatch=4096"]
 
@@ -222,7 +223,6 @@ def scaled_to(
         GridSpec(LANGUAGE, dp=lanes),
         {"vision": GridSpec("vision", dp=encoder_lanes)},
         (),
-        ["vision", LANGUAGE],
     )
     return scale_recipe(load_recipe(RECIPE, overrides), layout, folder, "fp32")
 
@@ -241,6 +241,18 @@ def test_the_data_differ_between_lanes_that_are_packed_by_tokens(folder: Path, l
         for overrides in (BY_TOKENS, [*MIXED, *BY_TOKENS]):
             scaled = scaled_to(folder, lanes, encoder_lanes, overrides)
             check_minimums(scaled.recipe, scaled.layout, plan_first_step(scaled))
+
+
+@pytest.mark.parametrize("name", quick(["quickstart", *FAMILIES], "quickstart"))
+def test_the_data_show_a_difference_on_every_layout_of_the_matrix(folder: Path, name: str) -> None:
+    overrides = []
+    if name in FAMILIES:
+        write_tiny(TinyCheckpoint(name), folder / name)
+        overrides, name = [f"init_from={folder / name}"], f"{name}_tiny"
+    recipe = load_recipe(RECIPE.with_name(f"{name}.yaml"), overrides)
+    for cell in sweep_cells(recipe, max_ranks=8, precision="fp32").cells:
+        scaled = scale_recipe(cell.recipe, cell.layout, folder, "fp32")
+        check_minimums(scaled.recipe, scaled.layout, plan_first_step(scaled))
 
 
 def test_a_recipe_that_packs_by_tokens_is_scaled_to_one_that_does(folder: Path) -> None:

@@ -16,9 +16,8 @@ import pytest
 from encoders.qwen_vl import PROJECTOR
 from mimo.families.lora import is_adapter
 from mimo.hf.recipes import load_recipe
-from mimo.verify.cells import Cell
-from mimo.verify.results import Fault
-from mimo.verify.sweep import SweepCell, sweep_recipe
+from mimo.verify.cells import Cell, SweepCell, sweep_recipe
+from mimo.verify.compare import Fault
 from mimo.verify.verifier import CellResult, Verifier
 from tests.cases import quick
 from tests.conftest import RunRanks

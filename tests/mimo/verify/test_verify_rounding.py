@@ -11,10 +11,9 @@ import pytest
 from rich.console import Console
 
 from mimo.hf.recipes import load_recipe
-from mimo.verify.cells import Cell
+from mimo.verify.cells import Cell, SweepCell, sweep_recipe
+from mimo.verify.compare import Fault
 from mimo.verify.report import print_table, write_json
-from mimo.verify.results import Fault
-from mimo.verify.sweep import SweepCell, sweep_recipe
 from mimo.verify.verifier import CellResult, Verifier
 from tests.conftest import RunRanks
 

@@ -10,10 +10,9 @@ import pytest
 from mimo.hf.recipes import load_recipe
 from mimo.recipe.schema import Train
 from mimo.train.step import learning_rate
-from mimo.verify.cells import recipe_cells
+from mimo.verify.cells import SweepCell, recipe_cells
 from mimo.verify.reference import scheduled_rate
 from mimo.verify.scale import ScaledRecipe, scale_recipe
-from mimo.verify.sweep import SweepCell
 from mimo.verify.verifier import Verifier
 from tests.cases import quick
 from tests.conftest import RunRanks
@@ -39,12 +38,16 @@ def ignore_rate_of_encoder() -> None:
     """An encoder learns at the rate of the language model."""
     from mimo.model import build
 
-    module_of = build._module
+    build.MegatronModule = without_rate(build.MegatronModule)
 
-    def without(recipe: Any, name: str, part: Any, *rest: Any) -> Any:
-        return module_of(recipe, name, part.model_copy(update={"learning_rate": None}), *rest)
 
-    build._module = without
+def without_rate(make: Any) -> Any:
+    """A module of either engine, all of which learn at the language model's rate."""
+
+    def made(*args: Any) -> Any:
+        return make(*args[:5], 0.1, *args[6:])
+
+    return made
 
 
 def step_first_parameter_group_only() -> None:

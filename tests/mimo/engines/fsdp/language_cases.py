@@ -101,7 +101,7 @@ def plain_model(config: Any) -> Any:
 class Lane:
     """A packed lane, or with `batch` that many sequences of one length.
 
-    lengths: of the segments; the last is padding. items: (start, length) in the lane, seen_whole: by
+    lengths: of the segments; the last is padding. items: (start, length) in the lane; seen_whole by
     attention.
     ids (T,), positions (3, T), rows (1 + k, n, H): embeddings and levels. at (m,): tokens with a
     loss, in packed order. labels, factors (m,): the loss is the sum of factors times losses.

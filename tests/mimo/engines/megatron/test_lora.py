@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from encoders.qwen_vl import PROJECTOR
+from mimo.errors import RecipeError
 from mimo.families.lora import is_adapter, merged_weight
 from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import LoRA, RecipeError
-from mimo.verify.results import Reference
+from mimo.recipe.modules import LoRA
+from mimo.verify.compare import Reference
 from tests import language_steps
 from tests.conftest import RunRanks
 from tests.lone_module import noise, tensor_parallel_slice

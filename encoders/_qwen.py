@@ -1,0 +1,211 @@
+"""What the towers of all Qwen-VL models have in common: settings, patches, merger, checkpoints.
+
+Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
+M = merge² patches per row, N = P/M rows, H language hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor, nn
+
+from data.media.images import ImageProcessor
+from data.media.videos import VIDEO
+from encoders._patches import (
+    PackedPatches,
+    PatchRope,
+    PatchSettings,
+    PatchTower,
+    check_processor,
+    patch_counts,
+)
+from mimo.bounds import Patches, Pixels, RotaryBase
+from mimo.engines import megatron as engine
+from mimo.families.flops import Product
+from mimo.families.hf_config import Config, expect, rope_settings
+from mimo.families.hf_preprocessing import Processors, check_agreement, normalisation, pixel_limits
+
+if TYPE_CHECKING:
+    from mimo.engines.megatron import TransformerConfig
+
+ROOT = "model.visual"
+"""How the names of the towers' weights begin in their checkpoints."""
+
+
+class QwenSettings(PatchSettings):
+    """Recipe keys of all Qwen-VL towers. Sizes are numbers of elements or pixels."""
+
+    merge_size: Patches = 2
+    """Patches along each side that become one row."""
+    temporal_patch_size: Patches = 2
+    """Frames that become one patch."""
+    min_pixels: Pixels
+    """Smaller images are enlarged to so many pixels."""
+    max_pixels: Pixels
+    """Larger images are shrunk to so many pixels."""
+    rotary_base: RotaryBase = 10_000.0
+    """Base of rotary positions."""
+
+    def _check_sizes(self) -> None:
+        """Raise ValueError for heads that cannot turn, and pixel limits that nothing can meet."""
+        if self.hidden_size % (4 * self.num_attention_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of 4 · num_attention_heads, "
+                f"{4 * self.num_attention_heads}: rows and columns turn half of each head's "
+                f"channels, in pairs"
+            )
+        for media in ("image", VIDEO):
+            self.processor(media)
+
+    def check_layers(self, key: str, layers: tuple[int, ...]) -> None:
+        """Raise ValueError unless these are ascending numbers of layers. key: the recipe's."""
+        if list(layers) != sorted({*layers} & {*range(self.num_layers)}):
+            raise ValueError(
+                f"{key} {list(layers)} must be ascending layers between 0 and num_layers - 1, "
+                f"which is {self.num_layers - 1}"
+            )
+
+    @property
+    def patch_dim(self) -> int:
+        """C."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merged_size(self) -> int:
+        """Numbers of the hidden states that make a row, M·D."""
+        return self.hidden_size * self.merge_size**2
+
+    def _scaled_sizes(self, tp: int) -> dict[str, Any]:
+        patch_size = min(self.patch_size, 4)
+        row = (patch_size * self.merge_size) ** 2  # pixels
+        return {
+            **super()._scaled_sizes(tp),
+            "patch_size": patch_size,
+            "min_pixels": row,
+            "max_pixels": 16 * row,
+            "video_min_pixels": None,
+            "video_max_pixels": None,
+        }
+
+    def _images(self, tower_width: int) -> ImageProcessor:
+        return ImageProcessor(
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            temporal_patch_size=self.temporal_patch_size,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+            mean=self.image_mean,
+            std=self.image_std,
+            tower_width=tower_width,
+            jpeg_draft=self.jpeg_draft,
+        )
+
+    def merger_products(self, name: str, output_size: int) -> list[Product]:
+        """A `ParallelMLP` that turns a row's patches, side by side, into the row."""
+        merged = self.merged_size
+        return [
+            Product(f"{name}.linear_fc1.weight", "row", (merged, merged)),
+            Product(f"{name}.linear_fc2.weight", "row", (output_size, merged)),
+        ]
+
+    def counts(self, grids: np.ndarray) -> dict[str, float]:
+        """Patches, rows, and pairs of patches of a frame."""
+        return patch_counts(grids, self.merge_size)
+
+
+class QwenTower(PatchTower):
+    """Patches of many images -> rows of the language model's size.
+
+    options: of `PatchTower`.
+    """
+
+    def __init__(
+        self,
+        settings: QwenSettings,
+        config: TransformerConfig,
+        ctx: engine.ModuleContext,
+        output_size: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, ctx, settings.merge_size, settings.patch_dim, **options)
+        self.merged = settings.merged_size
+        # It normalises single patches: that is the final norm of the stack.
+        self.merger = None
+        if ctx.is_last_stage:
+            self.merger = merger(config, ctx, self.merged, output_size)
+        head_size = settings.hidden_size // settings.num_attention_heads
+        self.rope = PatchRope(head_size, settings.rotary_base)
+
+    def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
+        """Frames, the windows that they are cut into, and the patches' rotary positions."""
+        return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
+
+    def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
+        """Hidden states (P', 1, D) -> rows (N', H)."""
+        assert self.merger is not None, "the last stage projects"
+        return self.merger(hidden[0].reshape(-1, self.merged))
+
+
+def merger(
+    config: TransformerConfig, ctx: engine.ModuleContext, merged: int, output_size: int
+) -> nn.Module:
+    """The MLP that turns a row's patches, side by side, into the row: (N, merged) -> (N, H)."""
+    gelu = nn.functional.gelu
+    return engine.ParallelMLP(config, ctx.groups, merged, merged, output_size, gelu)
+
+
+def settings_of_all(
+    config: Config, processors: Processors, videos: Config, video_processor: str
+) -> dict[str, Any]:
+    """The settings that the towers of all Qwen-VL models share. Raises ValueError.
+
+    videos: defaults of the family's video processor, for settings that its file leaves out.
+    video_processor: its class.
+    """
+    vision = config["vision_config"]
+    expect(vision, "vision_config", in_channels=3)
+    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    images = processors.image
+    check_processor(images, Image.Resampling.BICUBIC, "image", "Qwen2VLImageProcessor")
+    sizes = {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+    }
+    tokens = {key: config[key] for key in ("image_token_id", "video_token_id")}
+    check_agreement(processors, **sizes, **tokens)
+    base, _ = rope_settings(vision["rope_parameters"], "vision_config.rope_parameters", "axial")
+    return {
+        "num_layers": vision["depth"],
+        "hidden_size": vision["hidden_size"],
+        "ffn_hidden_size": vision["intermediate_size"],
+        "num_attention_heads": vision["num_heads"],
+        **sizes,
+        "rotary_base": base,
+        "init_std": vision["initializer_range"],
+        **pixel_limits(images),
+        **_video_limits(processors, videos, video_processor, sizes),
+        **normalisation(images),
+    }
+
+
+def _video_limits(
+    processors: Processors, defaults: Config, kind: str, sizes: Config
+) -> dict[str, int]:
+    """Pixel limits of videos; none if they equal those of images or no file gives any."""
+    if not processors.video:
+        return {}
+    where = "the video processor's configuration"
+    given = {key: value for key, value in processors.video.items() if value is not None}
+    videos = {**defaults, **given}
+    check_processor(videos, Image.Resampling.BICUBIC, "video", kind)
+    expect(videos, where, cap_pixels_per_frame=False, **sizes)
+    if processors.image:
+        # Frames are cut and normalised as images are.
+        expect(normalisation(videos), where, **normalisation(processors.image))
+    if processors.share_a_file and pixel_limits(videos) == pixel_limits(processors.image):
+        return {}  # a recipe that changes one then changes both, as in that file
+    return pixel_limits(videos, prefix="video_")

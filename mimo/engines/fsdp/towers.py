@@ -1,0 +1,338 @@
+"""Towers of transformers with their projectors: packed items to rows.
+
+What depends on the items' grids alone is worked out on the host, ahead of the forward, and handed
+to transformers, which takes it instead of asking the device for it.
+
+Letters: I items, P patches of all items, C numbers of each, N rows, L levels, H hidden size of the
+language model, T tokens, N' heads, D head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from mimo.device import send
+from mimo.engines.fsdp.context import FsdpContext
+from mimo.engines.fsdp.meta import Call, on_meta, restore_buffers
+from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
+from mimo.engines.megatron.layers.attention_plan import LayerForm
+from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
+from mimo.engines.megatron.segments import PackedSegments, brought
+
+# transformers asks whether "flash" is in the name: then it attends over all segments in one call.
+_PACKED = "mimo_flash_segments"
+MakeRows = Callable[[Tensor, tuple[int, ...]], Any]
+
+
+class _Packings:
+    """The ways in which a forward packs its tokens, found again by the bounds of segments.
+
+    No dataclass: FSDP2 copies those in what a layer is called with, without the plans in them.
+    """
+
+    def __init__(self, packed: tuple[PackedSegments, ...], recompute: bool) -> None:
+        self.packed, self.recompute = packed, recompute
+
+    def of(self, bounds: Tensor) -> PackedSegments:
+        """The packing with these bounds."""
+        return next(one for one in self.packed if one.cu_seqlens_q is bounds)
+
+
+def _form(head_size: int, dtype: torch.dtype) -> LayerForm:
+    machine = this_machine()
+    # Its attention is a module of its own, not a kernel.
+    others = replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
+    choice = choose_kernel(AttentionCase(head_size, causal=False), dtype, others)
+    return LayerForm(choice.kernel, causal=False)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    packings: _Packings,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query, key, value (1, N', T, D) -> (1, T, N', D); registered under `_PACKED`."""
+    form = _form(query.shape[-1], query.dtype)
+    plan = packings.of(cu_seq_lens_q).plan(form)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packings.recompute:
+        return checkpoint(form.attend, q, k, v, plan, scaling, use_reentrant=False)[None], None
+    return form.attend(q, k, v, plan, scaling)[None], None
+
+
+AttentionInterface.register(_PACKED, _attend)
+
+
+@dataclass(frozen=True)
+class PreparedItems:
+    """What a forward needs beside patches. sizes: rows that each item should become.
+
+    packed: the segments, and the windows if some layers attend inside those. options: of the
+    tower's forward.
+    """
+
+    sizes: tuple[int, ...]
+    grids: Tensor
+    packed: tuple[PackedSegments, ...]
+    options: dict[str, Any]
+
+
+class Tower(nn.Module):
+    """A tower and its projector as they are in a model of transformers, on meta at first.
+
+    make_rows: makes what `forward` returns of the rows (N, (1 + L)·H) and the rows of each item.
+    units, hf_names, sums_over_tp: as of `mimo.engines.fsdp.language.LanguageModel`.
+    """
+
+    parts: tuple[str, ...]
+    """Its modules in the whole model."""
+    packs = True
+    """Whether its attention is packed, by a kernel of ours."""
+
+    def __init__(self, config: PretrainedConfig, ctx: FsdpContext, make_rows: MakeRows) -> None:
+        super().__init__()
+        whole = on_meta(config, "sdpa", ctx.dtype)
+        names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        for part in self.parts:
+            module = whole.get_submodule(part)
+            restore_buffers(module)
+            self.add_module(part.rpartition(".")[2], module)
+            if self.packs and ctx.mesh is not None:
+                # By name alone: transformers would look for a package of that name.
+                module.config._attn_implementation = _PACKED
+        own = dict(self.named_parameters())
+        self.hf_names = {name: names[id(parameter)] for name, parameter in own.items()}
+        self.sums_over_tp: frozenset[str] = frozenset()
+        self.config, self.ctx, self.make_rows = config, ctx, make_rows
+        self.units: list[nn.Module] = list(self._layers())
+        if ctx.recompute == "full":
+            for module in self.children():
+                if isinstance(module, PreTrainedModel):
+                    module.activation_checkpointing_enable({"use_reentrant": False})
+
+    def materialize(self, device: torch.device) -> None:
+        """Memory for the weights, whose values are undefined, and the buffers on ``device``."""
+        self._apply(
+            lambda own: torch.empty_like(own, device=device) if own.is_meta else own.to(device)
+        )
+
+    def values(self, patches: Any) -> Tensor:
+        """`mimo.families.wire.WirePatches`, or their values -> (P, C) as the tower computes."""
+        return (
+            patches.to(self.ctx.dtype)
+            if isinstance(patches, Tensor)
+            else patches.values(self.ctx.dtype)
+        )
+
+    def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
+        """All host work for items with these grids (I, 3) int64; for any thread.
+
+        copy: brings a host tensor to the device. Without items it prepares a blank one, so that
+        this rank takes part in all that its others do.
+        """
+        sizes = tuple(self._sizes(grids))
+        blank = torch.tensor([self._blank_grid()])
+        packed, options = self._pack(grids if len(grids) else blank)
+        made = PreparedItems(sizes, grids if len(grids) else blank, packed, options)
+        for one in packed:
+            one.prepare((self._layer_form(),))
+        return brought(made, copy)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `encode`, with what FSDP2 does before and after."""
+        return super().__call__(Call(args, kwargs))
+
+    def forward(self, call: Call) -> Any:
+        """For `torch.nn.Module`; see `encode`."""
+        return self.encode(*call.args, **call.kwargs)
+
+    def encode(self, patches: Any, items: Any) -> Any:
+        """patches: see `values`. items: as prepared, or their grids (I, 3).
+
+        Returns what `make_rows` makes; without items of 0 rows that are part of the graph.
+        """
+        if isinstance(items, Tensor):
+            items = self.prepare(items, partial(send, device=next(self.parameters()).device))
+        assert isinstance(items, PreparedItems)
+        if items.sizes:
+            values = self.values(patches)
+        else:
+            device = next(self.parameters()).device
+            count = int(items.grids.prod())
+            values = torch.zeros(count, self._patch_size(), dtype=self.ctx.dtype, device=device)
+        rows = self._rows(values, items)
+        if not items.sizes:
+            return self.make_rows(rows[:0], ())
+        # Rows carry no names: items take theirs in turn, and what is too much is the last one's.
+        ends = [min(end, len(rows)) for end in itertools.accumulate(items.sizes)]
+        ends[-1] = len(rows)
+        starts = [0, *ends[:-1]]
+        counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return self.make_rows(rows, counts)
+
+    # ---- what differs between towers
+
+    def _layers(self) -> nn.ModuleList:
+        raise NotImplementedError
+
+    def _layer_form(self) -> LayerForm:
+        raise NotImplementedError
+
+    def _blank_grid(self) -> tuple[int, int, int]:
+        """Of the smallest item."""
+        raise NotImplementedError
+
+    def _patch_size(self) -> int:
+        """C."""
+        raise NotImplementedError
+
+    def _sizes(self, grids: Tensor) -> list[int]:
+        """Rows of each item."""
+        raise NotImplementedError
+
+    def _pack(self, grids: Tensor) -> tuple[tuple[PackedSegments, ...], dict[str, Any]]:
+        """The segments of the blocks, and options of transformers' forward; host tensors."""
+        raise NotImplementedError
+
+    def _rows(self, values: Tensor, items: PreparedItems) -> Tensor:
+        """values (P, C) -> (N, (1 + L)·H)."""
+        raise NotImplementedError
+
+
+class QwenTower(Tower):
+    """Of Qwen2.5-VL and Qwen3-VL: items of any size, packed; frames are segments."""
+
+    parts = ("model.visual",)
+    visual: Any
+
+    def _layers(self) -> nn.ModuleList:
+        return self.visual.blocks
+
+    def _layer_form(self) -> LayerForm:
+        vision = self.config.vision_config
+        return _form(vision.hidden_size // vision.num_heads, self.ctx.dtype)
+
+    def _blank_grid(self) -> tuple[int, int, int]:
+        side = self.visual.spatial_merge_size
+        return 1, side, side
+
+    def _patch_size(self) -> int:
+        vision = self.config.vision_config
+        return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
+    def _sizes(self, grids: Tensor) -> list[int]:
+        return (grids.prod(1) // self.visual.spatial_merge_unit).tolist()
+
+    def _pack(self, grids: Tensor) -> tuple[tuple[PackedSegments, ...], dict[str, Any]]:
+        vision, merge = self.config.vision_config, self.visual.spatial_merge_size
+        options: dict[str, Any] = {"position_ids": get_vision_position_ids(grids, merge)}
+        packed = [_segments(get_vision_cu_seqlens(grids))]
+        options |= {"max_seqlen": packed[0].max_seqlen_q, "cu_seqlens": packed[0].cu_seqlens_q}
+        if vision.model_type.startswith("qwen2_5"):
+            index, bounds = get_vision_window_index(
+                grids, merge, self.visual.window_size, self.visual.patch_size
+            )
+            packed.append(_segments(bounds))
+            options |= {
+                "window_index": index,
+                "cu_window_seqlens": packed[1].cu_seqlens_q,
+                "max_window_seqlen": packed[1].max_seqlen_q,
+            }
+        else:
+            indices, weights = get_vision_interpolation_indices_and_weights(
+                grids,
+                num_grid_per_side=self.visual.num_grid_per_side,
+                mode=self.visual.interpolation_mode,
+                align_corners=self.visual.interpolation_align_corners,
+                spatial_merge_size=merge,
+            )
+            options |= {"interp_indices": indices, "interp_weights": weights}
+        return tuple(packed), options
+
+    def _rows(self, values: Tensor, items: PreparedItems) -> Tensor:
+        options = dict(items.options)
+        if self.ctx.mesh is not None:
+            options["packings"] = _Packings(items.packed, self.ctx.recompute == "selective")
+        made = self.visual(values, grid_thw=items.grids, **options)
+        levels = made.get("deepstack_features") or ()
+        return torch.cat((made.pooler_output, *levels), dim=-1)
+
+
+def _segments(bounds: Tensor) -> PackedSegments:
+    """From the bounds of segments (n + 1,), some perhaps empty; host tensors."""
+    return PackedSegments.from_lengths(bounds.diff().tolist(), torch.device("cpu"))
+
+
+class GemmaTower(Tower):
+    """Of Gemma-3: square images of one size, a batch."""
+
+    parts = ("model.vision_tower", "model.multi_modal_projector")
+    packs = False
+    vision_tower: Any
+    multi_modal_projector: Any
+
+    @property
+    def _sides(self) -> tuple[int, int, int]:
+        """Patches along a side of an image and of a pooled block, and pixels along a patch."""
+        projector = self.multi_modal_projector
+        patch = self.config.vision_config.patch_size
+        return projector.patches_per_image, projector.kernel_size, patch
+
+    def _layers(self) -> nn.ModuleList:
+        return self.vision_tower.encoder.layers
+
+    def _layer_form(self) -> LayerForm:
+        raise AssertionError("images of one size are not packed")
+
+    def _blank_grid(self) -> tuple[int, int, int]:
+        side = self._sides[0]
+        return 1, side, side
+
+    def _patch_size(self) -> int:
+        return 3 * self._sides[2] ** 2
+
+    def _sizes(self, grids: Tensor) -> list[int]:
+        return [self.multi_modal_projector.tokens_per_side**2] * len(grids)
+
+    def _pack(self, grids: Tensor) -> tuple[tuple[PackedSegments, ...], dict[str, Any]]:
+        return (), {}
+
+    def _rows(self, values: Tensor, items: PreparedItems) -> Tensor:
+        side, block, patch = self._sides
+        # Patches of a pooled block follow each other; transformers takes whole images.
+        blocks = values.view(-1, side // block, side // block, block, block, 3, patch, patch)
+        images = blocks.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(
+            len(items.grids), 3, *[side * patch] * 2
+        )
+        hidden = self.vision_tower(pixel_values=images).last_hidden_state
+        return self.multi_modal_projector(hidden).flatten(0, 1)
+
+
+TOWERS: dict[str, type[Tower]] = {
+    "qwen2_5_vl": QwenTower,
+    "qwen3_vl": QwenTower,
+    "gemma3": GemmaTower,
+}
+"""By `model_type` of the whole model."""

@@ -1,0 +1,107 @@
+"""A module of a recipe as `engine: fsdp` runs it: the module of transformers in a folder.
+
+Its tensors have the names of the checkpoint format, by the family's key map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bridge import ItemRows
+from mimo.device import local_device
+from mimo.engines.fsdp.context import Adapters, FsdpContext
+from mimo.engines.fsdp.language import LanguageModel
+from mimo.engines.fsdp.load import load, materialise
+from mimo.engines.fsdp.module import FsdpModule
+from mimo.engines.fsdp.pieces import Names, Rows
+from mimo.engines.fsdp.sharding import shard
+from mimo.engines.fsdp.towers import TOWERS
+from mimo.errors import RecipeError
+from mimo.families.dtypes import DTYPES
+from mimo.families.keymap import Weight, num_elements
+from mimo.families.registry import language_settings
+from mimo.hf.initial import InitialWeights
+from mimo.hf.recipes import architecture_of_folder
+from mimo.hf.transformers_config import transformers_config
+from mimo.layout.groups import Topology
+from mimo.model.flops import learning_names
+from mimo.recipe.schema import LANGUAGE, Recipe, key_of
+
+_OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+
+
+def fsdp_module(
+    recipe: Recipe,
+    topology: Topology,
+    name: str,
+    settings: Any,
+    num_tokens: int,
+    initial: InitialWeights | None,
+    filled: set[str],
+) -> FsdpModule:
+    """This rank's part of a module, with weights and optimizer; no collective.
+
+    settings: of the optimizer. num_tokens: of the language model. filled: parameters that the
+    caller is about to fill; all others come from ``initial``.
+    Without a mesh, on a lone rank, it is the plain module of transformers.
+    Raises RecipeError for a module that is not in the folder or cannot run so.
+    """
+    assert recipe.init_from is not None, "checked with the layout"
+    part, train = recipe.module(name), recipe.train
+    lora = part.lora and Adapters(part.lora.rank, part.lora.scale, frozenset(part.lora.targets))
+    ctx = FsdpContext(
+        mesh=topology.meshes.get(name),
+        dtype=DTYPES[train.precision],
+        sequence_parallel=part.grid.sp,
+        scatter_embedding=recipe.bridge.delivery == "sharded",
+        recompute=part.recompute,
+        reshard_after_forward=part.reshard_after_forward,
+        adapters=lora,
+    )
+    config = transformers_config(recipe)
+    try:
+        if name == LANGUAGE:
+            wrapper: Any = LanguageModel(config, ctx)
+            forms = wrapper.attention_forms()
+        else:
+            wrapper, forms = TOWERS[config.model_type](config, ctx, ItemRows), frozenset()
+    except ValueError as error:
+        raise RecipeError(recipe.problem((*key_of(name), "engine"), str(error))) from error
+    weights = architecture_of_folder(Path(recipe.init_from)).weights_of(recipe)[name]
+    names = _names(recipe, name, weights, num_tokens)
+    _freeze(recipe, name, wrapper, names)
+    shard(wrapper, ctx)
+    if initial is None or filled >= {weight.name for weight in weights}:
+        materialise(wrapper, local_device())
+    else:
+        load(wrapper, ctx, local_device(), initial.checkpoint.part)
+    rate = part.learning_rate or train.learning_rate
+    return FsdpModule(name, topology.modules[name], wrapper, ctx, names, settings, rate, 0, forms)
+
+
+def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int) -> Names:
+    """By the key map, and with the rows that pad the vocabulary."""
+    tensors = []
+    for weight in weights:
+        rows = weight.num_rows
+        columns = num_elements([weight]) // rows
+        if (
+            name == LANGUAGE and "word_embeddings" in weight.name
+        ) or weight.name == "output_layer.weight":
+            rows = language_settings(recipe).padded_vocab_size(num_tokens)
+        runs = [Rows(r.source.key, r.start, r.count, r.source.transposed) for r in weight.runs]
+        shape = (rows,) if len(weight.sources[0].shape) == 1 else (rows, columns)
+        tensors.append((weight.name, shape, runs))
+    return Names.of(tensors)
+
+
+def _freeze(recipe: Recipe, name: str, wrapper: nn.Module, names: Names) -> None:
+    learns = learning_names(recipe, name)
+    for own, param in wrapper.named_parameters():
+        found = {learns(ours) for ours in names.users(wrapper.hf_names[own])}  # type: ignore[operator, index]
+        assert len(found) == 1, f"only a part of {own} learns"
+        param.requires_grad_(found.pop())

@@ -1,0 +1,50 @@
+"""What all benchmarks share: turns, ratios, and processes of their own."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from mimo.bench.contest import Apart, Contest, Run, apart, take_turns
+
+
+def test_everyone_runs_once_a_round_and_nobody_is_always_first() -> None:
+    order = []
+    runs = take_turns(
+        {name: lambda name=name: order.append(name) or Run(1.0) for name in "abcde"}, rounds=5
+    )
+    rounds = [order[at : at + 5] for at in range(0, 25, 5)]
+    assert all(sorted(one) == [*"abcde"] for one in rounds)
+    assert {one[0] for one in rounds} == {*"abcde"}
+    assert all(len(own) == 5 for own in runs.values())
+
+
+def test_the_ratio_is_the_median_of_pairs_not_the_ratio_of_medians() -> None:
+    runs = {"ours": (10.0, 20.0, 10.0), "theirs": (60.0, 100.0, 40.0)}
+    contest = Contest("", {name: [Run(one) for one in own] for name, own in runs.items()})
+    assert contest.ratios("theirs") == [6.0, 5.0, 4.0]
+    assert contest.ratio("theirs") == 5.0
+
+
+def test_a_process_keeps_its_state_and_its_memory_is_watched() -> None:
+    def make():
+        kept = []
+
+        def grow(num_bytes: int) -> Run:
+            kept.append(np.ones(num_bytes, np.uint8))
+            time.sleep(1)
+            return Run(1.0, found=len(kept))
+
+        return grow
+
+    with Apart(make) as process:
+        small, large = process(1), process(200 << 20)
+    assert (small.found, large.found) == (1, 2)
+    assert large.peak_bytes - small.peak_bytes > 100 << 20
+
+
+def test_a_failure_in_a_process_of_the_benchmark_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="a process of the benchmark failed"):
+        apart(lambda: 1 // 0)
