@@ -260,6 +260,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     plain: without a mesh. What was read is ``whole.asked``.
     """
     from mimo.engines.fsdp.load import load
+    from mimo.engines.fsdp.meta import restore_buffers
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.pieces import Names
     from mimo.engines.fsdp.sharding import shard
@@ -268,6 +269,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     drawn = seed_weights(plain_model(job))
     with torch.device("meta"):
         model = plain_model(job)
+    restore_buffers(model.model)
     wrapper = Wrapper(model, ctx.tp)
     for name, param in wrapper.named_parameters():
         param.requires_grad_(not name.endswith(job.frozen or ("-",)))

@@ -8,7 +8,7 @@ all others; a vector has one column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -22,16 +22,13 @@ Reader = Callable[[str, slice, slice], Tensor]
 matrix these columns of them, in any dtype. Of anything but a matrix all columns are asked for, as
 ``slice(None)``, and come in any shape. It is asked once for each parameter, adapters included."""
 
-_FILLED = "_is_hf_initialized"
-"""The attribute by which transformers knows what it need not draw."""
-
 
 @torch.no_grad()
 def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Reader) -> None:
     """Give a `Wrapper` that was built on meta, cut and sharded its memory and its weights.
 
-    Buffers get what transformers' models compute for them; weights come from ``reader``, in the
-    order of `named_parameters`. No collective; every rank reads for itself.
+    They come from ``reader``, in the order of `named_parameters`. No collective; every rank reads
+    for itself.
     Raises ValueError for a tensor of another shape than asked for.
     """
     materialise(module, device)
@@ -49,23 +46,19 @@ def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Read
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Move to the device; what is on meta gets memory there: weights blank, buffers computed.
+    """Memory on the device for weights that are on meta, with anything in it; the rest moves there.
 
-    Buffers are computed by the transformers models in the module, each for its own.
-    Raises AssertionError for a buffer that none of them computes.
+    Tied weights stay tied. Buffers have their values already.
     """
     places = _places(module)
-    blank = [
-        part for part in module.modules() if any(b.is_meta for b in part.buffers(recurse=False))
-    ]
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    assert not lost, f"nobody knows what {lost[0]} is; see `restore_buffers`"
     module._apply(
         lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device, copy=False)
     )
     for (first, own_name), *others in places.values():
         for part, name in others:  # tied ones have been parted
             setattr(part, name, getattr(first, own_name))
-    if blank:
-        _compute_buffers(module, blank)
 
 
 def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -76,25 +69,3 @@ def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
             if param is not None:
                 places.setdefault(id(param), []).append((part, name))
     return places
-
-
-def _compute_buffers(module: nn.Module, blank: Sequence[nn.Module]) -> None:
-    """Let the models of transformers in a module compute the buffers of these of their parts."""
-    from transformers import PreTrainedModel  # late: it takes seconds to import
-
-    buffers = [buffer for part in blank for buffer in part.buffers(recurse=False)]
-    for buffer in buffers:
-        buffer.fill_(torch.nan if buffer.is_floating_point() else -1)
-    weights = list(module.parameters())
-    for weight in weights:
-        setattr(weight, _FILLED, True)
-    for model in module.modules():  # the innermost model of a part comes last
-        if isinstance(model, PreTrainedModel):
-            for part in {*model.modules()} & {*blank}:
-                model._init_weights(part)
-    for weight in weights:
-        delattr(weight, _FILLED)
-    for part in blank:
-        for name, own in part.named_buffers(recurse=False):
-            left = own.isnan() if own.is_floating_point() else own < 0
-            assert not left.any(), f"nobody computes {name} of {type(part).__name__}"
