@@ -38,7 +38,10 @@ OPTIMIZER: Any = _Optimizer()
 
 @dataclass(frozen=True)
 class Job:
-    """A mesh and what is trained on it. plant: a mistake that a test wants found."""
+    """A mesh and what is trained on it.
+
+    frozen: parts of names. plant: a mistake that a test wants found.
+    """
 
     replicate: int = 1
     shard: int = 1
@@ -205,7 +208,7 @@ def reference(job: Job) -> Outcome:
     drawn = seed_weights(model)
     for name, param in model.named_parameters():
         param.data.copy_(drawn[name])
-        param.requires_grad_(not name.endswith(job.frozen or ("-",)))
+        param.requires_grad_(not any(part in name for part in job.frozen))
     params = [p for p in model.parameters() if p.requires_grad]
     settings = OPTIMIZER
     optimizer = torch.optim.AdamW(
@@ -272,7 +275,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     restore_buffers(model.model)
     wrapper = Wrapper(model, ctx.tp)
     for name, param in wrapper.named_parameters():
-        param.requires_grad_(not name.endswith(job.frozen or ("-",)))
+        param.requires_grad_(not any(part in name for part in job.frozen))
     shard(wrapper, ctx)
     wrapper.asked = Asked(drawn)
     load(wrapper, ctx, torch.device("cpu"), wrapper.asked)
