@@ -63,8 +63,7 @@ class Topology:
     """This rank's view: its modules' groups and the bridges that it takes part in.
 
     modules: by name, the groups of each module of which this rank owns a part.
-    meshes: of those whose engine is fsdp, the same ranks as (dp_replicate, dp_shard, tp); none in a
-        world of one rank, whose modules are transformers' plain ones.
+    meshes: of those whose engine is fsdp, the same ranks as (dp_replicate, dp_shard, tp).
     bridges: those with this rank at one end; for each encoder, in the order of their stages.
     groups: all groups with this rank, in the order in which they were made.
     """
@@ -209,7 +208,7 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
         if groups is not None:
             topology.modules[name] = groups
             _connect_module(layout, spec, groups)
-        if spec.engine == "fsdp" and layout.world_size > 1:
+        if spec.engine == "fsdp":
             assert dist.group.WORLD is not None
             sizes = (spec.dp_replicate, spec.dp // spec.dp_replicate, spec.tp)
             mesh = _mesh(dist.group.WORLD, spec.rank_offset, sizes, timeout)
