@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mimo.engines.fsdp.plans import model_problems, tp_problems
 from mimo.errors import InputError, RecipeError
 from mimo.hf.architectures import Architecture
 from mimo.hf.export_config import differences
@@ -57,6 +56,8 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _language_problems(recipe: Recipe, config: Any, tp: int) -> Iterator[str]:
+    from mimo.engines.fsdp.plans import model_problems, tp_problems  # late: it takes seconds
+
     for message in tp_problems(config, tp):
         yield recipe.problem((LANGUAGE, "grid", "tp"), message)
     for message in model_problems(config):
@@ -83,7 +84,7 @@ def _tower_problems(
             f"got {tp}, but engine: fsdp has no table to cut towers by; raise dp, whose ranks "
             f"share weights too, or set engine: megatron",
         )
-    from mimo.engines.fsdp.towers import TOWERS  # late: transformers takes seconds to import
+    from mimo.engines.fsdp.towers import TOWERS  # late, too
 
     if encoder.recompute == "selective" and not TOWERS[architecture.model_type].packs:
         yield recipe.problem(

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
+from mimo.engines.fsdp.attention import KINDS, kinds
+
 _SEQUENCE = 1  # dimension
 
 
@@ -90,6 +92,11 @@ def model_problems(config: Any) -> Iterator[str]:
         value = getattr(text, key, None)
         if value and not (key.startswith("logit") and value == 1):
             yield f"the model has {what} ({key} = {value}), which no kernel computes"
+    if others := sorted(set(kinds(text)) - set(KINDS)):
+        yield (
+            f"the model has layers of {', '.join(others)}, which do not keep packed segments "
+            f"apart; only those of {' and '.join(KINDS)} do"
+        )
 
 
 def structure_problems(whole: Any) -> Iterator[str]:
