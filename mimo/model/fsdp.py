@@ -58,6 +58,11 @@ def fsdp_module(
     assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train
     weights = architecture_of_folder(Path(recipe.init_from)).weights_of(recipe)[name]
+    groups = tuple(
+        tuple(source.key.removesuffix(".weight") for source in weight.sources)
+        for weight in weights
+        if _adapts(part.lora, weight)
+    )
     ctx = FsdpContext(
         mesh=topology.meshes.get(name),
         dtype=DTYPES[train.precision],
@@ -65,8 +70,7 @@ def fsdp_module(
         scatter_embedding=recipe.bridge.delivery == "sharded",
         recompute=part.recompute,
         reshard_after_forward=part.reshard_after_forward,
-        adapters=part.lora
-        and Adapters(part.lora.rank, part.lora.scale, _adapted(part.lora, weights)),
+        adapters=part.lora and Adapters(part.lora.rank, part.lora.scale, groups),
     )
     config = transformers_config(recipe)
     try:
@@ -86,30 +90,25 @@ def fsdp_module(
     return FsdpModule(name, topology.modules[name], wrapper, ctx, names, settings, rate, 0, forms)
 
 
-def _adapted(lora: LoRA, weights: Iterable[Weight]) -> tuple[tuple[str, ...], ...]:
-    """The linears of transformers that each adapted one of the checkpoint format consists of."""
-    endings = tuple(f"linear_{target}.weight" for target in lora.targets)
-    return tuple(
-        tuple(source.key.removesuffix(".weight") for source in weight.sources)
-        for weight in weights
-        if ".layers." in weight.name and weight.name.endswith(endings)
-    )
+def _adapts(lora: LoRA | None, weight: Weight) -> bool:
+    endings = tuple(f"linear_{target}.weight" for target in lora.targets) if lora else ()
+    return ".layers." in weight.name and weight.name.endswith(endings)
 
 
 def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int) -> Names:
     """By the key map, and with the rows that pad the vocabulary; adapters beside their linears."""
     tensors, lora = [], recipe.module(name).lora
-    adapted = set[str]() if lora is None else {key for g in _adapted(lora, weights) for key in g}
     for weight in weights:
         rows = weight.num_rows
         columns = num_elements([weight]) // rows
-        if lora is not None and weight.sources[0].key.removesuffix(".weight") in adapted:
-            (ours_a, ours_b), (own_a, own_b) = adapter_names(weight.name), _shapes(weight, lora)
-            first, _ = adapter_names(weight.sources[0].key)
-            outputs = [
-                Rows(adapter_names(run.source.key)[1], run.start, run.count) for run in weight.runs
-            ]
-            tensors += [(ours_a, own_a, [Rows(first, 0, lora.rank)]), (ours_b, own_b, outputs)]
+        if lora is not None and _adapts(lora, weight):
+            (lora_a, lora_b), (shared, _) = map(
+                adapter_names, (weight.name, weight.runs[0].source.key)
+            )
+            shape_a, shape_b = map(tuple, adapter_shapes((rows, columns), lora.rank))
+            outputs = [(adapter_names(r.source.key)[1], r.start, r.count) for r in weight.runs]
+            tensors.append((lora_a, shape_a, [Rows(shared, 0, lora.rank)]))
+            tensors.append((lora_b, shape_b, [Rows(*run) for run in outputs]))
         if (
             name == LANGUAGE and "word_embeddings" in weight.name
         ) or weight.name == "output_layer.weight":
@@ -118,12 +117,6 @@ def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int
         shape = (rows,) if len(weight.sources[0].shape) == 1 else (rows, columns)
         tensors.append((weight.name, shape, runs))
     return Names.of(tensors)
-
-
-def _shapes(weight: Weight, lora: LoRA) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows = weight.num_rows
-    lora_a, lora_b = adapter_shapes((rows, num_elements([weight]) // rows), lora.rank)
-    return tuple(lora_a), tuple(lora_b)
 
 
 def _reader(

@@ -46,6 +46,7 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             yield from _language_problems(recipe, config, layout.language.tp)
         else:
             yield from _tower_problems(recipe, name, architecture, layout.encoders[name].tp)
+        yield from _adapter_problems(recipe, name, architecture)
     for one in differences(recipe, architecture, folder):
         if one.module in own and not one.is_of_images:
             yield recipe.problem(
@@ -64,6 +65,17 @@ def _language_problems(recipe: Recipe, config: Any, tp: int) -> Iterator[str]:
         yield recipe.problem(
             (LANGUAGE, "engine"), f"got fsdp, but {message}; give another model in init_from"
         )
+
+
+def _adapter_problems(recipe: Recipe, name: str, architecture: Architecture) -> Iterator[str]:
+    lora, weights = recipe.module(name).lora, architecture.weights_of(recipe).get(name, ())
+    for target in lora.targets if lora else ():
+        if not any(weight.name.endswith(f".linear_{target}.weight") for weight in weights):
+            yield recipe.problem(
+                (*key_of(name), "lora"),
+                f"got {target} among its targets, but the linears of a {architecture.model_type} "
+                f"are not known by these names; remove lora",
+            )
 
 
 def _tower_problems(

@@ -118,6 +118,7 @@ def test_models_without_a_table_or_a_kernel_are_refused() -> None:
     assert any("soft cap on attention" in one for one in problems(capped, 1))
 
 
+FEW = {"num_attention_heads": 4, "num_key_value_heads": 4}
 TEXT = """
 name: text
 init_from: {folder}
@@ -137,6 +138,7 @@ train: {{steps: 1, global_batch_size: 1, run_dir: "{folder}/runs"}}
         ({"model_type": "granite", "logits_scaling": 8.0}, "language.engine", "a scale of logits"),
         ({"model_type": "llama"}, "language.engine", "set it to fsdp"),
         ({"model_type": "mistral", "num_attention_heads": 8}, "language.grid.tp", "no table"),
+        ({"model_type": "olmo2", **FEW}, "language.lora", "got qkv among its targets"),
     ],
 )
 def test_a_causal_model_that_cannot_run_is_refused_by_name(
@@ -145,7 +147,11 @@ def test_a_causal_model_that_cannot_run_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     path = tmp_path / "recipe.yaml"
     path.write_text(TEXT.format(folder=tmp_path))
-    overrides = {"llama": ["language.engine=megatron"], "mistral": ["language.grid.tp=2"]}
+    overrides = {
+        "llama": ["language.engine=megatron"],
+        "mistral": ["language.grid.tp=2"],
+        "olmo2": ["language.lora={rank: 2}"],
+    }
     done = CliRunner().invoke(app, ["check", str(path), *overrides.get(config["model_type"], [])])
     text = " ".join(done.output.split())
     assert done.exit_code == 2, text

@@ -16,6 +16,7 @@ from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.convert import to_hf
+from mimo.convert.adapter import convert as write_adapter
 from mimo.families.lora import is_adapter
 from mimo.hf.recipes import load_recipe
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
@@ -210,6 +211,14 @@ def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
     assert_alike(ours, theirs)
     learnt = [name for name in read(find_checkpoint(ours)) if name.startswith("optimizer.exp_avg.")]
     assert any(is_adapter(name) for name in learnt)
+    exported = []
+    for run in (ours, theirs):
+        write_adapter(run, folder := tmp_path / f"{run.name}_adapter")
+        assert (folder / "adapter_config.json").is_file()
+        exported.append(folders.tensors(folder))
+    assert exported[0].keys() == exported[1].keys()
+    for key, tensor in exported[1].items():
+        torch.testing.assert_close(exported[0][key], tensor, rtol=1e-3, atol=1e-5)
     for engine, written in ((FSDP, theirs), ([], ours)):
         own = load_recipe(path, [*LORA, *engine, f"name=start_{len(engine)}"])
         run_ranks(save_at_the_start, 2, own, FromWeights(find_checkpoint(written)))
@@ -218,6 +227,23 @@ def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
         assert at_start.keys() == before.keys()
         for name, tensor in at_start.items():
             assert name.startswith("optimizer.") or torch.equal(tensor, before[name]), name
+
+
+def test_parts_that_are_frozen_and_rows_that_arrive_whole_give_what_megatron_gives(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    frozen = ["encoders.vision.freeze=tower", "train.steps=2", "train.validate_every=null"]
+    whole = ["bridge.delivery=replicated", "train.micro_batch_size=2"]
+    theirs = trained(run_ranks, recipe, "frozen_megatron", *frozen)
+    assert_alike(trained(run_ranks, recipe, "frozen", *frozen, *whole, *FSDP, *TP), theirs)
+    # Its projector, towards a language model of the other engine on another rank.
+    apart = [*frozen, "encoders.vision={placement: disjoint, engine: fsdp, grid: {dp: 1}}"]
+    apart += ["language={freeze: true, grid: {dp: 1}}", "train.precision=bf16"]
+    run = trained(run_ranks, recipe, "apart", *apart)
+    found = [name for name in read(find_checkpoint(run)) if name.startswith("optimizer.exp_avg.")]
+    assert found
+    assert all(name.startswith("optimizer.exp_avg.vision.") for name in found)
+    assert all(line[1] == pytest.approx(measured(theirs)[0][1], rel=0.2) for line in measured(run))
 
 
 TEXT = """
