@@ -21,6 +21,7 @@ from mimo.families.lora import is_adapter
 from mimo.hf.recipes import load_recipe
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.recipe.schema import Recipe
+from mimo.train.run_folder import make_run_dir
 from mimo.verify.workload import Sample, write_shard
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -211,6 +212,8 @@ def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
     assert_alike(ours, theirs)
     learnt = [name for name in read(find_checkpoint(ours)) if name.startswith("optimizer.exp_avg.")]
     assert any(is_adapter(name) for name in learnt)
+    given = run_ranks(answers, 1, [ours, theirs])[0]
+    assert given[0] == given[1]
     exported = []
     for run in (ours, theirs):
         write_adapter(run, folder := tmp_path / f"{run.name}_adapter")
@@ -227,6 +230,34 @@ def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
         assert at_start.keys() == before.keys()
         for name, tensor in at_start.items():
             assert name.startswith("optimizer.") or torch.equal(tensor, before[name]), name
+
+
+def test_an_adapter_without_its_sum_over_tp_is_noticed(run_ranks: RunRanks, recipe: Path) -> None:
+    settings = [*LORA, *FSDP, *TP, "train.steps=1", "train.validate_every=null"]
+    summed = measured(trained(run_ranks, recipe, "summed", *settings))
+    own = load_recipe(recipe, [*settings, "name=unsummed"])
+    run_dir = make_run_dir(own, resumes=False)
+    run_ranks(train_without_sums, 2, own, run_dir)
+    found = measured(run_dir)
+    assert found[0][1] == pytest.approx(summed[0][1], rel=EXACT)
+    assert found[0][2] != pytest.approx(summed[0][2], rel=0.01)
+
+
+def train_without_sums(rank: int, recipe: Recipe, run_dir: Path) -> None:
+    from mimo.layout.build import build_layout
+    from mimo.model import fsdp
+    from mimo.train.rank import train_in_world
+
+    def adapt(wrapper: Any, ctx: Any) -> None:
+        before = wrapper.sums_over_tp
+        real(wrapper, ctx)
+        wrapper.sums_over_tp = before
+
+    real, fsdp.adapt = fsdp.adapt, adapt
+    try:
+        train_in_world(recipe, build_layout(recipe), run_dir, FromScratch())
+    finally:
+        fsdp.adapt = real
 
 
 def test_parts_that_are_frozen_and_rows_that_arrive_whole_give_what_megatron_gives(
