@@ -28,9 +28,9 @@ from mimo.engines.megatron.segments import PackedSegments
 class LanguageModel(nn.Module):
     """The text part of a model of transformers, with its head.
 
-    Weights are on meta and in at least fp32, until `mimo.engines.fsdp.load`; buffers are right. With
-    tensor parallelism weights are DTensors as `plans` says. Without a mesh it is transformers' module
-    with its own attention, and has its weights in the dtype of the computation.
+    Weights are on meta and in at least fp32, until `mimo.engines.fsdp.load`; buffers are right.
+    With tensor parallelism weights are DTensors as `plans` says. Without a mesh it is transformers'
+    module with its own attention, and has its weights in the dtype of the computation.
 
     units: its layers, in forward order. hf_names: parameter -> name in the whole model of
     transformers. sums_over_tp: parameters whose gradients are to be summed over tp.
