@@ -31,7 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Sizes of the language model are under ``text_config``, even for a text-only model, those of a
     tower under ``vision_config``, rotary settings under ``rope_parameters``. Raises InputError.
     """
-    read_json(folder / "config.json")  # says which file is missing or broken
+    said = read_json(folder / "config.json")  # says which file is missing or broken
     # Imported here, because they cost seconds to import.
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -41,7 +41,10 @@ def read_config(folder: Path) -> dict[str, Any]:
             str(folder), local_files_only=True, trust_remote_code=False
         ).to_dict()
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise InputError(f"{folder / 'config.json'}: cannot be understood: {error}") from error
+        reason = f"cannot be understood: {error}"
+        if "auto_map" in said:  # transformers would tell people to run it
+            reason = "has auto_map: the model is code of its own, which is not run"
+        raise InputError(f"{folder / 'config.json'}: {reason}") from error
     # Tied embeddings are set at the top or under the text, depending on version and model.
     text = config.setdefault("text_config", dict(config))
     config.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", False))

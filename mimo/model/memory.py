@@ -44,13 +44,15 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
     sizes = "; ".join(
         f"{one.role}: {count} x {in_words(one.total)}" for one, count in shared if count
     )
+    shares = "tp or pp, set train.distributed_optimizer or train.precision: bf16"
+    if layout.grids[largest.module].engine == "fsdp":
+        shares = "dp / dp_replicate or tp"
     raise RecipeError(
         recipe.problem(
             (*key_of(largest.module), "model"),
             f"weights, gradients and optimizer state need {in_words(needed)} at least ({sizes}) "
             f"on {len(ranks)} rank{'s' * (len(ranks) > 1)} that share a memory, {has}; make the "
-            f"model smaller, raise tp or pp, set train.distributed_optimizer or train.precision: "
-            f"bf16, or use more machines",
+            f"model smaller, raise {shares}, or use more machines",
         )
     )
 

@@ -118,6 +118,7 @@ def test_models_without_a_table_or_a_kernel_are_refused() -> None:
     assert any("soft cap on attention" in one for one in problems(capped, 1))
 
 
+AUTO_MAP = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}
 FEW = {"num_attention_heads": 4, "num_key_value_heads": 4}
 TEXT = """
 name: text
@@ -133,6 +134,7 @@ train: {{steps: 1, global_batch_size: 1, run_dir: "{folder}/runs"}}
     ("config", "key", "reason"),
     [
         ({"model_type": "llava"}, "init_from", "of text alone that transformers has"),
+        ({"model_type": "own", "auto_map": AUTO_MAP}, "init_from", "which is not run"),
         ({"model_type": "phi"}, "init_from", "model.norm"),
         ({"model_type": "mamba"}, "init_from", "is missing"),
         ({"model_type": "granite", "logits_scaling": 8.0}, "language.engine", "a scale of logits"),

@@ -313,7 +313,7 @@ def test_a_new_job_runs_all_phases_each_from_the_last_weights_of_the_one_before(
     assert second.start == FromWeights(last)
     assert [run.layout.world_size for run in (first, second)] == [2, 3]
     assert str(second).startswith("phase 2 of 2, everything: vision tp 1 · cp 1 · pp 1 · dp 1 = 1 ")
-    assert str(second).endswith(f"begins with the weights of {last}")
+    assert str(second).endswith(f"begins with the weights of {last} and fresh optimizers")
 
 
 def test_an_interrupted_phase_is_resumed_and_no_earlier_one_runs_again(
