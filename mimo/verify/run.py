@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mimo.engines.contract import Module
 from mimo.engines.piece import Piece
+from mimo.hf.initial import initial_weights
 from mimo.layout.grids import Layout
 from mimo.layout.groups import build_topology
 from mimo.recipe.schema import Recipe
@@ -36,7 +37,8 @@ def run_layout(
 def layout_steps(recipe: Recipe, layout: Layout, num_steps: int) -> RankSteps:
     """Train ``num_steps`` steps; every rank of the world calls it."""
     topology = build_topology(layout, collective_timeout(recipe))
-    trainer = Trainer(recipe, topology, Path(recipe.train.run_dir))
+    initial = initial_weights(recipe)
+    trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     watched = WatchedSteps(trainer.model.modules, dist.get_rank())
