@@ -312,7 +312,8 @@ def describe(layout: Layout) -> str:
 
 
 def _axes(grid: GridSpec) -> str:
-    words = [f"tp{grid.tp}"] * (grid.tp > 1) + ["sp"] * grid.sp
+    words = ["fsdp"] * (grid.engine == "fsdp") + [f"tp{grid.tp}"] * (grid.tp > 1) + ["sp"] * grid.sp
     for axis in ("cp", "pp", "vpp", "dp"):
         words += [f"{axis}{getattr(grid, axis)}"] * (getattr(grid, axis) > 1)
+    words += [f"replicate{grid.dp_replicate}"] * (grid.dp_replicate > 1)
     return " ".join(words) or "1 rank"

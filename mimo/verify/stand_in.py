@@ -19,9 +19,9 @@ from mimo.hf.recipes import architecture_of_folder, tower_settings
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.hf.tiny_configs import FAMILIES
 from mimo.layout.grids import LANGUAGE, Layout
-from mimo.recipe.schema import Recipe, key_of
+from mimo.recipe.schema import Recipe
 
-_LAYERS, _GROUPS = 4, 2  # of a tiny checkpoint
+_LAYERS, _KINDS, _GROUPS = 4, 2, 2  # of a tiny checkpoint: layers, kinds of them, key groups
 _VOCAB_MULTIPLE = 48  # does not divide the vocabulary, so that its last rows are padding
 
 
@@ -38,22 +38,24 @@ def stand_in(recipe: Recipe, layout: Layout, folder: Path) -> StandIn | None:
 
     Raises RecipeError for an architecture of which there is no tiny checkpoint.
     """
-    fsdp = [name for name, grid in layout.grids.items() if grid.engine == "fsdp"]
-    if not fsdp:
+    if all(grid.engine != "fsdp" for grid in layout.grids.values()):
         return None
     architecture = _architecture_of(recipe)
     if architecture is None or architecture.model_type not in FAMILIES:
         families = [recipe.language.family, *(one.family for one in recipe.encoders.values())]
-        message = f"fsdp: there is no tiny checkpoint of the families {', '.join(families)}"
-        raise RecipeError(recipe.problem((*key_of(fsdp[0]), "engine"), message))
+        raise RecipeError(
+            f"engine: fsdp is compared on a tiny checkpoint of the recipe's architecture, and for "
+            f"the families {', '.join(families)} there is none"
+        )
     tower = architecture.tower_of(recipe)
     grids = [grid for name, grid in layout.grids.items() if name in (LANGUAGE, tower)]
-    stages = math.lcm(*(grid.pp * grid.vpp for grid in grids))
+    # Every stage has a layer of each kind.
+    multiple = _KINDS * math.lcm(*(grid.pp * grid.vpp for grid in grids))
     settings = TinyCheckpoint(
         architecture.model_type,
         tied=language_settings(recipe).tie_word_embeddings,
         width=math.lcm(*(grid.tp // math.gcd(grid.tp, _GROUPS) for grid in grids)),
-        num_layers=-(-_LAYERS // stages) * stages,
+        num_layers=-(-_LAYERS // multiple) * multiple,
     )
     tied = "tied" if settings.tied else "untied"
     own = folder / f"{settings.family}_{settings.num_layers}_{settings.width}_{tied}"
@@ -64,8 +66,7 @@ def stand_in(recipe: Recipe, layout: Layout, folder: Path) -> StandIn | None:
         write_tiny(settings, own)
     config = read_config(own)
     models = {LANGUAGE: architecture.language_family().settings_from_hf(config)}
-    multiple = math.lcm(_VOCAB_MULTIPLE, layout.language.tp)
-    models[LANGUAGE] |= {"vocab_multiple": multiple}
+    models[LANGUAGE] |= {"vocab_multiple": math.lcm(_VOCAB_MULTIPLE, layout.language.tp)}
     if tower is not None:
         models[tower] = tower_settings(architecture, config, own) or {}
     return StandIn(own, models)
