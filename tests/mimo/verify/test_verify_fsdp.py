@@ -112,9 +112,9 @@ def test_a_recipe_without_such_an_architecture_is_swept_without_and_says_so() ->
 def test_the_stand_in_has_the_recipe_s_layout_ties_and_padding(
     recipes: dict[str, Recipe], tmp_path: Path
 ) -> None:
-    overrides = {"language": recipes["qwen3_vl"].language.model_copy()}
-    overrides["language"].model = {**overrides["language"].model, "tie_word_embeddings": False}
-    recipe = recipes["qwen3_vl"].model_copy(update=overrides)
+    language = recipes["qwen3_vl"].language
+    untied = language.model_copy(update={"model": language.model | {"tie_word_embeddings": False}})
+    recipe = recipes["qwen3_vl"].model_copy(update={"language": untied})
     cell = SweepCell("fsdp dp4 replicate2", "fsdp dp2 replicate2", ("kept gathered",))
     scaled = scale_recipe(*sweep_recipe(recipe, cell), tmp_path, "fp32")
     assert scaled.recipe.language.model["tie_word_embeddings"] is False
