@@ -66,14 +66,11 @@ class ReferenceParameter:
     """For each step, the gradient before clipping (none if frozen) and the weights.
 
     weight_floors: weights below it are rounding noise; without one the gradients' floor applies.
-    padding: so many of the last rows pad the vocabulary of an fsdp module, whose tensors lack them:
-    they are 0 here, and no rank holds them.
     """
 
     gradients: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)
     weight_floors: list[float] = field(default_factory=list)
-    padding: int = 0
 
 
 @dataclass
@@ -196,14 +193,12 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
         alone = sorted(shards.keys() ^ reference.parameters.keys())
         raise IncomparableError(f"only the layout or only one rank has {', '.join(alone)}")
     for name, own in shards.items():
-        parameter = reference.parameters[name]
-        whole = parameter.weights[0]
+        whole = reference.parameters[name].weights[0]
         shapes = {shard.shape for shard in own}
         if any(_matrix(shape) != _matrix(whole.shape) for shape in shapes):
             raise IncomparableError(f"{name} has shape {shapes}, one rank's has {whole.shape}")
-        size = whole.size - parameter.padding * math.prod(whole.shape[1:])
-        if (held := _num_held(own)) != size:
-            raise IncomparableError(f"{name}: ranks hold {held} of {size} elements")
+        if (held := _num_held(own)) != whole.size:
+            raise IncomparableError(f"{name}: ranks hold {held} of {whole.size} elements")
     for step, expected in enumerate(reference.steps):
         floor = gradient_floor(
             p.gradients[step] for p in reference.parameters.values() if p.gradients
@@ -232,9 +227,7 @@ def assembled(results: Sequence[RankSteps], like: Reference) -> Reference:
     shards = _by_name(results)
     whole = {
         name: ReferenceParameter(
-            *(joined(shards[name], what, one.padding) for what in ("gradients", "weights")),
-            one.weight_floors,
-            one.padding,
+            joined(shards[name], "gradients"), joined(shards[name], "weights"), one.weight_floors
         )
         for name, one in like.parameters.items()
     }
@@ -242,15 +235,11 @@ def assembled(results: Sequence[RankSteps], like: Reference) -> Reference:
     return Reference(steps, whole)
 
 
-def joined(shards: Sequence[Shard], what: str, padding: int = 0) -> list[np.ndarray]:
-    """The "gradients" or "weights" of a parameter in each step, whole; of replicas the last's.
-
-    padding: so many of the last rows are 0 where no rank holds them.
-    """
+def joined(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
+    """The "gradients" or "weights" of a parameter in each step, whole; of replicas the last's."""
     found = []
     for step, like in enumerate(getattr(shards[0], what)):
         whole = np.full(_matrix(shards[0].shape), np.nan, like.dtype)
-        whole[len(whole) - padding :] = 0
         for shard in shards:
             slice_of(whole, shard)[...] = getattr(shard, what)[step]
         found.append(whole.reshape(shards[0].shape))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from data.batch import pack_lane, plan_microbatch, sizes_in_order
 from data.packing import Used, packs_of_samples, packs_of_tokens
 from mimo.engines.contract import Module
 from mimo.engines.fsdp.module import FsdpModule
-from mimo.engines.fsdp.sharding import Held
+from mimo.engines.fsdp.sharding import Held, Wrapper
 from mimo.engines.piece import Piece
 from mimo.generate.one_rank import LocalModel
 from mimo.hf.initial import initial_weights
@@ -61,9 +61,6 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
     learning = [one for one in tensors if one.parameter.requires_grad]
     train, steps, used = recipe.train, [], Used()
     found = {p.key: ReferenceParameter() for one in tensors for p in one.pieces(one.parameter)}
-    for module in local.model.modules.values():
-        for name, rows in _padding(module).items():
-            found[name].padding = rows
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
         packs = _packs(recipe, dataset, used)
@@ -72,8 +69,8 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
         tokens = sum(count for _, count in parts)
         losses: Any = sum(loss for loss, _ in parts)
         (losses / tokens).backward()
-        gradients = [one.parameter.grad for one in learning]
-        assert all(g is not None for g in gradients), "a parameter got no gradient"
+        gradients = [g for one in learning if (g := one.parameter.grad) is not None]
+        assert len(gradients) == len(learning), "a parameter got no gradient"
         squares = [g.double().pow(2).sum() for g in gradients]
         norm = float(torch.stack(squares).sum().sqrt())
         for name, whole in _whole(learning, gradients).items():
@@ -81,13 +78,14 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
         if train.clip_grad_norm:
             for gradient in gradients:
                 gradient.mul_(min(1.0, train.clip_grad_norm / (norm + 1e-6)))
+        floors: dict[str, float] = {}
         for group in optimizer.param_groups:
             group["lr"] = scheduled_rate(train, group["peak"], step)
             eps = train.adam_eps if train.optimizer == "adam" else None
-            for name in group["names"]:
-                floors = found[name].weight_floors[:step]
-                floors.append(sum(floors[-1:]) + update_floor(norm, group["lr"], eps))
-                found[name].weight_floors = floors
+            floors |= dict.fromkeys(group["names"], update_floor(norm, group["lr"], eps))
+        for name, floor in floors.items():
+            earlier = found[name].weight_floors
+            earlier.append(sum(earlier[-1:]) + floor)
         optimizer.step()
         loss = float(losses.detach()) / tokens
         steps.append({"loss": loss, "loss_tokens": tokens, "grad_norm": norm})
@@ -111,7 +109,7 @@ def scheduled_rate(train: Train, peak: float, step: int) -> float:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A parameter of a module. pieces: of a tensor like it, views under the names of the format."""
+    """A parameter of a module. pieces: of a tensor like it, views under the format's names."""
 
     module: str
     parameter: nn.Parameter
@@ -140,17 +138,8 @@ def _ours(name: str, tensor: Tensor) -> list[Piece]:
 def _theirs(module: FsdpModule, own: str, tensor: Tensor) -> list[Piece]:
     """A tensor of transformers is rows of one or several of the format's."""
     whole = Held(tuple(tensor.shape), 0, 0, tensor.reshape(len(tensor), -1), 0, 1)
-    pieces = module.names.pieces(module.whole.hf_names[own], whole)
+    pieces = module.names.pieces(cast("Wrapper", module.whole).hf_names[own], whole)
     return [replace(piece, key=f"{module.name}.{piece.key}") for piece in pieces]
-
-
-def _padding(module: Module) -> dict[str, int]:
-    """Rows of an fsdp module's tensors that pad the vocabulary: transformers has none."""
-    if not isinstance(module, FsdpModule):
-        return {}
-    names = module.names
-    rows = {name: shape[0] - names.filled[name] for name, shape in names.shapes.items()}
-    return {f"{module.name}.{name}": count for name, count in rows.items() if count}
 
 
 def _whole(owners: Sequence[_Tensor], tensors: Sequence[Tensor]) -> dict[str, np.ndarray]:
