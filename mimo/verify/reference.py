@@ -36,6 +36,7 @@ from mimo.step.dataset import (
 )
 from mimo.train.rank import join_world
 from mimo.verify.compare import Reference, ReferenceParameter, update_floor
+from mimo.verify.exact import all_in
 from mimo.verify.workload import Workload
 
 
@@ -43,7 +44,8 @@ def run_reference(recipe: Recipe, num_steps: int, workload: Workload) -> Referen
     """Be the only rank of a world launched for this, and write the workload first."""
     join_world(recipe)
     workload.write(Path(recipe.data.tokenizer).parent)
-    return reference_steps(recipe, num_steps)
+    with all_in(recipe.train.precision):
+        return reference_steps(recipe, num_steps)
 
 
 def reference_steps(recipe: Recipe, num_steps: int) -> Reference:

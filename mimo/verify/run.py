@@ -22,6 +22,7 @@ from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 from mimo.train.rank import collective_timeout, join_world
 from mimo.verify.compare import Fault, RankSteps, Shard
+from mimo.verify.exact import all_in
 
 
 def run_layout(
@@ -50,7 +51,8 @@ def train_watched(
 ) -> RankSteps:
     """Train ``num_steps`` steps from the beginning, and what was seen of them."""
     steps = trainer.train(dataset, None, watched)
-    metrics = [next(steps) for _ in range(num_steps)]
+    with all_in(trainer.recipe.train.precision):
+        metrics = [next(steps) for _ in range(num_steps)]
     steps.close()
     return RankSteps(metrics, watched.shards)
 
