@@ -299,6 +299,8 @@ def test_there_is_a_recipe_for_each_published_model_and_each_family(models: Path
         "qwen3_vl_32b_sft",
         "gemma3_4b_sft",
         "gemma3_27b_sft",
+        "qwen3_vl_8b_fsdp",
+        "gemma3_4b_fsdp",
     }
     assert {path.stem.removesuffix("_tiny") for path in TINY} == set(folders.FAMILIES)
 

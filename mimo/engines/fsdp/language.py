@@ -28,9 +28,9 @@ from mimo.engines.megatron.segments import PackedSegments
 class LanguageModel(nn.Module):
     """The text part of a model of transformers, with its head.
 
-    Weights are on meta and in at least fp32, buffers are right; see `materialize`. With tensor
-    parallelism weights are DTensors as `plans` says. Without a mesh it is transformers' module
-    with its own attention, and has its weights in the dtype of the computation.
+    Weights are on meta and in at least fp32, until `mimo.engines.fsdp.load`; buffers are right.
+    With tensor parallelism weights are DTensors as `plans` says. Without a mesh it is transformers'
+    module with its own attention, and has its weights in the dtype of the computation.
 
     units: its layers, in forward order. hf_names: parameter -> name in the whole model of
     transformers. sums_over_tp: parameters whose gradients are to be summed over tp.
@@ -70,12 +70,6 @@ class LanguageModel(nn.Module):
             self.sums_over_tp = frozenset(f"text.{name}" for name in partly)
         if ctx.recompute == "full":
             self.text.activation_checkpointing_enable({"use_reentrant": False})
-
-    def materialize(self, device: torch.device) -> None:
-        """Memory for the weights, whose values are undefined, and the buffers on ``device``."""
-        self._apply(
-            lambda own: torch.empty_like(own, device=device) if own.is_meta else own.to(device)
-        )
 
     def attention_forms(self) -> frozenset[LayerForm]:
         """Of its layers, for `PackedSegments.prepare`; transformers' attention needs no plan."""

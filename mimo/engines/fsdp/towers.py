@@ -132,12 +132,6 @@ class Tower(nn.Module):
                 if isinstance(module, PreTrainedModel):
                     module.activation_checkpointing_enable({"use_reentrant": False})
 
-    def materialize(self, device: torch.device) -> None:
-        """Memory for the weights, whose values are undefined, and the buffers on ``device``."""
-        self._apply(
-            lambda own: torch.empty_like(own, device=device) if own.is_meta else own.to(device)
-        )
-
     def values(self, patches: Any) -> Tensor:
         """`mimo.families.wire.WirePatches`, or their values -> (P, C) as the tower computes."""
         return (

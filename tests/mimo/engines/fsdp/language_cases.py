@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
+from mimo.engines.fsdp.load import materialise
 from mimo.engines.megatron.layers.rows import place_rows
 from mimo.engines.megatron.segments import PackedSegments
 
@@ -260,7 +261,7 @@ def fill(model: LanguageModel, plain: Any) -> None:
 def build(config: Any, ctx: FsdpContext) -> LanguageModel:
     """A model with the plain module's weights."""
     model = LanguageModel(config, ctx)
-    model.materialize(torch.device("cpu"))
+    materialise(model, torch.device("cpu"))
     fill(model, plain_model(config))
     return model.train()
 

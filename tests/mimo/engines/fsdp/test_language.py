@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import mimo.engines.fsdp.language as language
@@ -37,11 +39,14 @@ WRONG = 1e-3
 ALONE = FsdpContext(None, torch.float32)
 
 
-def context(dp: int, tp: int, **changes: Any) -> FsdpContext:
-    from torch.distributed.device_mesh import init_device_mesh
+@functools.cache
+def mesh_of(dp: int, tp: int) -> DeviceMesh:
+    """One of each in a process: DTensor remembers it by its ranks, and it must not be collected."""
+    return init_device_mesh("cpu", (1, dp, tp), mesh_dim_names=(DP_REPLICATE, DP_SHARD, TP))
 
-    mesh = init_device_mesh("cpu", (1, dp, tp), mesh_dim_names=(DP_REPLICATE, DP_SHARD, TP))
-    return FsdpContext(mesh, torch.float32, **changes)
+
+def context(dp: int, tp: int, **changes: Any) -> FsdpContext:
+    return FsdpContext(mesh_of(dp, tp), torch.float32, **changes)
 
 
 class Case:

@@ -118,11 +118,12 @@ def expected_rows(kind: str, model: Any, values: Tensor, grids: Tensor) -> Tenso
 
 def tower_of(kind: str, model: Any, mesh: Any, **options: Any) -> Any:
     from mimo.engines.fsdp.context import FsdpContext
+    from mimo.engines.fsdp.load import materialise
     from mimo.engines.fsdp.towers import TOWERS
 
     ctx = FsdpContext(mesh, torch.float64, **options)
     tower = TOWERS[kind](model.config, ctx, lambda values, counts: (values, counts))
-    tower.materialize(torch.device("cpu"))
+    materialise(tower, torch.device("cpu"))
     whole = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in tower.named_parameters():
