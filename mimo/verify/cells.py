@@ -41,9 +41,13 @@ _OPTIONS = {
     "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
     "gathered late": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
     "clipped": ("train.clip_grad_norm=0.5",),
+    "kept gathered": (
+        "language.reshard_after_forward=false",
+        "encoders.{first}.reshard_after_forward=false",
+    ),
 }
 # The matrix alone decides these.
-_RESET = {"freeze": False, "lora": None, "recompute": "none"}
+_RESET = {"freeze": False, "lora": None, "recompute": "none", "reshard_after_forward": True}
 _RESET_ENCODER = {**_RESET, "run_ahead": "auto", "encode_group": "all"}
 _RESET_TRAIN = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 
@@ -67,6 +71,7 @@ class Cells(NamedTuple):
 class SweepCell:
     """Grids in shorthand: `tp2 sp pp2`, `dp3`, `colocated tp2`; "" is one rank.
 
+    `fsdp` is the engine, megatron without it; `replicate2` is the grid's dp_replicate.
     second: the grid of a second encoder, if the cell has one.
     """
 
@@ -152,6 +157,29 @@ SWEEP = (
     SweepCell("tp2 pp2", "colocated tp2", second="colocated"),
     SweepCell("tp2 sp", "dp3", ("recompute",), second="colocated"),
     SweepCell("pp2 vpp2 dp2", "colocated", second="dp2"),
+    # The modules of transformers on both sides.
+    SweepCell("fsdp dp2", "fsdp dp2", ("clipped",)),
+    SweepCell("fsdp tp2", "fsdp"),
+    SweepCell("fsdp tp2 sp", "fsdp dp2", ("recompute",)),
+    SweepCell("fsdp tp2 sp dp2", "fsdp dp3"),
+    SweepCell("fsdp dp4 replicate2", "fsdp dp2", ("kept gathered",)),
+    SweepCell("fsdp dp2 replicate2", "fsdp dp4 replicate2"),
+    SweepCell("fsdp dp2", "fsdp dp3", ("unpacked",)),
+    SweepCell("fsdp tp2 sp dp2", "colocated fsdp"),
+    SweepCell("fsdp tp2 dp2", "colocated fsdp", ("groups of 3", "selective recompute")),
+    SweepCell("fsdp tp2 sp", "fsdp dp2", ("replicated",)),
+    SweepCell("fsdp tp2 sp dp2", "fsdp dp2", ("frozen encoder",)),
+    SweepCell("fsdp dp3", "fsdp dp2", ("only the projector learns",)),
+    SweepCell("fsdp tp2 sp", "fsdp dp2", ("frozen language", "recompute")),
+    SweepCell("fsdp dp2", "colocated fsdp", ("frozen language",)),
+    # And of transformers on one of them.
+    SweepCell("pp2", "fsdp dp2"),
+    SweepCell("tp2 sp pp2", "fsdp dp3", ("recompute",)),
+    SweepCell("pp2 dp2", "colocated fsdp"),
+    SweepCell("cp2", "colocated fsdp", ("overlap",)),
+    SweepCell("fsdp tp2 sp", "dp2"),
+    SweepCell("fsdp tp2 sp dp2", "colocated tp2", ("recompute",)),
+    SweepCell("fsdp dp2", "pp2", ("distributed optimizer",)),
 )
 
 
@@ -190,21 +218,22 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     cells: list[Cell] = []
     left_out: dict[str, list[str]] = {}  # by reason
     refused = []
-    for one in SWEEP:
-        cell = Cell(one.name, *sweep_recipe(recipe, one))
-        if cell.layout.world_size > max_ranks:
-            left_out.setdefault(too_large, []).append(cell.name)
-        elif precision == "fp64" and cell.recipe.train.distributed_optimizer:
-            # Without that optimizer such a cell would show nothing.
-            reason = "the engine's distributed optimizer has no fp64"
-            left_out.setdefault(reason, []).append(cell.name)
-        else:
-            try:
-                scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
-                cells.append(cell)
-            except RecipeError as error:
-                refused.append("; ".join(error.problems))
-                left_out.setdefault(refused[-1], []).append(cell.name)
+    with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
+        for one in SWEEP:
+            cell = Cell(one.name, *sweep_recipe(recipe, one))
+            if cell.layout.world_size > max_ranks:
+                left_out.setdefault(too_large, []).append(cell.name)
+            elif precision == "fp64" and cell.recipe.train.distributed_optimizer:
+                # Without that optimizer such a cell would show nothing.
+                reason = "the engine's distributed optimizer has no fp64"
+                left_out.setdefault(reason, []).append(cell.name)
+            else:
+                try:
+                    scale_recipe(cell.recipe, cell.layout, Path(folder), precision)
+                    cells.append(cell)
+                except RecipeError as error:
+                    refused.append("; ".join(error.problems))
+                    left_out.setdefault(refused[-1], []).append(cell.name)
     if not cells and refused:
         raise RecipeError(*dict.fromkeys(refused))
     if not cells:
@@ -234,6 +263,9 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
         name: {**data["encoders"].get(name, first | added), **_RESET_ENCODER} for name in names
     }
     data["language"] |= _RESET
+    data["language"]["engine"] = _grid(LANGUAGE, cell.language).engine
+    for name, text in zip(names, cell.encoders, strict=True):
+        data["encoders"][name]["engine"] = _grid(name, text).engine
     data["bridge"]["delivery"], data["data"]["packing"] = "sharded", True
     data["train"] |= dict.fromkeys(_RESET_TRAIN, False) | {"precision": "fp32"}
     source = YamlSource(Path("sweep"), data)
@@ -256,8 +288,16 @@ def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
 
 def _grid(module: str, text: str) -> GridSpec:
     """A module's grid from shorthand."""
+    words = text.split()
     sizes: Any = {a: int(n) for a, n in re.findall(r"\b(tp|cp|pp|vpp|dp)(\d+)", text)}
-    return GridSpec(module, sp="sp" in text.split(), **sizes)
+    copies = re.search(r"replicate(\d+)", text)
+    return GridSpec(
+        module,
+        sp="sp" in words,
+        engine="fsdp" if "fsdp" in words else "megatron",
+        dp_replicate=int(copies[1]) if copies else 1,
+        **sizes,
+    )
 
 
 def describe(layout: Layout) -> str:
@@ -272,7 +312,8 @@ def describe(layout: Layout) -> str:
 
 
 def _axes(grid: GridSpec) -> str:
-    words = [f"tp{grid.tp}"] * (grid.tp > 1) + ["sp"] * grid.sp
+    words = ["fsdp"] * (grid.engine == "fsdp") + [f"tp{grid.tp}"] * (grid.tp > 1) + ["sp"] * grid.sp
     for axis in ("cp", "pp", "vpp", "dp"):
         words += [f"{axis}{getattr(grid, axis)}"] * (getattr(grid, axis) > 1)
+    words += [f"replicate{grid.dp_replicate}"] * (grid.dp_replicate > 1)
     return " ".join(words) or "1 rank"

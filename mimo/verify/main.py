@@ -54,14 +54,14 @@ def main(
     cells, notes = _of_phases(phases, chosen, precision)
     for cell in cells:
         check_processes(cell.recipe, cell.layout.world_size, machine_memory())
-    for cell in cells:  # report what a family refuses before anything runs
-        scale_recipe(cell.recipe, cell.layout, Path(tempfile.gettempdir()), precision)
-    warm_up_on_cpu(PRELOAD)
-    console = log_console()
-    for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
     results: list[CellResult] = []
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
+        for cell in cells:  # report what a family refuses before anything runs
+            scale_recipe(cell.recipe, cell.layout, Path(folder), precision)
+        warm_up_on_cpu(PRELOAD)
+        console = log_console()
+        for note in notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         verifier = Verifier(Path(folder), precision)
         for cell in cells:
             results.append(verifier.run(cell))

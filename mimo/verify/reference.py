@@ -7,8 +7,11 @@ with the layouts that it checks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,8 +19,13 @@ from torch import Tensor, nn
 
 from data.batch import pack_lane, plan_microbatch, sizes_in_order
 from data.packing import Used, packs_of_samples, packs_of_tokens
+from mimo.engines.contract import Module
+from mimo.engines.fsdp.module import FsdpModule
+from mimo.engines.fsdp.sharding import Held, Wrapper
+from mimo.engines.piece import Piece
 from mimo.generate.one_rank import LocalModel
-from mimo.model.build import freeze_weights
+from mimo.hf.initial import initial_weights
+from mimo.model.flops import learning_names
 from mimo.recipe.schema import Recipe, Train
 from mimo.step.dataset import (
     Dataset,
@@ -28,6 +36,7 @@ from mimo.step.dataset import (
 )
 from mimo.train.rank import join_world
 from mimo.verify.compare import Reference, ReferenceParameter, update_floor
+from mimo.verify.exact import all_in
 from mimo.verify.workload import Workload
 
 
@@ -35,7 +44,8 @@ def run_reference(recipe: Recipe, num_steps: int, workload: Workload) -> Referen
     """Be the only rank of a world launched for this, and write the workload first."""
     join_world(recipe)
     workload.write(Path(recipe.data.tokenizer).parent)
-    return reference_steps(recipe, num_steps)
+    with all_in(recipe.train.precision):
+        return reference_steps(recipe, num_steps)
 
 
 def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
@@ -47,15 +57,12 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
     chat = open_tokenizer(recipe)
     dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
     assert dataset is not None
-    local = LocalModel(recipe, chat.vocab_size, freeze=True)
-    parameters: dict[str, nn.Parameter] = {}
-    for module, own in local.model.modules.items():
-        own.whole.requires_grad_(True)
-        freeze_weights(recipe, module, [own.whole])
-        parameters |= {f"{module}.{name}": p for name, p in own.whole.named_parameters()}
-    optimizer = _optimizer(recipe, parameters)
+    local = LocalModel(recipe, chat.vocab_size, freeze=True, initial=initial_weights(recipe))
+    tensors = [one for module in local.model.modules.values() for one in _tensors(recipe, module)]
+    optimizer = _optimizer(recipe, tensors)
+    learning = [one for one in tensors if one.parameter.requires_grad]
     train, steps, used = recipe.train, [], Used()
-    found = {name: ReferenceParameter() for name in parameters}
+    found = {p.key: ReferenceParameter() for one in tensors for p in one.pieces(one.parameter)}
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
         packs = _packs(recipe, dataset, used)
@@ -64,25 +71,28 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
         tokens = sum(count for _, count in parts)
         losses: Any = sum(loss for loss, _ in parts)
         (losses / tokens).backward()
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        learn = {name for name, p in parameters.items() if p.requires_grad}
-        assert learn == gradients.keys(), "a parameter got no gradient"
-        squares = [g.double().pow(2).sum() for g in gradients.values()]
+        gradients = [g for one in learning if (g := one.parameter.grad) is not None]
+        assert len(gradients) == len(learning), "a parameter got no gradient"
+        squares = [g.double().pow(2).sum() for g in gradients]
         norm = float(torch.stack(squares).sum().sqrt())
-        for name, gradient in gradients.items():
-            found[name].gradients.append(gradient.clone().numpy())
-            if train.clip_grad_norm:
+        for name, whole in _whole(learning, gradients).items():
+            found[name].gradients.append(whole)
+        if train.clip_grad_norm:
+            for gradient in gradients:
                 gradient.mul_(min(1.0, train.clip_grad_norm / (norm + 1e-6)))
+        floors: dict[str, float] = {}
         for group in optimizer.param_groups:
             group["lr"] = scheduled_rate(train, group["peak"], step)
-            floors = found[group["name"]].weight_floors
             eps = train.adam_eps if train.optimizer == "adam" else None
-            floors.append(sum(floors[-1:]) + update_floor(norm, group["lr"], eps))
+            floors |= dict.fromkeys(group["names"], update_floor(norm, group["lr"], eps))
+        for name, floor in floors.items():
+            earlier = found[name].weight_floors
+            earlier.append(sum(earlier[-1:]) + floor)
         optimizer.step()
         loss = float(losses.detach()) / tokens
         steps.append({"loss": loss, "loss_tokens": tokens, "grad_norm": norm})
-        for name, parameter in parameters.items():
-            found[name].weights.append(parameter.detach().clone().numpy())
+        for name, whole in _whole(tensors, [one.parameter for one in tensors]).items():
+            found[name].weights.append(whole)
     return Reference(steps, found)
 
 
@@ -99,18 +109,66 @@ def scheduled_rate(train: Train, peak: float, step: int) -> float:
     return lowest + (peak - lowest) * math.cos(math.pi / 2 * way) ** 2
 
 
-def _optimizer(recipe: Recipe, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+@dataclass(frozen=True)
+class _Tensor:
+    """A parameter of a module. pieces: of a tensor like it, views under the format's names."""
+
+    module: str
+    parameter: nn.Parameter
+    pieces: Callable[[Tensor], list[Piece]]
+
+
+def _tensors(recipe: Recipe, module: Module) -> list[_Tensor]:
+    """The parameters of a module, in its order; those that learn require gradients."""
+    found = []
+    learns = learning_names(recipe, module.name)
+    for own, parameter in module.whole.named_parameters():
+        if isinstance(module, FsdpModule):
+            pieces = partial(_theirs, module, own)
+        else:
+            pieces = partial(_ours, f"{module.name}.{own}")
+        names = [piece.key.removeprefix(f"{module.name}.") for piece in pieces(parameter)]
+        parameter.requires_grad_(learns(names[0]))
+        found.append(_Tensor(module.name, parameter, pieces))
+    return found
+
+
+def _ours(name: str, tensor: Tensor) -> list[Piece]:
+    return [Piece(name, tuple(tensor.shape), 0, 0, tensor.reshape(len(tensor), -1))]
+
+
+def _theirs(module: FsdpModule, own: str, tensor: Tensor) -> list[Piece]:
+    """A tensor of transformers is rows of one or several of the format's."""
+    whole = Held(tuple(tensor.shape), 0, 0, tensor.reshape(len(tensor), -1), 0, 1)
+    pieces = module.names.pieces(cast("Wrapper", module.whole).hf_names[own], whole)
+    return [replace(piece, key=f"{module.name}.{piece.key}") for piece in pieces]
+
+
+def _whole(owners: Sequence[_Tensor], tensors: Sequence[Tensor]) -> dict[str, np.ndarray]:
+    """Copies, by the format's names. tensors: one like each owner's parameter."""
+    found: dict[str, np.ndarray] = {}
+    for owner, tensor in zip(owners, tensors, strict=True):
+        for piece in owner.pieces(tensor.detach()):
+            values = piece.values.numpy()
+            whole = found.setdefault(piece.key, np.zeros(piece.shape, values.dtype))
+            rows, columns = values.shape
+            matrix = whole.reshape(len(whole), -1)
+            matrix[piece.row : piece.row + rows, piece.column : piece.column + columns] = values
+    return found
+
+
+def _optimizer(recipe: Recipe, tensors: Sequence[_Tensor]) -> torch.optim.Optimizer:
     """The recipe's optimizer, with each module's rate; matrices decay, vectors don't."""
     train = recipe.train
     groups = [
         {
-            "name": name,
-            "params": [parameter],
-            "peak": recipe.module(name.partition(".")[0]).learning_rate or train.learning_rate,
-            "weight_decay": train.weight_decay if parameter.dim() > 1 else 0.0,
+            "names": {piece.key for piece in one.pieces(one.parameter)},
+            "params": [one.parameter],
+            "peak": recipe.module(one.module).learning_rate or train.learning_rate,
+            "weight_decay": train.weight_decay if one.parameter.dim() > 1 else 0.0,
         }
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
+        for one in tensors
+        if one.parameter.requires_grad
     ]
     if train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=train.learning_rate)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mimo.engines.contract import Module
 from mimo.engines.piece import Piece
+from mimo.hf.initial import initial_weights
 from mimo.layout.grids import Layout
 from mimo.layout.groups import build_topology
 from mimo.recipe.schema import Recipe
@@ -21,6 +22,7 @@ from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 from mimo.train.rank import collective_timeout, join_world
 from mimo.verify.compare import Fault, RankSteps, Shard
+from mimo.verify.exact import all_in
 
 
 def run_layout(
@@ -36,7 +38,8 @@ def run_layout(
 def layout_steps(recipe: Recipe, layout: Layout, num_steps: int) -> RankSteps:
     """Train ``num_steps`` steps; every rank of the world calls it."""
     topology = build_topology(layout, collective_timeout(recipe))
-    trainer = Trainer(recipe, topology, Path(recipe.train.run_dir))
+    initial = initial_weights(recipe)
+    trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
     watched = WatchedSteps(trainer.model.modules, dist.get_rank())
@@ -48,7 +51,8 @@ def train_watched(
 ) -> RankSteps:
     """Train ``num_steps`` steps from the beginning, and what was seen of them."""
     steps = trainer.train(dataset, None, watched)
-    metrics = [next(steps) for _ in range(num_steps)]
+    with all_in(trainer.recipe.train.precision):
+        metrics = [next(steps) for _ in range(num_steps)]
     steps.close()
     return RankSteps(metrics, watched.shards)
 

@@ -17,6 +17,7 @@ from mimo.layout.padding import sequence_multiple
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
 from mimo.recipe.source import dotted
+from mimo.verify.stand_in import stand_in
 from mimo.verify.workload import Items, Workload
 
 NUM_STEPS = 2  # the second step reveals stale state
@@ -31,6 +32,7 @@ _USUAL_TP = 2
 _USUAL_MICROBATCHES = 8
 _USUAL_SAMPLES = 6  # of all lanes together, in a microbatch
 _SEQUENCE_LENGTH = 192
+_AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate")
 _GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
 
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
@@ -56,20 +58,21 @@ class ScaledRecipe:
 def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -> ScaledRecipe:
     """The recipe with tiny modules on ``layout``; the recipe's sizes and data are not used.
 
-    folder: where the data of all workloads go. Raises RecipeError if a family cannot work on the
-    layout's grids.
+    folder: where the data of all workloads go, and tiny checkpoints, which are written at once.
+    Raises RecipeError if a family or an engine cannot work on the layout's grids.
     """
     microbatches = _num_microbatches(layout)
     language, samples = layout.language, _samples_per_microbatch(layout)
     data, items = recipe.model_dump(mode="json"), []
-    data["init_from"] = None
-    data["language"] |= {
-        "grid": _grid(layout, LANGUAGE),
-        "model": _scaled(language_settings(recipe), language),
-    }
+    settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
+    every = {LANGUAGE: language_settings(recipe), **settings}
+    models = {name: _scaled(own, layout.grids[name]) for name, own in every.items()}
+    start = stand_in(recipe, layout, folder)
+    data["init_from"] = start and str(start.folder)
+    models |= start.models if start else {}
+    data["language"] |= {"grid": _grid(layout, LANGUAGE), "model": models[LANGUAGE]}
     for name, encoder in recipe.encoders.items():
-        settings, placeholder = encoder_settings(recipe, name), f"<|{name}_pad|>"
-        model = _scaled(settings, layout.encoders[name])
+        model, placeholder = models[name], f"<|{name}_pad|>"
         data["encoders"][name] |= {
             "placement": "colocated" if name in layout.colocated else "disjoint",
             "grid": _grid(layout, name),
@@ -83,7 +86,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             # One media shows what the encoder does; the others only share its weights.
             "other_media": {},
         }
-        media = type(settings)(**model).processor(encoder.media)
+        media = type(settings[name])(**model).processor(encoder.media)
         items.append(Items(encoder.media, placeholder, media))
     divisor = sequence_multiple(language.cp, language.tp, language.sp)
     longest = -(-_SEQUENCE_LENGTH // divisor) * divisor
@@ -207,7 +210,7 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
 
 def _grid(layout: Layout, module: str) -> dict[str, Any]:
     grid = layout.grids[module]
-    sizes = {axis: getattr(grid, axis) for axis in ("tp", "sp", "cp", "pp", "vpp", "dp")}
+    sizes = {axis: getattr(grid, axis) for axis in _AXES}
     return sizes if module in layout.colocated else sizes | {"rank_offset": grid.rank_offset}
 
 
@@ -263,7 +266,7 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     Layouts for which it is equal share one run on one rank.
     """
     data = scaled.recipe.model_dump(mode="json")
-    alone = {"grid": {"dp": 1}, "recompute": "none"}
+    alone = {"grid": {"dp": 1}, "recompute": "none", "reshard_after_forward": True}
     data["language"] |= alone
     for encoder in data["encoders"].values():
         encoder |= alone | {"placement": "disjoint", "run_ahead": "auto", "encode_group": "all"}

@@ -90,7 +90,7 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
 
     def reduced(grid: GridSpec) -> GridSpec:
         sizes = {axis: getattr(grid, axis) if (grid.module, axis) in axes else 1 for axis in _AXES}
-        grid = replace(grid, **sizes)
+        grid = replace(grid, **sizes, dp_replicate=_replicas(grid, sizes["dp"]) or 1)
         return replace(grid, sp=grid.sp and grid.tp > 1, vpp=grid.vpp if grid.pp > 1 else 1)
 
     language = reduced(layout.language)
@@ -99,7 +99,8 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
         lanes, rest = divmod(language.size, encoders[name].tp)
         if rest:
             return None
-        encoders[name] = replace(encoders[name], dp=lanes)
+        copies = _replicas(layout.encoders[name], lanes) or 1
+        encoders[name] = replace(encoders[name], dp=lanes, dp_replicate=copies)
     return place(language, encoders, layout.colocated)
 
 
@@ -111,7 +112,9 @@ def shrink(layout: Layout) -> Layout:
     language, found = layout.language, {}
     for sizes in product(*(_sizes(getattr(language, axis)) for axis in _AXES)):
         axes = dict(zip(_AXES, sizes, strict=True))
-        candidate = replace(language, **axes, vpp=min(language.vpp, 2))
+        if (copies := _replicas(language, axes["dp"])) is None:
+            continue
+        candidate = replace(language, **axes, vpp=min(language.vpp, 2), dp_replicate=copies)
         encoders = {name: _shrink_encoder(layout, name, candidate) for name in layout.encoders}
         fitting = {name: grid for name, grid in encoders.items() if grid is not None}
         if len(fitting) == len(encoders):
@@ -156,12 +159,30 @@ def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec |
 
     def is_alike(tp: int, dp: int) -> bool:
         same_axes = (tp > 1, dp > 1) == (grid.tp > 1, grid.dp > 1)
-        return same_axes and lane_ratio(dp, language.dp) == kind
+        is_cut_alike = _replicas(grid, dp) is not None
+        return same_axes and is_cut_alike and lane_ratio(dp, language.dp) == kind
+
+    def of(tp: int, dp: int) -> GridSpec:
+        return replace(grid, tp=tp, dp=dp, dp_replicate=_replicas(grid, dp) or 1)
 
     if name in layout.colocated:
         size = language.size
         fits = [tp for tp in range(1, size + 1) if size % tp == 0 and is_alike(tp, size // tp)]
-        return replace(grid, tp=fits[0], dp=size // fits[0]) if fits else None
+        return of(fits[0], size // fits[0]) if fits else None
     tp, cp, pp = (min(getattr(grid, axis), 2) for axis in ("tp", "cp", "pp"))
     lanes = [dp for dp in (1, *_FEW_LANES, grid.dp) if is_alike(tp, dp)]
-    return replace(grid, tp=tp, cp=cp, pp=pp, vpp=min(grid.vpp, 2), dp=lanes[0]) if lanes else None
+    if not lanes:
+        return None
+    return replace(of(tp, lanes[0]), cp=cp, pp=pp, vpp=min(grid.vpp, 2))
+
+
+def _replicas(grid: GridSpec, lanes: int) -> int | None:
+    """The fewest copies of the weights for so many lanes: one, as many as lanes, or fewer.
+
+    None if these lanes cannot have as few as the grid has.
+    """
+    if grid.dp_replicate == 1:
+        return 1
+    if grid.dp_replicate == grid.dp:
+        return lanes
+    return 2 if lanes > 2 and lanes % 2 == 0 else None

@@ -34,7 +34,7 @@ PRELOAD = (
     "mimo.engines.megatron.preload",
     "mimo.verify.run",
     "mimo.verify.reference",
-    "transformers",
+    "mimo.model.fsdp",
 )
 _TIMEOUT_SECONDS = 300.0
 

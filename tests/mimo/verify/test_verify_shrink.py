@@ -23,8 +23,21 @@ AXES = ("tp", "cp", "pp", "dp")
 
 
 @st.composite
-def layouts(draw: st.DrawFn, cp: tuple[int, ...] = (1, 2, 4), max_encoders: int = 2) -> Layout:
-    """Any layout that could be in a recipe, of up to thousands of ranks."""
+def layouts(
+    draw: st.DrawFn,
+    cp: tuple[int, ...] = (1, 2, 4),
+    max_encoders: int = 2,
+    has_copies: bool = False,
+) -> Layout:
+    """Any layout that could be in a recipe, of up to thousands of ranks.
+
+    has_copies: whether lanes may have copies of the weights.
+    """
+
+    def copied(grid: GridSpec) -> GridSpec:
+        divisors = [n for n in range(1, grid.dp + 1) if grid.dp % n == 0 and has_copies]
+        return replace(grid, dp_replicate=draw(st.sampled_from(divisors or [1])))
+
     pp = draw(st.sampled_from((1, 2, 3, 4, 8)))
     tp = draw(st.sampled_from((1, 2, 3, 4, 8)))
     language = GridSpec(
@@ -46,7 +59,8 @@ def layouts(draw: st.DrawFn, cp: tuple[int, ...] = (1, 2, 4), max_encoders: int 
         else:
             stages = draw(st.sampled_from((1, 2, 4)))
             grid = GridSpec(name, tp=encoder_tp, pp=stages, dp=draw(st.integers(1, 12)))
-        encoders[name] = grid
+        encoders[name] = copied(grid)
+    language = copied(language)
     names = [name for name in (*encoders, LANGUAGE) if name not in colocated]
     # Any order of the disjoint modules.
     offsets = {name: number for number, name in enumerate(draw(st.permutations(names)))}
@@ -64,7 +78,7 @@ def disjoint_order(layout: Layout) -> list[str]:
     return sorted(names, key=lambda name: layout.grids[name].rank_offset)
 
 
-@given(layouts())
+@given(layouts(has_copies=True))
 @settings(max_examples=300, deadline=None)
 def test_a_shrunk_layout_keeps_every_kind_and_is_not_larger(layout: Layout) -> None:
     small = shrink(layout)
@@ -75,6 +89,9 @@ def test_a_shrunk_layout_keeps_every_kind_and_is_not_larger(layout: Layout) -> N
     for name, grid in layout.grids.items():
         own = small.grids[name]
         assert (own.sp, own.vpp > 1) == (grid.sp, grid.vpp > 1)
+        kinds = [(g.dp_replicate > 1, g.dp_replicate == g.dp) for g in (own, grid)]
+        assert kinds[0] == kinds[1]
+        assert own.dp % own.dp_replicate == 0
         assert [getattr(own, a) > 1 for a in AXES] == [getattr(grid, a) > 1 for a in AXES]
     for name in small.colocated:
         assert small.encoders[name].ranks == small.language.ranks
@@ -102,7 +119,7 @@ def test_lanes_become_the_fewest_with_the_same_kind_of_ratio(
     assert (small.language.dp, small.encoders["vision"].dp) == expected
 
 
-@given(layouts(), st.integers(2, 12))
+@given(layouts(has_copies=True), st.integers(2, 12))
 @settings(max_examples=30, deadline=None)
 def test_covering_layouts_fit_and_have_every_axis_and_every_pair_that_fits(
     layout: Layout, max_ranks: int
