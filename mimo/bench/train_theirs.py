@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from webdataset.compat import WebDataset
 
 from mimo.bench.contest import timed
@@ -111,6 +111,17 @@ def batches_of(contestant: str, lengths: Sequence[int], tokens: int) -> list[lis
     return batches
 
 
+def adamw(model: nn.Module, train: Train) -> torch.optim.Optimizer:
+    """As our recipe's; fused, as is the default of transformers' Trainer."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    betas = (train.adam_beta1, train.adam_beta2)
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, fused=True)
+
+
 class TransformersSteps:
     """A model of transformers with AdamW. train: of our recipe."""
 
@@ -129,14 +140,7 @@ class TransformersSteps:
         self.collator, self.batches = collator, batches
         assert train.clip_grad_norm is not None, "the recipe clips"
         self.clip = train.clip_grad_norm
-        params = list(self.model.parameters())
-        groups = [
-            {"params": [p for p in params if p.dim() > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        betas = (train.adam_beta1, train.adam_beta2)
-        # Fused, as is the default of its Trainer.
-        self.optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, fused=True)
+        self.optimizer = adamw(self.model, train)
 
     def step(self) -> dict[str, float]:
         """All batches, one update: the loss per loss token, and tokens with and without padding."""
