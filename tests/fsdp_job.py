@@ -23,7 +23,9 @@ PREFIX = "model."
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class _Optimizer:
+    """As Megatron's `OptimizerSettings`, without importing it."""
+
     name: str = "adam"
     weight_decay: float = 0.1
     beta1: float = 0.9
@@ -31,9 +33,15 @@ class Optimizer:
     eps: float = 1e-4
 
 
+OPTIMIZER: Any = _Optimizer()
+
+
 @dataclass(frozen=True)
 class Job:
-    """A mesh and what is trained on it. plant: a mistake that a test wants found."""
+    """A mesh and what is trained on it.
+
+    frozen: parts of names. plant: a mistake that a test wants found.
+    """
 
     replicate: int = 1
     shard: int = 1
@@ -75,10 +83,9 @@ def plain_model(job: Job) -> Any:
         head_dim=16,
         max_position_embeddings=64,
         tie_word_embeddings=job.tied,
-        attn_implementation="eager",
         attention_bias=job.biases,
     )
-    return Qwen3ForCausalLM._from_config(config, dtype=job.stored)
+    return Qwen3ForCausalLM._from_config(config, dtype=job.stored, attn_implementation="eager")
 
 
 def seed_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -201,9 +208,9 @@ def reference(job: Job) -> Outcome:
     drawn = seed_weights(model)
     for name, param in model.named_parameters():
         param.data.copy_(drawn[name])
-        param.requires_grad_(not name.endswith(job.frozen or ("-",)))
+        param.requires_grad_(not any(part in name for part in job.frozen))
     params = [p for p in model.parameters() if p.requires_grad]
-    settings = Optimizer()
+    settings = OPTIMIZER
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
@@ -256,6 +263,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     plain: without a mesh. What was read is ``whole.asked``.
     """
     from mimo.engines.fsdp.load import load
+    from mimo.engines.fsdp.meta import restore_buffers
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.pieces import Names
     from mimo.engines.fsdp.sharding import shard
@@ -264,9 +272,10 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     drawn = seed_weights(plain_model(job))
     with torch.device("meta"):
         model = plain_model(job)
+    restore_buffers(model.model)
     wrapper = Wrapper(model, ctx.tp)
     for name, param in wrapper.named_parameters():
-        param.requires_grad_(not name.endswith(job.frozen or ("-",)))
+        param.requires_grad_(not any(part in name for part in job.frozen))
     shard(wrapper, ctx)
     wrapper.asked = Asked(drawn)
     load(wrapper, ctx, torch.device("cpu"), wrapper.asked)
@@ -274,7 +283,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     if job.plant == "no sum over tp":
         wrapper.sums_over_tp = frozenset()
     module = FsdpModule(
-        "language", topology.modules["language"], wrapper, ctx, names, Optimizer(), 1e-2
+        "language", topology.modules["language"], wrapper, ctx, names, OPTIMIZER, 1e-2
     )
     return module
 
@@ -417,7 +426,7 @@ def outcome(ranks: Sequence[dict[str, Any]]) -> Outcome:
     weights = assembled([one["weights"] for one in ranks], once=True)
     norms = ranks[0]["norms"]
     assert all(one["norms"] == norms for one in ranks)
-    totals = [sum(step) for step in zip(*(one["losses"] for one in ranks), strict=True)]
+    totals = [math.fsum(step) for step in zip(*(one["losses"] for one in ranks), strict=True)]
     return Outcome(_named(gradients), _named(weights), norms, totals)
 
 

@@ -170,9 +170,9 @@ def find_survey(
         found[home] = survey(pattern, settings, media, home)
         if found[home].is_written:
             return found[home]
+    find_shards(pattern)  # to say that there are none, before a folder is made
     for home in filter(_can_write, homes):
         return found.get(home) or survey(pattern, settings, media, home)
-    find_shards(pattern)  # to say that there are none, before anything else
     return None
 
 

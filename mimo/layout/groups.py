@@ -7,6 +7,8 @@ Each module is a separate Megatron job on its own grid of ranks, so each gets a
 from __future__ import annotations
 
 import datetime
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +86,7 @@ class Topology:
         return self.rank == language.rank(pp=language.pp - 1)
 
     def close(self) -> None:
-        """Destroy all groups but the world; the model on them can no longer be used.
+        """Destroy all groups but the world and meshes; the model can no longer be used.
 
         Every rank of the world calls it. The world may then build another topology.
         """
@@ -166,24 +168,28 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
     return groups
 
 
-def _mesh(spec: GridSpec, factory: _GroupFactory) -> DeviceMesh | None:
-    """A module's ranks as (dp_replicate, dp_shard, tp); None if this rank has no part of it.
+@functools.cache
+def _mesh(
+    world: dist.ProcessGroup,
+    first: int,
+    sizes: tuple[int, int, int],
+    timeout: datetime.timedelta | None,
+) -> DeviceMesh | None:
+    """Ranks from ``first`` on as (dp_replicate, dp_shard, tp); None if this one is not among them.
 
-    Lanes that share out one copy of the weights are next to each other.
+    Lanes that share out one copy of the weights are next to each other. A mesh lasts as long as its
+    world: DTensor remembers meshes by their ranks, and would go on with groups that are destroyed.
     """
-    sizes = (spec.dp_replicate, spec.dp // spec.dp_replicate, spec.tp)
-    ranks = torch.arange(spec.ranks.start, spec.ranks.stop).view(sizes)
-    names = (DP_REPLICATE, DP_SHARD, TP)
-    groups = [
-        factory.mine(
-            ranks.movedim(axis, -1).reshape(-1, size).tolist(), f"{spec.module}.{names[axis]}"
-        )
-        for axis, size in enumerate(sizes)
-    ]
-    own = [group for group in groups if group is not None]
-    if factory.rank not in spec.ranks:
+    factory, names = _GroupFactory(world.rank(), [], timeout), (DP_REPLICATE, DP_SHARD, TP)
+    ranks = torch.arange(first, first + math.prod(sizes)).view(sizes)
+    found = []
+    for axis, size in enumerate(sizes):
+        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        found.append(factory.mine(lines, names[axis]))
+    groups = [group for group in found if group is not None]
+    if not groups:
         return None
-    return DeviceMesh.from_group(own, local_device().type, ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, local_device().type, ranks, mesh_dim_names=names)
 
 
 def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topology:
@@ -202,9 +208,12 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
         if groups is not None:
             topology.modules[name] = groups
             _connect_module(layout, spec, groups)
-        mesh = _mesh(spec, factory) if spec.engine == "fsdp" else None
-        if mesh is not None:
-            topology.meshes[name] = mesh
+        if spec.engine == "fsdp":
+            assert dist.group.WORLD is not None
+            sizes = (spec.dp_replicate, spec.dp // spec.dp_replicate, spec.tp)
+            mesh = _mesh(dist.group.WORLD, spec.rank_offset, sizes, timeout)
+            if mesh is not None:
+                topology.meshes[name] = mesh
     for name, spec in layout.encoders.items():
         for link in layout.links_of(name):
             _add_bridge(topology, factory, spec, link)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -108,11 +107,20 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
+_SLIDING = "sliding_attention"
+KINDS = ("full_attention", _SLIDING)
+"""Of layers that segments are known to, as transformers calls them."""
+
+
+def kinds(config: Any) -> tuple[str, ...]:
+    """Of the layers of a text model of transformers, each once."""
+    every = _SLIDING if getattr(config, "sliding_window", None) else KINDS[0]
+    return tuple(dict.fromkeys(getattr(config, "layer_types", None) or [every]))
+
+
 def windows(config: Any) -> list[int | None]:
-    """Of every layer of a text model of transformers: keys that a query sees; None for all."""
-    kinds: Iterable[str] = getattr(config, "layer_types", None) or ()
-    found = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-    return found or [None] * config.num_hidden_layers
+    """Of every kind of layer: keys that a query sees; None for all."""
+    return [config.sliding_window if kind == _SLIDING else None for kind in kinds(config)]
 
 
 def dense_masks(packed: PackedSegments, config: Any, device: torch.device) -> Any:
@@ -132,7 +140,5 @@ def dense_masks(packed: PackedSegments, config: Any, device: torch.device) -> An
     behind = place[:, None] - place
     seen = (behind >= 0) | ((item[:, None] == item) & (item >= 0))
     seen = (seen & (segment[:, None] == segment))[None, None]
-    kinds: list[str] = getattr(config, "layer_types", None) or []
-    if "sliding_attention" not in kinds:
-        return seen
-    return {"full_attention": seen, "sliding_attention": seen & (behind < config.sliding_window)}
+    masks = [seen if window is None else seen & (behind < window) for window in windows(config)]
+    return dict(zip(kinds(config), masks, strict=True)) if len(masks) > 1 else masks[0]

@@ -6,7 +6,6 @@ n chosen tokens or rows, k feature levels.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,25 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import PretrainedConfig
 
 from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form, windows
 from mimo.engines.fsdp.context import TP, FsdpContext
+from mimo.engines.fsdp.meta import Call, on_meta, restore_buffers
 from mimo.engines.fsdp.plans import Border, embed, local, parallelize, problems, seeing_slices
 from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.layers.cross_entropy import linear_cross_entropy
 from mimo.engines.megatron.segments import PackedSegments
-
-
-class _Call:
-    """What the model is called with. FSDP2 does not look into it.
-
-    It would cast and copy what it finds, plans of attention included, and take the arrival of a
-    level's gradient for the end of the root's backward, before the embedding has its own.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
 
 
 class LanguageModel(nn.Module):
@@ -41,7 +30,7 @@ class LanguageModel(nn.Module):
 
     Weights are on meta and in at least fp32, buffers are right; see `materialize`. With tensor
     parallelism weights are DTensors as `plans` says. Without a mesh it is transformers' module
-    with its own attention, and computes in the dtype of its weights.
+    with its own attention, and has its weights in the dtype of the computation.
 
     units: its layers, in forward order. hf_names: parameter -> name in the whole model of
     transformers. sums_over_tp: parameters whose gradients are to be summed over tp.
@@ -54,18 +43,26 @@ class LanguageModel(nn.Module):
         tp = 1 if ctx.tp is None else ctx.tp.size()
         if found := problems(config, tp):
             raise ValueError("\n".join(found))
-        whole = _on_meta(config, "sdpa" if ctx.mesh is None else NAME, ctx.dtype)
+        whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, ctx.dtype)
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
         self.text: Any = getattr(whole.model, "language_model", whole.model)
+        if not self.text._supports_attention_backend:
+            raise ValueError(
+                f"language.engine = fsdp: {type(self.text).__name__} of transformers takes no "
+                f"attention functions, so packed segments would see each other"
+            )
         tied = whole.lm_head.weight is self.text.embed_tokens.weight
         self.head: nn.Linear | None = None if tied else whole.lm_head
-        _restore_buffers(self.text)
+        restore_buffers(self.text)
         own = dict(self.named_parameters())
         self.hf_names = {name: names[id(parameter)] for name, parameter in own.items()}
         self.units: list[nn.Module] = list(self.text.layers)
         self.ctx = ctx
         self.border = None
         self.sums_over_tp: frozenset[str] = frozenset()
+        if ctx.mesh is None:
+            for parameter in own.values():
+                parameter.data = parameter.data.to(ctx.dtype)
         if ctx.tp is not None:
             self.border = Border(ctx.tp, ctx.sequence_parallel)
             parallelize(self.text, self.head, self.border)
@@ -90,9 +87,9 @@ class LanguageModel(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `run`, with what FSDP2 does before and after."""
-        return super().__call__(_Call(args, kwargs))
+        return super().__call__(Call(args, kwargs))
 
-    def forward(self, call: _Call) -> Tensor:
+    def forward(self, call: Call) -> Tensor:
         """For `torch.nn.Module`; see `run`."""
         return self.run(*call.args, **call.kwargs)
 
@@ -214,34 +211,3 @@ def _add_level(
     """
     flat = hidden.flatten(0, 1)  # place b·S' + s is token s of sequence b
     return flat.index_add(0, places, level.to(hidden.dtype)).view(hidden.shape)
-
-
-def _on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
-    """The whole model of a configuration, which is not changed."""
-    config = copy.deepcopy(config)
-    text_only = config.get_text_config() is config
-    kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
-    wide = dtype if dtype == torch.float64 else torch.float32
-    with torch.device("meta"):
-        return kind.from_config(
-            config, dtype=wide, attn_implementation=attention, trust_remote_code=False
-        )
-
-
-@torch.no_grad()
-def _restore_buffers(text: Any) -> None:
-    """Buffers that no checkpoint has, such as rotary frequencies, off meta and with their values.
-
-    By the code with which transformers itself does so when it loads a model.
-    """
-    for name, module in text.named_modules():
-        lost = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        for key in lost:
-            module._buffers[key] = torch.full_like(module.get_buffer(key), torch.nan, device="cpu")
-        if lost:
-            text._init_weights(module)
-        for key in lost:
-            if module.get_buffer(key).isnan().any():
-                raise ValueError(
-                    f"language.engine = fsdp: transformers does not say what {name}.{key} is"
-                )

@@ -8,8 +8,8 @@ all others; a vector has one column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,13 @@ Reader = Callable[[str, slice, slice], Tensor]
 matrix these columns of them, in any dtype. Of anything but a matrix all columns are asked for, as
 ``slice(None)``, and come in any shape. It is asked once for each parameter, adapters included."""
 
-_FILLED = "_is_hf_initialized"
-"""The attribute by which transformers knows what it need not draw."""
-
 
 @torch.no_grad()
 def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Reader) -> None:
     """Give a `Wrapper` that was built on meta, cut and sharded its memory and its weights.
 
-    Buffers get what transformers' models compute for them; weights come from ``reader``, in the
-    order of `named_parameters`. No collective; every rank reads for itself.
+    They come from ``reader``, in the order of `named_parameters`. No collective; every rank reads
+    for itself.
     Raises ValueError for a tensor of another shape than asked for.
     """
     materialise(module, device)
@@ -49,24 +46,19 @@ def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Read
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Move to the device; what is on meta gets memory there: weights blank, buffers computed.
+    """Memory on the device for weights that are on meta, with anything in it; the rest moves there.
 
-    Buffers are computed by the transformers models in the module, each for its own.
-    Raises AssertionError for a buffer that none of them computes.
+    Tied weights stay tied. Buffers have their values already.
     """
     places = _places(module)
-    blank = [
-        part for part in module.modules() if any(b.is_meta for b in part.buffers(recurse=False))
-    ]
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    assert not lost, f"nobody knows what {lost[0]} is; see `restore_buffers`"
     module._apply(
         lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device, copy=False)
     )
     for (first, own_name), *others in places.values():
         for part, name in others:  # tied ones have been parted
             setattr(part, name, getattr(first, own_name))
-    for model, part in _with_models(module):
-        if part in blank:
-            _compute_buffers(model, part)
 
 
 def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -77,29 +69,3 @@ def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
             if param is not None:
                 places.setdefault(id(param), []).append((part, name))
     return places
-
-
-def _with_models(module: nn.Module, model: Any = None) -> Iterator[tuple[Any, nn.Module]]:
-    """All parts of a module, each with the innermost model of transformers that it belongs to."""
-    from transformers import PreTrainedModel  # late: it takes seconds to import
-
-    model = module if isinstance(module, PreTrainedModel) else model
-    yield model, module
-    for child in module.children():
-        yield from _with_models(child, model)
-
-
-def _compute_buffers(model: Any, part: nn.Module) -> None:
-    """Let a model compute the buffers of one of its parts, and leave that part's weights alone."""
-    buffers = list(part.buffers(recurse=False))
-    for buffer in buffers:
-        buffer.fill_(torch.nan if buffer.is_floating_point() else -1)
-    weights = list(part.parameters())  # those of its children too: it may draw them as well
-    for weight in weights:
-        setattr(weight, _FILLED, True)
-    if model is not None:
-        model._init_weights(part)
-    for weight in weights:
-        delattr(weight, _FILLED)
-    filled = not any((b != b).any() if b.is_floating_point() else (b < 0).all() for b in buffers)
-    assert filled, f"nobody computes the buffers of {type(part).__name__}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Purpose
 from mimo.engines.fsdp.context import FsdpContext
-from mimo.engines.fsdp.optimizer import Settings, build_optimizer, moments, set_steps
+from mimo.engines.fsdp.optimizer import build_optimizer, moments, set_steps
 from mimo.engines.fsdp.pieces import Names
 from mimo.engines.fsdp.sharding import (
     Held,
@@ -29,6 +29,9 @@ from mimo.engines.fsdp.sharding import (
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.segments import AttentionForm
 from mimo.engines.piece import Piece
+
+if TYPE_CHECKING:
+    from mimo.engines.megatron.parallel import OptimizerSettings
 
 _MASTER = "fp32_param"
 """The kind under which Megatron keeps fp32 weights of 16-bit ones. Ours are fp32 themselves."""
@@ -59,8 +62,7 @@ class FsdpModule:
     """Implements `mimo.engines.contract.Module`, which says what its methods do.
 
     wrapper: a `Wrapper`, sharded and with its weights; frozen ones do not require gradients.
-    settings: of the optimizer of the others.
-    forms: of the attention of its layers.
+    settings: of the optimizer of the others. forms: of the attention of its layers.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class FsdpModule:
         wrapper: nn.Module,
         ctx: FsdpContext,
         names: Names,
-        settings: Settings,
+        settings: OptimizerSettings,
         learning_rate: float,
         run_ahead: int = 0,
         forms: frozenset[AttentionForm] = frozenset(),
@@ -79,27 +81,21 @@ class FsdpModule:
         self.names, self.forms = names, forms
         self.learning_rate, self.run_ahead = learning_rate, run_ahead
         reshard(wrapper)
-        self._parameters = [*self._find_parameters()]
+        self._parameters = [self._parameter(*named) for named in wrapper.named_parameters()]
         learning = [one.local for one in self._parameters if one.local is not None]
-        self.trains = bool(learning)
+        self.trains = self.learns = bool(learning)  # on every rank alike
         self._optimizer = None
         if learning:
             assert stored_dtype(ctx).itemsize >= 4, "a module that trains in bf16 needs a mesh"
             self._optimizer = build_optimizer(learning, settings, learning_rate)
         self._accumulates = False
 
-    def _find_parameters(self) -> Iterator[_Parameter]:
-        wrapper = cast("Wrapper", self.whole)
-        for name, param in self.whole.named_parameters():
-            local = nn.Parameter(local_part(param)) if param.requires_grad else None
-            summed = name in wrapper.sums_over_tp and self.ctx.tp is not None
-            own = held(param, self.ctx.mesh)
-            yield _Parameter(wrapper.hf_names[name], param, own, local, summed)
-
-    @property
-    def learns(self) -> bool:
-        """Whether it has weights to update; if so, on every rank."""
-        return self.trains
+    def _parameter(self, name: str, param: nn.Parameter) -> _Parameter:
+        wrapper, local = cast("Wrapper", self.whole), None
+        if param.requires_grad:
+            local = nn.Parameter(local_part(param))
+        own, is_summed = held(param, self.ctx.mesh), name in wrapper.sums_over_tp
+        return _Parameter(wrapper.hf_names[name], param, own, local, is_summed)
 
     @property
     def sequence_parts(self) -> int:
@@ -178,13 +174,10 @@ class FsdpModule:
 
         FSDP2 has summed over the lanes.
         """
-        gradients = self._gradients()
-        summed = [g for one, g in gradients if one.is_summed_over_tp]
-        if summed:
+        summed = [gradient for one, gradient in self._gradients() if one.is_summed_over_tp]
+        if summed and self.ctx.tp is not None:
             flat = torch.cat([gradient.flatten() for gradient in summed])
-            tp = self.ctx.tp
-            assert tp is not None, "there is nothing to sum over"
-            dist.all_reduce(flat, group=tp.get_group())
+            dist.all_reduce(flat, group=self.ctx.tp.get_group())
             parts = flat.split([gradient.numel() for gradient in summed])
             for gradient, part in zip(summed, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
@@ -192,7 +185,7 @@ class FsdpModule:
 
     def squared_norm(self) -> Tensor:
         """Of equal copies the first counts."""
-        counted = [gradient for one, gradient in self._gradients() if one.own.copy == 0]
+        counted = [g for one, g in self._gradients() if one.own.copy == 0 and g.numel()]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=local_device())
         norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(counted)
@@ -229,54 +222,32 @@ class FsdpModule:
 
         To load an optimizer is to ask for its fp32 weights, where those of the checkpoint are less.
         """
-        optimizer = self._optimizer if with_optimizer else None
         for number, one in enumerate(self._parameters):
             if purpose == "save" and number % one.own.copies != one.own.copy:
                 continue
-            kept: Mapping[str, Tensor] = {}
-            if optimizer is not None and one.local is not None:
-                kept = moments(optimizer, one.local)
-            has_master = purpose == "load" and optimizer is not None and one.local is not None
-            yield from self._named(one, one.own.values, _MASTER if has_master else None)
+            kind, kept = None, {}
+            if with_optimizer and self._optimizer is not None and one.local is not None:
+                kind = _MASTER if purpose == "load" else None
+                kept = moments(self._optimizer, one.local)
+            yield from self._named(one, local_part(one.whole), kind)
             for kind, tensor in kept.items():
-                yield from self._named(one, one.own.like(tensor), kind)
-        if purpose == "save":
-            yield from self._padding(with_optimizer)
+                yield from self._named(one, tensor, kind)
 
-    def _named(self, one: _Parameter, values: Tensor, kind: str | None) -> Iterator[Piece]:
-        """The pieces of a tensor that is cut like a parameter, or itself (kind None)."""
-        for piece in self.names.pieces(one.key, replace(one.own, values=values)):
-            yield replace(piece, key=self._key(piece.key, kind))
-
-    def _key(self, name: str, kind: str | None = None) -> str:
-        return f"{self.name}.{name}" if kind is None else f"optimizer.{kind}.{self.name}.{name}"
-
-    def _padding(self, with_optimizer: bool) -> Iterator[Piece]:
-        """What no parameter holds, of weights and optimizer; the module's first rank has it."""
-        if self.ctx.mesh is not None and any(self.ctx.mesh.get_coordinate() or ()):
-            return
-        kinds: dict[str | None, set[str]] = {None: self._users(self._parameters)}
-        optimizer = self._optimizer if with_optimizer else None
-        if optimizer is not None:
-            learning = [one for one in self._parameters if one.local is not None]
-            for kind in moments(optimizer, cast("nn.Parameter", learning[0].local)):
-                kinds[kind] = self._users(learning)
-        for kind, names in kinds.items():
-            for piece in self.names.padding(names, stored_dtype(self.ctx)):
-                yield replace(piece, key=self._key(piece.key, kind))
-
-    def _users(self, parameters: Sequence[_Parameter]) -> set[str]:
-        return {name for one in parameters for name in self.names.users(one.key)}
+    def _named(self, one: _Parameter, local: Tensor, kind: str | None = None) -> Iterator[Piece]:
+        """The pieces of a tensor that is cut like a parameter; without a kind, of itself."""
+        beginning = "" if kind is None else f"optimizer.{kind}."
+        for piece in self.names.pieces(one.key, replace(one.own, values=one.own.like(local))):
+            yield replace(piece, key=f"{beginning}{self.name}.{piece.key}")
 
     def gradients(self) -> Iterator[Piece]:
-        """The complete gradients here, equal copies on each of their ranks; without padding."""
+        """The complete gradients here, equal copies on each of their ranks."""
         for one, gradient in self._gradients():
-            yield from self._named(one, one.own.like(gradient), None)
+            yield from self._named(one, gradient)
 
     def learning(self) -> frozenset[str]:
         """Keys of all tensors that are updated; every rank has a part of each, or nothing."""
-        learning = [one for one in self._parameters if one.local is not None]
-        return frozenset(self._key(name) for name in self._users(learning))
+        keys = [one.key for one in self._parameters if one.local is not None]
+        return frozenset(f"{self.name}.{ours}" for key in keys for ours in self.names.users(key))
 
     def follow_weights(self) -> None:
         """The optimizer works on the weights themselves."""

@@ -7,33 +7,21 @@ collective.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from mimo.device import has_gpu
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+if TYPE_CHECKING:
+    from mimo.engines.megatron.parallel import OptimizerSettings
 
-
-class Settings(Protocol):
-    """AdamW ("adam") or plain SGD ("sgd"). Clipping happens elsewhere: its norm is global."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def weight_decay(self) -> float: ...  # noqa: D102
-    @property
-    def beta1(self) -> float: ...  # noqa: D102
-    @property
-    def beta2(self) -> float: ...  # noqa: D102
-    @property
-    def eps(self) -> float: ...  # noqa: D102
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
-    params: Sequence[nn.Parameter], settings: Settings, learning_rate: float
+    params: Sequence[nn.Parameter], settings: OptimizerSettings, learning_rate: float
 ) -> torch.optim.Optimizer:
     """Matrices decay, vectors (norms, biases) don't.
 
@@ -67,8 +55,8 @@ def moments(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Mapping[st
     if not state:
         # A fused update counts steps on the device.
         state["step"] = torch.zeros((), device=param.device if has_gpu() else None)
-        state |= {kind: torch.zeros_like(param) for kind in MOMENTS}
-    return {kind: cast("Tensor", state[kind]).detach() for kind in MOMENTS}
+        state |= {kind: torch.zeros_like(param) for kind in _MOMENTS}
+    return {kind: cast("Tensor", state[kind]).detach() for kind in _MOMENTS}
 
 
 def set_steps(optimizer: torch.optim.Optimizer, step: int) -> None:

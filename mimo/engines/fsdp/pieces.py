@@ -9,12 +9,9 @@ others; a vector has one column.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
-
-import torch
 
 from mimo.engines.fsdp.sharding import Held
 from mimo.engines.piece import Piece
@@ -80,9 +77,8 @@ class Names:
     def pieces(self, key: str, own: Held) -> Iterator[Piece]:
         """A rectangle of transformers' tensor ``key`` as rectangles of ours: views of its values.
 
-        Keys are names of the format.
+        Keys are names of the format. Rows of padding come as zeros with the last row before them.
         """
-        self.users(key)
         for part in self.parts[key]:
             values, row, column = own.values, own.row, own.column
             if part.rows.transposed:
@@ -91,13 +87,9 @@ class Names:
             last = min(row + values.shape[0], part.rows.start + part.rows.count)
             if first >= last or not values.shape[1]:
                 continue
-            shape, own_row = self.shapes[part.name], part.row + first - part.rows.start
-            yield Piece(part.name, shape, own_row, column, values[first - row : last - row])
-
-    def padding(self, names: Iterable[str], dtype: torch.dtype) -> Iterator[Piece]:
-        """The rows of padding of these tensors: zeros that no parameter holds."""
-        for name in sorted(names):
-            shape, first = self.shapes[name], self.filled[name]
-            if first < shape[0]:
-                zeros = torch.zeros(shape[0] - first, math.prod(shape[1:]), dtype=dtype)
-                yield Piece(name, shape, first, 0, zeros)
+            shape, moved = self.shapes[part.name], part.row - part.rows.start
+            yield Piece(part.name, shape, first + moved, column, values[first - row : last - row])
+            end = self.filled[part.name]
+            if last + moved == end < shape[0]:
+                zeros = values.new_zeros(shape[0] - end, values.shape[1])
+                yield Piece(part.name, shape, end, column, zeros)

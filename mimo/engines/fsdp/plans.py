@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
+from mimo.engines.fsdp.attention import KINDS, kinds
+
 _SEQUENCE = 1  # dimension
 
 
@@ -77,6 +79,11 @@ def problems(config: Any, tp: int) -> list[str]:
     ):
         if value := getattr(text, key, None):
             found.append(f"language.engine = fsdp: the model has {what} ({key} = {value})")
+    if others := sorted(set(kinds(text)) - set(KINDS)):
+        found.append(
+            f"language.engine = fsdp: the model has layers of {', '.join(others)}, which do not "
+            f"keep packed segments apart; only those of {' and '.join(KINDS)} do"
+        )
     return found
 
 

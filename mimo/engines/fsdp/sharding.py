@@ -11,6 +11,7 @@ others; a vector has one column.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -134,7 +135,7 @@ def held(param: Tensor, mesh: DeviceMesh | None) -> Held:
     mesh: the module's; None for a plain parameter.
     """
     shape = tuple(param.shape)
-    start, size = [0, 0], list(_matrix_shape(shape))
+    start, size = [0, 0], [shape[0], math.prod(shape[1:])]
     copy, copies = 0, 1
     if mesh is not None:
         rank = dict(zip((DP_REPLICATE, DP_SHARD, TP), mesh.get_coordinate() or (), strict=True))
@@ -168,10 +169,6 @@ def _chunk(size: int, rank: int, ranks: int) -> tuple[int, int]:
     each = -(-size // ranks)
     start = min(rank * each, size)
     return start, min(each, size - start)
-
-
-def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[0], torch.Size(shape[1:]).numel()
 
 
 def _matrix(local: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -234,6 +234,13 @@ def test_no_change_of_a_byte_makes_an_index_file_lie(open_index: Opener):
     assert catalog.exists()
 
 
+def test_where_no_shard_is_no_folder_is_made(tmp_path: Path, open_index: Opener) -> None:
+    nowhere = Opener(f"{tmp_path}/nowhere/*.tar", open_index.chat, open_index.processors)
+    with pytest.raises(ValueError, match="no shard matches"):
+        nowhere()
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_a_missing_shard_of_a_stored_index_is_named(tmp_path: Path, open_index: Opener):
     open_index()
     (tmp_path / "b.tar").unlink()

@@ -194,8 +194,6 @@ def test_only_adapters_and_the_projector_leave_their_drawn_values(
     grids = ["language.grid={tp: 2, pp: 2}", "encoders.vision.grid={tp: 2, sp: true, dp: 1}"]
     results: list[Any] = run_ranks(tiny.run_layout_steps, 6, recipe, [*overrides, *grids])
     after = tiny.assemble(results, "weight")
-    copy = after.pop("language.output_layer.weight")
-    assert (copy == drawn["language.embedding.word_embeddings.weight"]).all()
     assert after.keys() >= drawn.keys()
     for name, weight in after.items():
         if is_adapter(name):

@@ -117,7 +117,7 @@ def test_ctrl_c_ends_all_processes_of_mimo_data_index_and_leaves_whole_files(
         stderr=subprocess.STDOUT,
     )
     deadline = time.monotonic() + 200
-    while not list(recipe.parent.glob(".index/*/*.index")) and time.monotonic() < deadline:
+    while not any(recipe.parent.glob(".index/*/*.index")) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(20) != 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mimo.engines.fsdp.context import FsdpContext
@@ -35,7 +36,7 @@ _TEXT = {
 }
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 NUM_LEVELS = {"qwen3_vl": 2}
-WITHOUT_ROWS = ("llama",)
+WITHOUT_ROWS = ("llama", "mistral")
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -44,9 +45,17 @@ def config_of(name: str, **changes: Any) -> Any:
 
     text = {**_TEXT, **changes}
     if name == "llama":
+        text["rope_parameters"] = {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
         return hf.LlamaConfig(**text, attention_bias=True)
-    if name == "qwen3":
-        return hf.Qwen3Config(**text)
+    if name == "mistral":
+        return hf.MistralConfig(**text, sliding_window=6)
     tied = text["tie_word_embeddings"]
     if name == "qwen3_vl":
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -101,8 +110,8 @@ def plain_model(config: Any) -> Any:
 class Lane:
     """A packed lane, or with `batch` that many sequences of one length.
 
-    lengths: of the segments; the last is padding. items: (start, length) in the lane; seen_whole by
-    attention.
+    lengths: of the segments; the last is padding. items: (start, length) in the lane.
+    seen_whole: whether attention sees them so.
     ids (T,), positions (3, T), rows (1 + k, n, H): embeddings and levels. at (m,): tokens with a
     loss, in packed order. labels, factors (m,): the loss is the sum of factors times losses.
     """
@@ -154,7 +163,8 @@ def lane_of(name: str, number: int) -> Lane:
     drawn = torch.Generator().manual_seed(30 + number)
     total = sum(lengths)
     ids = torch.randint(0, 96, (total,), generator=drawn)
-    ids[4] = 50  # the padding row of Gemma's embedding, in the middle of text
+    # The padding row of Gemma's embedding, in text, and the other rank's row in the same place.
+    ids[8], ids[9] = 50, 2
     plain = torch.cat([torch.arange(length) for length in lengths])
     positions = plain.repeat(3, 1)
     if name.startswith("qwen"):
@@ -255,53 +265,52 @@ def build(config: Any, ctx: FsdpContext) -> LanguageModel:
     return model.train()
 
 
-def shard(model: LanguageModel) -> None:
+def shard(model: LanguageModel, policy: MixedPrecisionPolicy | None = None) -> None:
     """FSDP2 over the data-parallel dimensions, with sums."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    policy = policy or MixedPrecisionPolicy()
 
     mesh = model.ctx.mesh
     assert mesh is not None
     for part in (*model.units, model):
-        fully_shard(part, mesh=mesh["dp_replicate", "dp_shard"])
+        fully_shard(part, mesh=mesh["dp_replicate", "dp_shard"], mp_policy=policy)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
 
-def place(text: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """A `place` that takes sharded rows."""
-    return place_rows(text, rows, places)
-
-
-def run_lane(model: LanguageModel, lane: Lane, **changes: Any) -> tuple[Tensor, Tensor]:
+def run_lane(
+    model: LanguageModel, lane: Lane, **changes: Callable[[Any], Any]
+) -> tuple[Tensor, Tensor]:
     """One microbatch forward and backward -> losses (m,), and gradients (1 + k, n, H) of the rows,
-    whole on every rank of tp.
+    whole on every rank of tp. changes: of what the model is given.
     """
     border, length = model.border, len(lane.ids) // lane.batch
-    cut = border is not None and border.sequence_parallel
     places, mine = lane.places, torch.ones(len(lane.places), dtype=torch.bool)
-    if cut:
+    cut = border is not None and border.sequence_parallel and model.ctx.scatter_embedding
+    if border is not None and cut:
         part = length // border.tp.size()
-        rank = border.tp.get_local_rank()
         token, sequence = places % length, places // length
-        mine = (token >= rank * part) & (token < (rank + 1) * part)
-        places = (sequence * part + token - rank * part)[mine]
+        token = token - border.tp.get_local_rank() * part
+        mine = (token >= 0) & (token < part)
+        places = (sequence * part + token)[mine]
     rows = lane.rows[:, mine].requires_grad_()
     given = {
-        "place": partial(place, rows=rows[0], places=places) if len(lane.places) else None,
+        "place": partial(place_rows, rows=rows[0], positions=places) if lane.items else None,
         "levels": (rows[1:], places) if len(rows) > 1 else None,
         "labels": lane.labels,
         "loss_at": lane.sequence_first,
         "packed_seq_params": lane.segments if lane.batch == 1 else None,
         "position_ids": lane.positions.view(3, lane.batch, length),
     }
-    losses = model(lane.ids.view(lane.batch, length), **{**given, **changes})
+    given |= {key: change(given[key]) for key, change in changes.items()}
+    losses = model(lane.ids.view(lane.batch, length), **given)
     (losses * lane.factors).sum().backward()
+    assert (rows.grad is None) == (not lane.items), "rows are in the graph, none of them too"
     gradient = torch.zeros_like(lane.rows)
     if rows.grad is not None:
         gradient[:, mine] = rows.grad
-    if cut:
+    if border is not None and cut:
         dist.all_reduce(gradient, group=border.tp.get_group())
     return losses.detach(), gradient
 

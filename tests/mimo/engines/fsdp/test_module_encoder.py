@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
-from tests.fsdp_job import Counted, Job, Optimizer, assembled, context, make_topology, sent, worst
+from tests.fsdp_job import OPTIMIZER, Counted, Job, assembled, context, make_topology, sent, worst
 
 WIDTH, ROWS = 6, 5
 
@@ -62,10 +62,10 @@ def make(case: Case, topology: Any) -> Any:
     job = Job(dtype=torch.float32, reshard_after_forward=case.reshard_after_forward)
     ctx = context(job, None if topology is None else topology.meshes["language"])
     shard(tower, ctx)
-    groups = None if topology is None else topology.modules["language"]
+    groups: Any = None if topology is None else topology.modules["language"]
     names = Names.same(shapes)
     return FsdpModule(
-        "vision", groups, tower, ctx, names, Optimizer(), 1e-2, run_ahead=case.run_ahead
+        "vision", groups, tower, ctx, names, OPTIMIZER, 1e-2, run_ahead=case.run_ahead
     )
 
 

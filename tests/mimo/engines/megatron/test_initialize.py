@@ -57,8 +57,6 @@ def test_every_layout_draws_the_same_weights_bit_for_bit(run_ranks: RunRanks, ti
     assert tied or not np.array_equal(expected[head], expected[embedding])
     for grid in GRIDS.values() if tied else [GRIDS["tp2 pp2 vpp2"]]:
         found = drawn(run_ranks, replace(job, grid=grid))
-        if tied and "pp" in grid:  # the last stage's copy
-            np.testing.assert_array_equal(found.pop(head), found[embedding])
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value, err_msg=f"{name} with {grid}")

@@ -1,0 +1,84 @@
+"""Meshes of fsdp modules, and which rectangle of a parameter a rank of them holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.conftest import RunRanks
+
+SHAPES = {"rows": (6, 4), "columns": (5, 4), "vector": (6,), "whole": (3, 2, 2), "tiny": (1,)}
+
+
+def numbered() -> nn.ParameterDict:
+    """Of every element its number."""
+    return nn.ParameterDict(
+        {name: torch.arange(float(torch.Size(s).numel())).view(s) for name, s in SHAPES.items()}
+    )
+
+
+def holds(rank: int) -> dict[str, Any]:
+    """What a rank holds of each parameter on dp_replicate 1, 2 with tp 1, 2."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from mimo.engines.fsdp.context import TP, FsdpContext
+    from mimo.engines.fsdp.sharding import held, shard
+    from mimo.layout.grids import GridSpec, Layout
+    from mimo.layout.groups import build_topology
+
+    found: dict[str, Any] = {}
+    for tp, replicate in ((1, 1), (2, 1), (2, 2), (1, 2)):
+        # The module's ranks are 1 to 4; rank 0 is an encoder's.
+        grid = GridSpec(
+            "language", tp=tp, dp=4 // tp, rank_offset=1, engine="fsdp", dp_replicate=replicate
+        )
+        layout = Layout(grid, {"vision": GridSpec("vision", engine="fsdp")}, 5)
+        topology = build_topology(layout)
+        assert topology.meshes.keys() == {"vision" if rank == 0 else "language"}
+        if rank:
+            mesh = topology.meshes["language"]
+            ctx = FsdpContext(mesh, torch.float32)
+            module: Any = numbered()
+            if ctx.tp is not None:
+                for name, dim in (("rows", 0), ("columns", 1), ("vector", 0)):
+                    cut = distribute_tensor(module[name].detach(), mesh[TP], [Shard(dim)])
+                    module[name] = nn.Parameter(cut)
+            module.units = []
+            shard(module, ctx)
+            found[f"{tp} {replicate}"] = {
+                "place": mesh.get_coordinate(),
+                **{name: asdict(held(one, mesh)) for name, one in module.items()},
+            }
+        topology.close()
+    return found
+
+
+def test_ranks_hold_every_element_once_or_know_their_copies(run_ranks: RunRanks) -> None:
+    _, *ranks = run_ranks(holds, 5)
+    whole = numbered()
+    for case in ranks[0]:
+        tp, replicate = map(int, case.split())
+        shards = 4 // tp // replicate
+        places = [tuple(own[case].pop("place")) for own in ranks]
+        grid = torch.arange(4).view(replicate, shards, tp)
+        assert [int(grid[place]) for place in places] == [0, 1, 2, 3], case
+        for name, shape in SHAPES.items():
+            count: dict[int, torch.Tensor] = {}
+            for own in (rank[case][name] for rank in ranks):
+                assert own["shape"] == shape
+                expected = whole[name].detach().reshape(shape[0], -1)
+                rows, columns = own["values"].shape
+                area = (
+                    slice(own["row"], own["row"] + rows),
+                    slice(own["column"], own["column"] + columns),
+                )
+                assert torch.equal(own["values"], expected[area]), (case, name)
+                seen = count.setdefault(own["copy"], torch.zeros_like(expected))
+                seen[area] += 1
+                copies = own["copies"]
+            # Each of the copies is complete, and nothing in it is there twice.
+            assert sorted(count) == list(range(copies)), (case, name)
+            assert all(bool((one == 1).all()) for one in count.values()), (case, name)
