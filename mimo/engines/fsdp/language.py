@@ -112,8 +112,9 @@ class LanguageModel(nn.Module):
         Without labels it gives logits (B, S, V) or, of one sequence at the positions ``logits_at``
         (n,), (1, n, V), whole on every rank of tp.
         """
-        parts = 1 if self.border is None else self.border.tp.size()
-        assert input_ids.shape[1] % parts == 0, "sequences are padded to a multiple of tp"
+        if self.border is not None and self.border.sequence_parallel:
+            parts = self.border.tp.size()
+            assert input_ids.shape[1] % parts == 0, "sequences are padded to a multiple of tp"
         embeddings = self._embed(input_ids, place)
         with ExitStack() as stack:
             if levels is not None:
