@@ -74,7 +74,9 @@ class Collator:
         self.processor = load_processor(checkpoint)
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "right"
-        self._samples: list[dict[str, Any]] = list(WebDataset(str(shard), shardshuffle=False))
+        self._samples: list[dict[str, Any]] = list(
+            WebDataset(str(shard), shardshuffle=False, nodesplitter=None)
+        )
         counted = [self([number]) for number in range(len(self._samples))]
         self.lengths = [inputs["input_ids"].shape[1] for inputs in counted]
         self.loss_tokens = [int((one["labels"][:, 1:] != _IGNORED).sum()) for one in counted]
