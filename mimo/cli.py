@@ -6,7 +6,7 @@ Exit code 2 and a message for bad input, before any process group exists; 1 for 
 import typer
 
 from mimo.commands._shared import readable_errors
-from mimo.commands.bench import bench_bridge, bench_data, bench_train
+from mimo.commands.bench import bench_bridge, bench_data, bench_engines, bench_train
 from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
@@ -27,7 +27,11 @@ for command in (check, prepare, train, verify, generate, evaluate, parity, tiny,
 
 for group, purpose, commands in (
     ("data", "The samples of a recipe.", (data_index, data_doctor, data_pack)),
-    ("bench", "Measure what the parts promise.", (bench_bridge, bench_train, bench_data)),
+    (
+        "bench",
+        "Measure what the parts promise.",
+        (bench_bridge, bench_train, bench_data, bench_engines),
+    ),
     ("convert", "Checkpoints in Hugging Face format.", (convert_from_hf, convert_to_hf)),
 ):
     below = typer.Typer(no_args_is_help=True, help=purpose)

@@ -24,7 +24,7 @@ from mimo.bench.bridge_workload import Case
 from mimo.bench.contest import Contest
 from mimo.bench.report import Bound, Report
 from mimo.errors import InputError
-from mimo.launch.processes import RankProcesses, warm_up
+from mimo.launch.processes import run_processes, warm_up
 from mimo.launch.ranks import rank_variables
 
 if TYPE_CHECKING:
@@ -157,10 +157,6 @@ def main(
 def _on_ranks(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
     """What the ranks of one layout measure."""
     args, size = (case, rows, hidden, rounds), case.layout.world_size
-    with (
-        tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory,
-        RankProcesses(
-            "mimo.bench.bridge_contest:in_world", args, size, rank_variables(Path(directory))
-        ) as ranks,
-    ):
-        return ranks.results()[0]
+    with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
+        variables = rank_variables(Path(directory))
+        return run_processes("mimo.bench.bridge_contest:in_world", args, size, variables)[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from webdataset.compat import WebDataset
 
 from mimo.bench.contest import timed
@@ -74,7 +74,9 @@ class Collator:
         self.processor = load_processor(checkpoint)
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "right"
-        self._samples: list[dict[str, Any]] = list(WebDataset(str(shard), shardshuffle=False))
+        self._samples: list[dict[str, Any]] = list(
+            WebDataset(str(shard), shardshuffle=False, nodesplitter=None)
+        )
         counted = [self([number]) for number in range(len(self._samples))]
         self.lengths = [inputs["input_ids"].shape[1] for inputs in counted]
         self.loss_tokens = [int((one["labels"][:, 1:] != _IGNORED).sum()) for one in counted]
@@ -111,6 +113,17 @@ def batches_of(contestant: str, lengths: Sequence[int], tokens: int) -> list[lis
     return batches
 
 
+def adamw(model: nn.Module, train: Train) -> torch.optim.Optimizer:
+    """As our recipe's; fused, as is the default of transformers' Trainer."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    betas = (train.adam_beta1, train.adam_beta2)
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, fused=True)
+
+
 class TransformersSteps:
     """A model of transformers with AdamW. train: of our recipe."""
 
@@ -129,14 +142,7 @@ class TransformersSteps:
         self.collator, self.batches = collator, batches
         assert train.clip_grad_norm is not None, "the recipe clips"
         self.clip = train.clip_grad_norm
-        params = list(self.model.parameters())
-        groups = [
-            {"params": [p for p in params if p.dim() > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        betas = (train.adam_beta1, train.adam_beta2)
-        # Fused, as is the default of its Trainer.
-        self.optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, fused=True)
+        self.optimizer = adamw(self.model, train)
 
     def step(self) -> dict[str, float]:
         """All batches, one update: the loss per loss token, and tokens with and without padding."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,8 +90,18 @@ class Workload:
         for lengths in ("long-tailed", "equal"):
             write_shard(self.shard(lengths), self._samples(lengths))
 
-    def recipe(self, lengths: Lengths, steps: int, mean_tokens: float, threads: int) -> Recipe:
-        """Our recipe: one rank, one step per pass over the samples. mean_tokens: of a sample."""
+    def recipe(
+        self,
+        lengths: Lengths,
+        steps: int,
+        mean_tokens: float,
+        threads: int,
+        overrides: Sequence[str] = (),
+    ) -> Recipe:
+        """Our recipe: one step per pass over the samples, on one rank if ``overrides`` say no more.
+
+        mean_tokens: of a sample.
+        """
         content = {
             "name": "bench",
             "init_from": str(self.checkpoint),
@@ -114,7 +124,7 @@ class Workload:
         }
         path = self.directory / f"{lengths}.yaml"
         path.write_text(json.dumps(content))  # which is YAML as well
-        return load_recipe(path)
+        return load_recipe(path, overrides)
 
     def _samples_together(self, lengths: Lengths, mean_tokens: float) -> int:
         """Samples of one microbatch, so that they have about ``sizes.tokens`` tokens."""

@@ -63,3 +63,20 @@ def bench_data(
     from mimo.bench.data import main as run
 
     return run(samples, rounds, workers, quick, json, picture)
+
+
+def bench_engines(
+    samples: Annotated[int, typer.Option(min=16, max=4096, help="Samples of a step.")] = 32,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Timed steps of each contestant.")
+    ] = 4,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One round of a tiny model, whose speed says nothing.")
+    ] = False,
+    json: JsonOption = None,
+    picture: _PictureOption = Path("runs/bench_engines.png"),
+) -> int | None:
+    """Compare both engines and transformers under FSDP2 on two ranks: speed and memory."""
+    from mimo.bench.engines import main as run
+
+    return run(samples, rounds, quick, json, picture)

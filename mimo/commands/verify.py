@@ -1,4 +1,4 @@
-"""`mimo verify` and `mimo parity`: a layout against one rank, a checkpoint against transformers."""
+"""`mimo verify` and `mimo parity`: a layout against one rank, transformers or another engine."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -46,6 +46,16 @@ def verify(
 def parity(
     checkpoint: Annotated[Path, typer.Argument(help="A folder in Hugging Face format.")],
     overrides: OverridesArgument = None,
+    engine: Annotated[
+        Literal["megatron", "fsdp"], typer.Option(help="What runs all our modules.")
+    ] = "megatron",
+    against: Annotated[
+        str,
+        typer.Option(
+            help="transformers, or an engine and perhaps its layout, such as "
+            "'megatron language.grid.pp=2'."
+        ),
+    ] = "transformers",
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -56,9 +66,10 @@ def parity(
 ) -> int | None:
     """Compare a checkpoint in transformers with a layout of ours: inputs, every module, gradients.
 
-    Runs both on this machine's CPU. Exit code 1 and the first module that diverges when they are
-    not equal. Layouts are overrides, such as language.grid.tp=2.
+    Or our two engines, or any two layouts (--against). Runs both on this machine's CPU. Exit code 1
+    and the first module that diverges when they are not equal. Layouts are overrides, such as
+    language.grid.tp=2.
     """
     from mimo.parity.main import main as run
 
-    return run(checkpoint, overrides or [], tolerance, json)
+    return run(checkpoint, overrides or [], tolerance, json, engine, against)

@@ -51,7 +51,7 @@ def launch(
     warm_up(preload)
     try:
         with _signals_raise(), _rendezvous_dir() as folder:
-            run_processes(target, args, world_size, _rank_variables(folder))
+            run_processes(target, args, world_size, rank_variables(folder))
     except RanksFailed as failure:
         return _report(failure, log_dir)
     except _Signalled as signalled:
@@ -87,11 +87,11 @@ def run_on_cpu(
     Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
     """
     with _rendezvous_dir() as folder:
-        variables = {**_rank_variables(folder), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
+        variables = {**rank_variables(folder), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
         return run_processes(target, args, world_size, variables, timeout_seconds, folder)
 
 
-def _rank_variables(rendezvous_dir: Path) -> dict[str, str]:
+def rank_variables(rendezvous_dir: Path) -> dict[str, str]:
     """This process's environment, with ranks that meet through a file in `rendezvous_dir`."""
     return {
         # All ranks are on this machine; without it gloo looks up the host's name, which may fail.

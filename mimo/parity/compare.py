@@ -7,7 +7,7 @@ token of all samples, or for each patch or row of all items, in the order of the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ from mimo.verify.compare import (
     Shard,
     badness,
     compare,
+    joined,
 )
 
 TOLERANCE = 1e-5  # fp32
@@ -31,6 +32,7 @@ TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"
 INPUTS = (TOKENS, PIXELS, POSITIONS)
 """Points at which both sides must have the same numbers."""
 LOGITS = "language.head"
+_PARTS = ("embedding", "blocks", "rows", "level", "layers", "norm", "head")  # in forward order
 _SMALLEST_SCALE = 1e-30
 
 Measure = Literal["difference", "relative", "unequal"]
@@ -114,22 +116,68 @@ class Parity:
         return self.first is None and self.step.first is None
 
 
-def compare_points(results: Sequence[OursOnRank], theirs: Theirs, tolerance: float) -> list[Line]:
+def compare_points(
+    results: Sequence[OursOnRank], points: Mapping[str, np.ndarray], tolerance: float
+) -> list[Line]:
     """Compare every rank's part of every point. If an input differs, nothing else is compared.
 
-    Raises IncomparableError if the ranks together do not have a whole tensor.
+    points: as of `Theirs`. Raises IncomparableError if the ranks together do not have a whole
+    tensor.
     """
-    parts: dict[str, list[Part]] = {}
-    for part in (part for result in results for part in result.parts):
-        parts.setdefault(part.point, []).append(part)
-    if extra := parts.keys() - theirs.points.keys():
+    parts = _by_point(results)
+    if extra := parts.keys() - points.keys():
         raise IncomparableError(f"only our side has {', '.join(sorted(extra))}")
     lines: list[Line] = []
-    for point, whole in theirs.points.items():
+    for point, whole in points.items():
         if any(line.point in INPUTS and not line.passed for line in lines) and point not in INPUTS:
             break
         lines.append(_line(point, whole, parts.get(point, []), tolerance))
     return lines
+
+
+def whole_points(
+    results: Sequence[OursOnRank], others: Sequence[OursOnRank]
+) -> dict[str, np.ndarray]:
+    """What a layout's ranks have, as whole tensors in forward order, to compare ``others`` with.
+
+    Of replicas the last rank's counts; of the vocabulary, only what both sides have.
+    Raises IncomparableError if the ranks together do not have a whole tensor.
+    """
+    mine, found = _by_point(results), {}
+    for point in sorted(mine, key=_forward_order):
+        parts = mine[point]
+        shape = _shape(parts)
+        whole, covered = np.zeros(shape, parts[0].values.dtype), np.zeros(shape, bool)
+        for part in parts:
+            place = part.index, slice(part.columns, part.columns + part.values.shape[1])
+            whole[place], covered[place] = part.values, True
+        if not covered.all():
+            raise IncomparableError(f"{point}: the other layout has only a part of it")
+        found[point] = whole
+    if (logits := _by_point(others).get(LOGITS)) and LOGITS in found:
+        found[LOGITS] = found[LOGITS][:, : _shape(logits)[1]]
+    return found
+
+
+def _by_point(results: Sequence[OursOnRank]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for part in (part for result in results for part in result.parts):
+        found.setdefault(part.point, []).append(part)
+    return found
+
+
+def _shape(parts: Sequence[Part]) -> tuple[int, int]:
+    rows = 1 + max(int(part.index.max(initial=-1)) for part in parts)
+    return rows, max(part.columns + part.values.shape[1] for part in parts)
+
+
+def _forward_order(point: str) -> tuple[int, int, int]:
+    """Inputs first, then the tower, then the language model."""
+    if point in INPUTS:
+        return 0, INPUTS.index(point), 0
+    module, _, name = point.partition(".")
+    kind, _, number = name.replace(" ", ".").partition(".")
+    return 1 + (module == "language"), _PARTS.index(kind), int(number or 0)
 
 
 def _line(point: str, whole: np.ndarray, parts: Sequence[Part], tolerance: float) -> Line:
@@ -189,6 +237,29 @@ def compare_step(
         )
     ours = [result.steps for result in results]
     return compare(ours, Reference(theirs.steps, parameters), tolerance)
+
+
+def compare_layouts(
+    results: Sequence[OursOnRank],
+    others: Sequence[OursOnRank],
+    names: Iterable[str],
+    tolerance: float,
+) -> Comparison:
+    """Compare the step of a layout with that of another, as `compare_step`.
+
+    names: of the parameters, in the order of the model.
+    """
+    shards: dict[str, list[Shard]] = {name: [] for name in names}
+    for shard in (shard for other in others for shard in other.steps.shards):
+        shards[shard.name].append(shard)
+    if missing := [name for name, own in shards.items() if not own]:
+        raise IncomparableError(f"no rank of the other layout has {', '.join(missing)}")
+    parameters = {
+        name: ReferenceParameter(joined(own, "gradients"), joined(own, "weights"))
+        for name, own in shards.items()
+    }
+    steps = others[0].steps.metrics
+    return compare([result.steps for result in results], Reference(steps, parameters), tolerance)
 
 
 def _pack(weight: Weight, tensors: Mapping[str, np.ndarray], shard: Shard) -> np.ndarray:

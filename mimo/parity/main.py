@@ -1,14 +1,21 @@
-"""`mimo parity`: does a layout compute what transformers computes from the same checkpoint?"""
+"""`mimo parity`: does a layout compute what transformers computes from the same checkpoint?
+
+Or what another layout computes, by the other engine or the same.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal, get_args
 
 from rich.console import Console
 
+from mimo.errors import InputError
 from mimo.launch.processes import RanksFailed, RanksHung
 from mimo.launch.ranks import warm_up_on_cpu
 from mimo.parity.compare import TOLERANCE, Line, Parity
@@ -16,6 +23,8 @@ from mimo.parity.runner import PRELOAD, ParityRunner
 from mimo.verify.compare import IncomparableError
 from mimo.verify.report import check_writable, log_console, print_rows, write_document
 
+Engine = Literal["megatron", "fsdp"]
+TRANSFORMERS = "transformers"
 _MEANING = {
     "difference": "max|Δ|",
     "relative": "max|Δ| / max|reference|",
@@ -30,29 +39,55 @@ _STEP = {
 
 
 def main(
-    checkpoint: Path, overrides: Sequence[str], tolerance: float | None, json: Path | None
+    checkpoint: Path,
+    overrides: Sequence[str],
+    tolerance: float | None,
+    json: Path | None,
+    engine: Engine = "megatron",
+    against: str = TRANSFORMERS,
 ) -> int:
     """Print a table of errors; 0 if both sides are equal, else 1.
 
-    tolerance: None for the default in fp32. Raises InputError for bad input, before any rank
-    starts.
+    tolerance: None for the default in fp32. engine: of all our modules. against: "transformers", or
+    an engine and overrides of another layout, separated by spaces.
+    Raises InputError for bad input, before any rank starts.
     """
     check_writable(json)
+    own = [*on_engine(engine), *overrides]
+    other = None if against.strip() == TRANSFORMERS else other_side(against)
     with tempfile.TemporaryDirectory(prefix="mimo-parity-") as folder:
         runner = ParityRunner(checkpoint, Path(folder))
-        _, layout = runner.prepare(overrides)
+        sides = runner.prepare(own, other)
         warm_up_on_cpu(PRELOAD)
         try:
-            found = runner.run(overrides, TOLERANCE if tolerance is None else tolerance)
+            found = runner.run(own, TOLERANCE if tolerance is None else tolerance, against=other)
         except (RanksFailed, RanksHung, IncomparableError) as error:
             print(error, file=sys.stderr)
             return 1
-    title = f"{checkpoint}, transformers against {layout.world_size} ranks (fp32)"
+    ranks = " against ".join(f"{layout.world_size} ranks" for _, layout in sides)
+    title = f"{checkpoint}, {ranks}: {engine} against {against.strip()} (fp32)"
     print_table(log_console(), found, title)
     if json is not None:
-        write_json(json, found, checkpoint, overrides)
+        write_json(json, found, checkpoint, own, against)
     print(verdict(found))
     return 0 if found.passed else 1
+
+
+def on_engine(engine: str) -> list[str]:
+    """Overrides that run all our modules by an engine."""
+    return [f"{module}.engine={engine}" for module in ("language", "encoders.vision")]
+
+
+def other_side(words: str) -> list[str]:
+    """Overrides of another layout: an engine, and overrides. Raises InputError."""
+    with suppress(ValueError):  # a quote that does not end
+        engine, *overrides = shlex.split(words) or [""]
+        if engine in get_args(Engine):
+            return [*on_engine(engine), *overrides]
+    raise InputError(
+        f"--against {words!r}: give {TRANSFORMERS}, or an engine and perhaps its layout, such as "
+        "'megatron language.grid.pp=2'"
+    )
 
 
 def print_table(console: Console, found: Parity, title: str) -> None:
@@ -92,11 +127,14 @@ def _number(line: Line) -> str:
     return f"{line.error:g}" if line.measure == "unequal" else f"{line.error:.1e}"
 
 
-def write_json(path: Path, found: Parity, checkpoint: Path, overrides: Sequence[str]) -> None:
+def write_json(
+    path: Path, found: Parity, checkpoint: Path, overrides: Sequence[str], against: str
+) -> None:
     """Write every error of every point and parameter."""
     document = {
         "checkpoint": str(checkpoint),
         "overrides": list(overrides),
+        "against": against,
         "tolerance": found.tolerance,
         "passed": found.passed,
         "compared_parameters": found.compared,

@@ -1,40 +1,30 @@
 """Our side: one training step on the ranks of a layout, and what every module computes in it.
 
-Hooks record it call by call; the step's plan tells which rows of the whole tensors that is.
+Recordings keep it call by call; the step's plan tells which rows of the whole tensors that is.
 
-Letters: n rows of a tensor on this rank, k columns, T packed tokens of a lane, P patches, N rows of
-a tower, S local tokens, H hidden, L levels, V vocabulary.
+Letters: n rows of a tensor on this rank, T packed tokens of a lane, P patches, N rows of a tower,
+H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, cast, override
+from typing import override
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.index.reader import SampleReader
+from mimo.engines.contract import Module
 from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.module import MegatronModule as Module
 from mimo.engines.megatron.segments import zigzag_indices
 from mimo.families.registry import language_settings
 from mimo.hf.initial import initial_weights
 from mimo.layout.grids import LANGUAGE, Layout
 from mimo.layout.groups import build_topology
-from mimo.parity.compare import (
-    LOGITS,
-    PIXELS,
-    POSITIONS,
-    TOKENS,
-    OursOnRank,
-    Part,
-    level_point,
-)
+from mimo.parity.compare import LOGITS, PIXELS, OursOnRank, Part, level_point
+from mimo.parity.recording import ROWS, Recording, record_language, record_tower
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
@@ -43,7 +33,6 @@ from mimo.train.rank import collective_timeout, join_world
 from mimo.verify.compare import Fault, Shard
 from mimo.verify.run import WatchedSteps, train_watched
 
-_ROWS = "rows"  # a tower's whole output: embeddings and all levels side by side
 _NOTHING = -1  # the place of padding
 
 
@@ -61,10 +50,10 @@ def run_ours(
     trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None
-    modules: Any = trainer.model.modules
+    modules = trainer.model.modules
     watched = _WatchedStep(modules, topology.rank, names)
-    towers = {name: _record_tower(m) for name, m in modules.items() if name != LANGUAGE}
-    chunks = _record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
+    towers = {name: record_tower(m) for name, m in modules.items() if name != LANGUAGE}
+    chunks = record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
     steps = train_watched(trainer, dataset, watched, 1)
     assert watched.plan is not None
     places = _Places(dataset.readers[0], watched.plan)
@@ -103,87 +92,6 @@ class _WatchedStep(WatchedSteps):
         """Do nothing: the new weights are not compared."""
 
 
-# ------------------------------------------------------------------------- recording
-
-
-@dataclass
-class _Recording:
-    """The calls of one model chunk, in the order of the microbatches.
-
-    states: by point, (n, k) of each call. lengths: of the language model's segments.
-    """
-
-    states: dict[str, list[Tensor]] = field(default_factory=dict)
-    lengths: list[tuple[int, ...]] = field(default_factory=list)
-
-    def keep(self, point: str, values: Tensor) -> None:
-        """Copy what a call computed, because the schedules free it once it is sent."""
-        self.states.setdefault(point, []).append(values.detach().clone())
-
-    def keep_output(self, point: str, layer: nn.Module) -> None:
-        """Keep a layer's output (S, 1, H), which comes alone or as the first of several."""
-        layer.register_forward_hook(
-            lambda _, __, output: self.keep(
-                point, (output if isinstance(output, Tensor) else output[0])[:, 0]
-            )
-        )
-
-
-def _record_language(module: Module) -> list[_Recording]:
-    """Watch all chunks of the language model; the recordings fill as the next steps compute."""
-    found = []
-    for chunk in module.raw:
-        gpt, own = cast("Any", chunk), _Recording()
-        gpt.register_forward_pre_hook(partial(_keep_inputs, own), with_kwargs=True)
-        if gpt.pre_process:
-            _keep_first_input(own, "language.embedding", gpt.decoder)
-        for layer in gpt.decoder.layers:
-            own.keep_output(f"language.layers.{layer.layer_number - 1}", layer)
-        if gpt.post_process:
-            own.keep_output("language.norm", gpt.decoder.final_layernorm)
-            gpt.output_layer.register_forward_pre_hook(partial(_keep_logits, own))
-        found.append(own)
-    return found
-
-
-def _record_tower(module: Module) -> _Recording:
-    """Watch an encoder; the recording fills as the next steps compute."""
-    tower, own = cast("Any", module.raw[0]), _Recording()
-    stage, stages = module.groups.pp.rank(), module.groups.pp.size()
-    if stage == 0:
-        tower.register_forward_pre_hook(lambda _, args: own.keep(PIXELS, tower.values(args[0])))
-        _keep_first_input(own, "vision.embedding", tower.blocks)
-    for layer in tower.blocks.layers:
-        own.keep_output(f"vision.blocks.{layer.layer_number - 1}", layer)
-    if stage == stages - 1:
-        tower.register_forward_hook(lambda _, __, output: own.keep(_ROWS, output.values))
-    return own
-
-
-def _keep_inputs(own: _Recording, gpt: nn.Module, args: object, given: dict[str, Any]) -> None:
-    """Keep input_ids (1, S) and position_ids (3, 1, S)."""
-    own.lengths.append(given["packed_seq_params"].lengths)
-    own.keep(TOKENS, given["input_ids"].T)
-    own.keep(POSITIONS, given["position_ids"][:, 0].T)
-
-
-def _keep_first_input(own: _Recording, point: str, blocks: nn.Module) -> None:
-    """Keep hidden_states (S, 1, H) that a stack of layers gets."""
-    blocks.register_forward_pre_hook(
-        lambda _, __, given: own.keep(point, given["hidden_states"][:, 0]), with_kwargs=True
-    )
-
-
-def _keep_logits(own: _Recording, head: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
-    """Keep the logits (S, 1, V/tp) of all tokens, which a step does not compute.
-
-    args: hidden states and the head's weight if it is tied. Every rank of the tensor-parallel
-    group calls it.
-    """
-    with torch.no_grad():
-        own.keep(LOGITS, head.forward(*args)[0][:, 0])
-
-
 # ---------------------------------------------------------------------------- places
 
 
@@ -219,9 +127,7 @@ class _Places:
         return np.concatenate(found)
 
 
-def _language_parts(
-    chunk: _Recording, module: Module, places: _Places, rank: int
-) -> Iterator[Part]:
+def _language_parts(chunk: Recording, module: Module, places: _Places, rank: int) -> Iterator[Part]:
     """What a chunk of the language model had of each point."""
     groups, where = module.groups, f"{module.name}, rank {rank}"
     for point, calls in chunk.states.items():
@@ -249,7 +155,7 @@ def _held_tokens(
 
 
 def _tower_parts(
-    recording: _Recording,
+    recording: Recording,
     module: Module,
     places: _Places,
     batches: list[range],
@@ -261,12 +167,12 @@ def _tower_parts(
     for point, calls in recording.states.items():
         is_split = point != PIXELS and module.sequence_parts > 1
         for batch, values in zip(batches, calls, strict=True):
-            whole = places.of_items(batch, module.name, groups.dp.rank(), rows=point == _ROWS)
+            whole = places.of_items(batch, module.name, groups.dp.rank(), rows=point == ROWS)
             count = len(values)
             start = groups.tp.rank() * count if is_split else 0
             # Blank rows, which come last, have no place.
             index = np.append(whole, np.full(start + count, _NOTHING))[start:][:count]
-            if point != _ROWS:
+            if point != ROWS:
                 yield _part(point, where, index, values)
                 continue
             for number, rows in enumerate(values.split(hidden_size, dim=1)):

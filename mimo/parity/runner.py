@@ -1,10 +1,14 @@
-"""Runs a checkpoint in transformers, in one process, and in our layouts, on real ranks."""
+"""Runs a checkpoint in transformers, in one process, and in our layouts, on real ranks.
+
+What a layout is compared with is transformers, or another layout and perhaps another engine.
+"""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +23,16 @@ from mimo.launch.ranks import run_on_cpu
 from mimo.layout.grids import Layout
 from mimo.model.memory import check_memory
 from mimo.model.recipe_checks import check_recipe
-from mimo.parity.compare import TOLERANCE, Parity, Theirs, compare_points, compare_step
+from mimo.parity.compare import (
+    TOLERANCE,
+    OursOnRank,
+    Parity,
+    Theirs,
+    compare_layouts,
+    compare_points,
+    compare_step,
+    whole_points,
+)
 from mimo.recipe.schema import Recipe
 from mimo.verify.compare import Fault
 from mimo.verify.workload import Item, Sample, write_shard
@@ -44,9 +57,14 @@ _QUESTIONS = ("what digits are these ?", "what comes after 3 ?", "read the digit
 _MAX_ANSWER = 6  # words
 
 # The keys of layouts and of a family's settings; parity sets all others itself.
-_OVERRIDABLE = ("language.grid", "language.model", "bridge", "encoders.vision.placement")
-_OVERRIDABLE += tuple(f"encoders.vision.{key}" for key in ("grid", "model", "run_ahead"))
-_OVERRIDABLE += ("encoders.vision.encode_group",)
+_OVERRIDABLE = (
+    "bridge",
+    *(f"language.{key}" for key in ("engine", "grid", "model", "reshard_after_forward")),
+    *(
+        f"encoders.vision.{key}"
+        for key in ("engine", "grid", "model", "placement", "run_ahead", "encode_group")
+    ),
+)
 
 _RECIPE = """\
 name: parity
@@ -86,48 +104,66 @@ class ParityRunner:
         self.timeout_seconds = timeout_seconds
         self._theirs: dict[int, Theirs] = {}
 
-    def prepare(self, overrides: Sequence[str]) -> tuple[Recipe, Layout]:
-        """The recipe of a layout, with the data that it needs. Raises InputError, RecipeError."""
-        check_overrides(overrides)
-        grid = self._recipe(_SAMPLES, overrides).language.grid
-        step = grid.pp if grid.vpp > 1 else 1  # interleaving needs a multiple of pp
-        microbatches = -(-_MICROBATCHES // step) * step
-        count = _SAMPLES * microbatches * (grid.dp or 1)
-        recipe = self._recipe(count, overrides)
-        layout = check_recipe(recipe, None)
-        check_memory(recipe, layout, range(layout.world_size), machine_memory())
+    def prepare(
+        self, overrides: Sequence[str], against: Sequence[str] | None = None
+    ) -> list[tuple[Recipe, Layout]]:
+        """The recipe of each layout, with the data that they need. Raises InputError, RecipeError.
+
+        against: overrides of another layout on the same samples; None for transformers.
+        """
+        sides = [overrides] if against is None else [overrides, against]
+        counts = []
+        for side in sides:
+            check_overrides(side)
+            grid = self._recipe(_SAMPLES, side).language.grid
+            step = grid.pp if grid.vpp > 1 else 1  # interleaving needs a multiple of pp
+            microbatches = -(-_MICROBATCHES // step) * step
+            counts.append(_SAMPLES * microbatches * (grid.dp or 1))
+        count, found = math.lcm(*counts), []
+        for side in sides:
+            recipe = self._recipe(count, side)
+            layout = check_recipe(recipe, None)
+            check_memory(recipe, layout, range(layout.world_size), machine_memory())
+            found.append((recipe, layout))
         shard = self._shard(count)
         if not shard.exists():
             write_shard(shard, make_samples(count))
-        return recipe, layout
+        return found
 
     def run(
         self,
         overrides: Sequence[str] = (),
         tolerance: float = TOLERANCE,
         fault: Fault | None = None,
+        against: Sequence[str] | None = None,
     ) -> Parity:
         """Compare one layout. ``fault``: a deliberate bug of our ranks, for tests.
 
-        Raises what `prepare` raises; RanksFailed or RanksHung if a run fails; IncomparableError
-        if one side lacks what the other has.
+        against: as of `prepare`. Raises what `prepare` raises; RanksFailed or RanksHung if a run
+        fails; IncomparableError if one side lacks what the other has.
         """
-        recipe, layout = self.prepare(overrides)
+        sides = self.prepare(overrides, against)
+        recipe = sides[0][0]
         initial = initial_weights(recipe)
         assert initial is not None
         everything = {f"{m}.{w.name}": w for m, own in initial.weights.items() for w in own}
         weights = _chosen(everything)
-        theirs = self._run_theirs(recipe.train.global_batch_size, weights)
-        names = set(weights)
-        arguments = (recipe, layout, names, fault)
-        results = run_on_cpu(_OURS, arguments, layout.world_size, self.timeout_seconds)
-        return Parity(
-            compare_points(results, theirs, tolerance),
-            compare_step(results, theirs.reference, weights, tolerance),
-            tolerance,
-            compared=len(weights),
-            total=len(everything),
-        )
+        results = self._run_ours(*sides[0], weights, fault)
+        if against is None:
+            theirs = self._run_theirs(recipe.train.global_batch_size, weights)
+            step = compare_step(results, theirs.reference, weights, tolerance)
+            lines = compare_points(results, theirs.points, tolerance)
+        else:
+            others = self._run_ours(*sides[1], weights, None)
+            step = compare_layouts(results, others, weights, tolerance)
+            lines = compare_points(results, whole_points(others, results), tolerance)
+        return Parity(lines, step, tolerance, compared=len(weights), total=len(everything))
+
+    def _run_ours(
+        self, recipe: Recipe, layout: Layout, names: Iterable[str], fault: Fault | None
+    ) -> list[OursOnRank]:
+        arguments = (recipe, layout, set(names), fault)
+        return run_on_cpu(_OURS, arguments, layout.world_size, self.timeout_seconds)
 
     def _run_theirs(self, count: int, weights: Mapping[str, Weight]) -> Theirs:
         """What transformers computes from ``count`` samples; an earlier run is used again."""

@@ -178,8 +178,15 @@ class _Watch:
         """
         vision = self._config.vision_config
         patch, side = vision.patch_size, vision.image_size // vision.patch_size
-        block = side // round(self._config.mm_tokens_per_image**0.5)
-        lines = torch.arange(side * side).view(side // block, block, side // block, block)
-        self._order = lines.transpose(1, 2).flatten()
+        self._order = block_order(self._config)
         cut = pixels.view(-1, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
         return cut.reshape(len(pixels), side * side, -1)[:, self._order].flatten(0, 1)
+
+
+def block_order(config: Any) -> Tensor:
+    """(P',) raster index of each patch of an image of Gemma-3, in the order of pooled blocks."""
+    vision = config.vision_config
+    side = vision.image_size // vision.patch_size
+    block = side // round(config.mm_tokens_per_image**0.5)
+    lines = torch.arange(side * side).view(side // block, block, side // block, block)
+    return lines.transpose(1, 2).flatten()

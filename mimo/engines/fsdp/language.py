@@ -123,7 +123,7 @@ class LanguageModel(nn.Module):
                 **self._attention(packed_seq_params, input_ids.device),
             ).last_hidden_state
         if labels is None:
-            return self._logits(hidden, logits_at)
+            return self.logits(hidden, logits_at)
         if loss_at is None:
             found = self._losses(hidden, labels.t().flatten(), None)
             return found.view(labels.shape[::-1]).t()
@@ -181,7 +181,11 @@ class LanguageModel(nn.Module):
         group = self.ctx.mesh[TP].get_group()
         return linear_cross_entropy(chosen, weight, labels, self.text.config.vocab_size, group)
 
-    def _logits(self, hidden: Tensor, at: Tensor | None) -> Tensor:
+    def logits(self, hidden: Tensor, at: Tensor | None = None) -> Tensor:
+        """hidden (B, S', H) after the norm -> logits as of `run`; inside its forward.
+
+        Every rank of tp calls it.
+        """
         logits = nn.functional.linear(self._chosen(hidden, at), self._head_weight)
         if self.border is not None:
             shards = DTensor.from_local(logits, self.border.tp, [Shard(1)], run_check=False)

@@ -36,7 +36,7 @@ def part(point: str, rows: list[int], values: np.ndarray, columns: int = 0) -> O
 
 
 def lines(results: list[OursOnRank], expected: Theirs) -> list[Line]:
-    return compare_points(results, expected, TOLERANCE)
+    return compare_points(results, expected.points, TOLERANCE)
 
 
 def test_parts_of_ranks_in_any_order_make_up_a_tensor() -> None:

@@ -1,0 +1,136 @@
+"""`mimo bench engines`: one model on two ranks by both engines, and by transformers under FSDP2.
+
+Every rank of every contestant is a process of its own; all but those of one contestant sleep.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mimo.bench.contest import Apart, Contest, Run, apart, take_turns, timed
+from mimo.bench.report import Bound, Report
+from mimo.bench.train_workload import Sizes, Workload
+from mimo.device import initialize_distributed, set_threads
+from mimo.errors import InputError
+from mimo.recipe.schema import Recipe
+
+QUICK = Sizes(width=1, num_layers=4, samples=8, tokens=256, median_words=12)
+RANKS = 2
+ENGINES = ("megatron", "fsdp")
+RIVAL = "transformers + FSDP2, padded"
+_TOGETHER = 8  # samples of a microbatch of a lane; of the rival, of a padded batch
+_LOSS_ERROR = 1e-4  # relative; fp32 on all sides, in another order of sums
+_TIMEOUT_SECONDS = 1800.0
+
+
+def recipe_of(workload: Workload, contestant: str, steps: int) -> Recipe:
+    """What an engine trains; the rival takes its optimizer from megatron's."""
+    engine = contestant if contestant in ENGINES else ENGINES[0]
+    batch = min(_TOGETHER, workload.sizes.samples // RANKS)
+    overrides = [
+        f"language.engine={engine}",
+        f"encoders.vision.engine={engine}",
+        f"language.grid.dp={RANKS}",
+        f"train.micro_batch_size={batch}",
+    ]
+    return workload.recipe("long-tailed", steps, 1.0, 1, overrides)
+
+
+def rank_side(workload: Workload, contestant: str, recipe: Recipe, rank: int) -> Callable[[], Run]:
+    """For a process of its own: be a rank of a contestant; a function that does a step."""
+    from mimo.bench.engines_theirs import FullyShardedSteps
+    from mimo.bench.train_ours import OurSteps
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_threads(1, RANKS)
+    store = workload.directory / f"store of {contestant}"
+    initialize_distributed(rank, RANKS, f"file://{store}", _TIMEOUT_SECONDS)
+    if contestant in ENGINES:
+        steps: Any = OurSteps(recipe)
+    else:
+        steps = FullyShardedSteps(workload, recipe.train, recipe.train.micro_batch_size)
+    return partial(timed, steps.step, until_idle=True)
+
+
+def together(ranks: Sequence[Callable[[], Run]]) -> Run:
+    """A step of all ranks: the time of the last, memory of the largest, what the first found."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        runs = [future.result() for future in [pool.submit(rank) for rank in ranks]]
+    return Run(
+        max(run.seconds for run in runs),
+        sum(run.processor_seconds for run in runs),
+        max(run.peak_bytes for run in runs),
+        runs[0].found,
+    )
+
+
+def judge(runs: Mapping[str, Sequence[Run]]) -> list[Bound]:
+    """Whether all did the same work. No speed is promised."""
+    found, ours = [], [run.found for run in runs[ENGINES[0]]]
+    for name in (one for one in runs if one != ENGINES[0]):
+        pairs = list(zip(ours, [run.found for run in runs[name]], strict=True))
+        error = max(abs(a["loss"] - b["loss"]) / max(abs(a["loss"]), 1e-12) for a, b in pairs)
+        found.append(Bound(f"{name}: relative difference of losses", error, _LOSS_ERROR, True))
+        difference = max(abs(a["tokens"] - b["tokens"]) for a, b in pairs)
+        found.append(Bound(f"{name}: difference of real tokens", difference, 0, True))
+    return found
+
+
+def main(samples: int, rounds: int, quick: bool, json_path: Path | None, picture: Path) -> int:
+    """Write the samples, let all train in turns; 1 when they did not do the same work.
+
+    Raises InputError for samples that do not fill the batches.
+    """
+    if samples % (RANKS * _TOGETHER):
+        raise InputError(f"--samples {samples}: give a multiple of {RANKS * _TOGETHER}")
+    sizes, rounds = (QUICK, 1) if quick else (Sizes(samples=samples), rounds)
+    names = (*ENGINES, RIVAL)
+    with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory, ExitStack() as stack:
+        workload = Workload(Path(directory), sizes)
+        apart(workload.write)
+        turns = {}
+        for name in names:
+            # Enough steps that the last timed one still reads ahead.
+            recipe = apart(partial(recipe_of, workload, name, rounds + 5))
+            sides = [partial(rank_side, workload, name, recipe, rank) for rank in range(RANKS)]
+            turns[name] = partial(together, [stack.enter_context(Apart(side)) for side in sides])
+        runs = take_turns(turns, 1 + rounds, tell=True)
+    columns: dict[str, Callable[[Contest, str], str]] = {
+        "tokens/s": lambda one, name: f"{_found(one, name, 'tokens') / one.median(name):.0f}",
+        "s / step": lambda one, name: f"{one.median(name):.2f}",
+        "real tokens": lambda one, name: str(_found(one, name, "tokens")),
+        "computed": lambda one, name: str(_found(one, name, "computed")),
+        "batches": lambda one, name: str(_found(one, name, "batches")),
+        "peak MiB": lambda one, name: f"{one.median(name, 'peak_bytes') / 2**20:.0f}",
+    }
+    report = Report(
+        title=f"Qwen3-VL, {sizes.num_layers} layers, hidden size {128 * sizes.width}, fp32, "
+        f"{RANKS} data-parallel ranks of one thread",
+        notes=[
+            f"Samples: {sizes}.",
+            "A step is data, forward, backward, clipping and AdamW, of the same samples. "
+            f"{rounds} rounds after one that is not timed; in every round each runs once, in "
+            "another order. Tokens are real ones, without padding.",
+            "Ours pack; batches of ours are sequences of all lanes. The rival pads batches of "
+            f"{_TOGETHER} samples, takes attention (sdpa) and loss from transformers, and shards "
+            "each layer and the whole model.",
+            "Memory is the peak of the larger rank: its process and all below it, during a step.",
+        ],
+        contests=[Contest("", {name: runs[name][1:] for name in names})],
+        columns=columns,
+        bounds=judge(runs),
+        others={"losses": {name: [run.found["loss"] for run in runs[name]] for name in names}},
+        software=("torch", "megatron-core", "transformers"),
+    )
+    return report.conclude(picture, json_path, judge_speed=not quick)
+
+
+def _found(contest: Contest, contestant: str, what: str) -> float:
+    return contest.runs[contestant][0].found[what]
