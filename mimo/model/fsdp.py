@@ -109,9 +109,7 @@ def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int
             outputs = [(adapter_names(r.source.key)[1], r.start, r.count) for r in weight.runs]
             tensors.append((lora_a, shape_a, [Rows(shared, 0, lora.rank)]))
             tensors.append((lora_b, shape_b, [Rows(*run) for run in outputs]))
-        if (
-            name == LANGUAGE and "word_embeddings" in weight.name
-        ) or weight.name == "output_layer.weight":
+        if name == LANGUAGE and weight.name.endswith(_OF_VOCABULARY):
             rows = language_settings(recipe).padded_vocab_size(num_tokens)
         runs = [Rows(r.source.key, r.start, r.count, r.source.transposed) for r in weight.runs]
         shape = (rows,) if len(weight.sources[0].shape) == 1 else (rows, columns)

@@ -20,6 +20,7 @@ from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form,
 from mimo.engines.fsdp.context import TP, FsdpContext
 from mimo.engines.fsdp.meta import Call, on_meta, restore_buffers
 from mimo.engines.fsdp.plans import Border, embed, local, parallelize, problems, seeing_slices
+from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.layers.cross_entropy import linear_cross_entropy
 from mimo.engines.megatron.segments import PackedSegments
@@ -43,7 +44,7 @@ class LanguageModel(nn.Module):
         tp = 1 if ctx.tp is None else ctx.tp.size()
         if found := problems(config, tp):
             raise ValueError("\n".join(found))
-        whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, ctx.dtype)
+        whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, stored_dtype(ctx))
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
         self.text: Any = getattr(whole.model, "language_model", whole.model)
         if not self.text._supports_attention_backend:
@@ -60,9 +61,6 @@ class LanguageModel(nn.Module):
         self.ctx = ctx
         self.border = None
         self.sums_over_tp: frozenset[str] = frozenset()
-        if ctx.mesh is None:
-            for parameter in own.values():
-                parameter.data = parameter.data.to(ctx.dtype)
         if ctx.tp is not None:
             self.border = Border(ctx.tp, ctx.sequence_parallel)
             parallelize(self.text, self.head, self.border)

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 class Call:
     """What a sharded module is called with. FSDP2 does not look into it.
 
-    It would cast and copy what it finds, plans of attention included, and take the arrival of one
-    input's gradient for the end of the root's backward.
+    It would cast and copy what it finds, plans of attention included.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -21,15 +20,21 @@ class Call:
 
 
 def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
-    """The whole model of a configuration, which is not changed, in at least fp32."""
+    """The whole model of a configuration, which is not changed, with weights in ``dtype``.
+
+    Buffers, such as rotary frequencies, are in at least fp32.
+    """
     config = copy.deepcopy(config)
     text_only = config.get_text_config() is config
     kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
     wide = dtype if dtype == torch.float64 else torch.float32
     with torch.device("meta"):
-        return kind.from_config(
+        whole = kind.from_config(
             config, dtype=wide, attn_implementation=attention, trust_remote_code=False
         )
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return whole
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from transformers.vision_utils import (
 from mimo.device import send
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.meta import Call, on_meta, restore_buffers
+from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
 from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
@@ -113,7 +114,7 @@ class Tower(nn.Module):
 
     def __init__(self, config: PretrainedConfig, ctx: FsdpContext, make_rows: MakeRows) -> None:
         super().__init__()
-        whole = on_meta(config, "sdpa", ctx.dtype)
+        whole = on_meta(config, "sdpa", stored_dtype(ctx))
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
         for part in self.parts:
             module = whole.get_submodule(part)

@@ -116,12 +116,14 @@ def expected_rows(kind: str, model: Any, values: Tensor, grids: Tensor) -> Tenso
     return torch.cat(rows)
 
 
-def tower_of(kind: str, model: Any, mesh: Any, **options: Any) -> Any:
+def tower_of(
+    kind: str, model: Any, mesh: Any, dtype: torch.dtype = torch.float64, **options: Any
+) -> Any:
     from mimo.engines.fsdp.context import FsdpContext
     from mimo.engines.fsdp.load import materialise
     from mimo.engines.fsdp.towers import TOWERS
 
-    ctx = FsdpContext(mesh, torch.float64, **options)
+    ctx = FsdpContext(mesh, dtype, **options)
     tower = TOWERS[kind](model.config, ctx, lambda values, counts: (values, counts))
     materialise(tower, torch.device("cpu"))
     whole = dict(model.named_parameters())
@@ -188,3 +190,20 @@ def without_items(rank: int, kind: str) -> list[bool]:
 def test_without_items_every_parameter_gets_a_gradient(kind: str, run_ranks: Any) -> None:
     (has_gradient,) = run_ranks(without_items, 1, kind)
     assert all(has_gradient)
+
+
+def alone_in_bf16(rank: int, kind: str) -> tuple[set[torch.dtype], float]:
+    """The dtypes of the plain module's weights and rows, and the error of rows."""
+    model, values, grids = drawn(kind)
+    tower = tower_of(kind, model, None, torch.bfloat16)
+    with torch.no_grad():
+        rows, _ = tower(values.bfloat16(), grids)
+        expected = expected_rows(kind, model, values, grids)
+    return {rows.dtype, *(p.dtype for p in tower.parameters())}, error(rows.double(), expected)
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_the_plain_module_of_a_run_in_bf16_computes_in_bf16(kind: str, run_ranks: Any) -> None:
+    ((dtypes, off),) = run_ranks(alone_in_bf16, 1, kind)
+    assert dtypes == {torch.bfloat16}
+    assert off < 0.1
