@@ -108,7 +108,7 @@ def largest_while_building(rank: int) -> tuple[int, int, int]:
 
 
 def test_a_rank_never_holds_more_than_its_part_and_a_block(run_ranks: RunRanks) -> None:
-    from mimo.engines.megatron.initialize import BLOCK
+    from mimo.engines.draw import BLOCK
 
     for largest, part, numpy_bytes in run_ranks(largest_while_building, 2):
         assert part == 1200 * 320  # half of the vocabulary
@@ -126,17 +126,19 @@ def trained(rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Sta
     from mimo.train.rank import train_in_world
 
     names: list[str] = []
-    original = initialize._draw
+    original = initialize.draw
 
-    def draw(part: Any, cut: Any, name: str, numbers: Any) -> None:
+    def draw(
+        part: Any, row: int, column: int, whole: tuple[int, int], name: str, numbers: Any
+    ) -> None:
         names.append(name)
-        original(part, cut, name, numbers)
+        original(part, row, column, whole, name, numbers)
 
-    initialize._draw = draw
+    initialize.draw = draw
     try:
         train_in_world(recipe, layout, run_dir, start)
     finally:
-        initialize._draw = original
+        initialize.draw = original
     return names
 
 
@@ -183,14 +185,14 @@ def names_drawn_from_hf(rank: int, folder: Path) -> list[str]:
     from mimo.step.dataset import open_tokenizer
 
     names: list[str] = []
-    original = initialize._draw
-    initialize._draw = lambda part, cut, name, numbers: names.append(name)
+    original = initialize.draw
+    initialize.draw = lambda part, row, column, whole, name, numbers: names.append(name)
     try:
         recipe = minimal_recipe(folder)
         size = open_tokenizer(recipe).vocab_size
         local = LocalModel(recipe, size, freeze=True, initial=initial_weights(recipe))
     finally:
-        initialize._draw = original
+        initialize.draw = original
     for module in local.model.modules.values():
         for name, param in module.whole.named_parameters():
             assert torch.isfinite(param).all(), name
