@@ -172,6 +172,8 @@ SWEEP = (
     SweepCell("fsdp dp3", "fsdp dp2", ("only the projector learns",)),
     SweepCell("fsdp tp2 sp", "fsdp dp2", ("frozen language", "recompute")),
     SweepCell("fsdp dp2", "colocated fsdp", ("frozen language",)),
+    SweepCell("fsdp tp2 sp dp2", "fsdp dp2", ("adapters",)),
+    SweepCell("fsdp tp2", "colocated fsdp", ("language adapters",)),
     # And of transformers on one of them.
     SweepCell("pp2", "fsdp dp2"),
     SweepCell("tp2 sp pp2", "fsdp dp3", ("recompute",)),
