@@ -118,12 +118,12 @@ def main(samples: int, rounds: int, quick: bool, json_path: Path | None, picture
             "A step is data, forward, backward, clipping and AdamW, of the same samples. "
             f"{rounds} rounds after one that is not timed; in every round each runs once, in "
             "another order. Tokens are real ones, without padding.",
-            "Ours pack; batches of ours are sequences of all lanes. The rival pads batches of "
+            "Ours pack; a batch of ours is a sequence on each rank. The rival pads batches of "
             f"{_TOGETHER} samples, takes attention (sdpa) and loss from transformers, and shards "
             "each layer and the whole model.",
             "Memory is the peak of the larger rank: its process and all below it, during a step.",
         ],
-        contests=[Contest("", {name: runs[name][1:] for name in names})],
+        contests=[Contest(f"{RANKS} ranks", {name: runs[name][1:] for name in names})],
         columns=columns,
         bounds=judge(runs),
         others={"losses": {name: [run.found["loss"] for run in runs[name]] for name in names}},

@@ -16,6 +16,7 @@ from mimo.parity.compare import (
     Part,
     Theirs,
     compare_points,
+    whole_points,
 )
 from mimo.verify.compare import IncomparableError, RankSteps, Reference
 
@@ -109,3 +110,25 @@ def test_behind_an_input_that_differs_only_inputs_are_compared() -> None:
 def test_a_point_that_transformers_has_not_is_an_error() -> None:
     with pytest.raises(IncomparableError, match="only our side has y"):
         lines([part("x", [0, 1, 2, 3], HIDDEN), part("y", [0], HIDDEN[:1])], theirs(x=HIDDEN))
+
+
+def test_the_parts_of_another_layout_make_whole_tensors_in_forward_order() -> None:
+    rows = [0, 1, 2, 3]
+    wide = np.pad(HIDDEN, [(0, 0), (0, 1)])
+    others = [
+        part(LOGITS, rows, wide[:, 2:], columns=2),
+        part(LOGITS, rows, wide[:, :2]),
+        part("language.layers.10", rows, HIDDEN),
+        part("language.layers.9", [3, 1], HIDDEN[[3, 1]]),
+        part("language.layers.9", [0, 2], HIDDEN[[0, 2]]),
+        part("vision.level 0", rows, HIDDEN),
+        part("vision.rows", rows, HIDDEN),
+        part(TOKENS, rows, HIDDEN),
+    ]
+    ours = [part(LOGITS, rows, HIDDEN)]
+    found = whole_points(others, ours)
+    layers = ["language.layers.9", "language.layers.10"]
+    assert [*found] == [TOKENS, "vision.rows", "vision.level 0", *layers, LOGITS]
+    assert all(np.array_equal(whole, HIDDEN) for whole in found.values())
+    with pytest.raises(IncomparableError, match=r"vision.rows: .* only a part of it"):
+        whole_points([part("vision.rows", [0, 2], HIDDEN[[0, 2]])], ours)
