@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mimo.engines.fsdp.plans import model_problems, tp_problems
+from mimo.engines.fsdp.towers import TOWERS
 from mimo.errors import InputError, RecipeError
 from mimo.hf.architectures import Architecture
 from mimo.hf.export_config import differences
@@ -19,10 +21,8 @@ from mimo.recipe.schema import Recipe, key_of
 
 
 def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Lines for a RecipeError; none for a recipe without such modules."""
+    """Lines for a RecipeError."""
     own = [name for name, grid in layout.grids.items() if grid.engine == "fsdp"]
-    if not own:
-        return
     assert recipe.init_from is not None, "checked with the layout"
     folder = Path(recipe.init_from)
     if not folder.is_dir():
@@ -57,8 +57,6 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _language_problems(recipe: Recipe, config: Any, tp: int) -> Iterator[str]:
-    from mimo.engines.fsdp.plans import model_problems, tp_problems  # late: it takes seconds
-
     for message in tp_problems(config, tp):
         yield recipe.problem((LANGUAGE, "grid", "tp"), message)
     for message in model_problems(config):
@@ -96,8 +94,6 @@ def _tower_problems(
             f"got {tp}, but engine: fsdp has no table to cut towers by; raise dp, whose ranks "
             f"share weights too, or set engine: megatron",
         )
-    from mimo.engines.fsdp.towers import TOWERS  # late, too
-
     if encoder.recompute == "selective" and not TOWERS[architecture.model_type].packs:
         yield recipe.problem(
             (*key, "recompute"),

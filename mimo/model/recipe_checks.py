@@ -22,7 +22,6 @@ from mimo.families.registry import (
 from mimo.launch.ranks import RankEnv
 from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout
-from mimo.model.fsdp_checks import fsdp_problems
 from mimo.model.memory import check_memory
 from mimo.model.roles import CUT_BY_COLUMNS
 from mimo.recipe.phases import PhasedRecipe
@@ -85,7 +84,9 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
                 ]
         except RecipeError as error:
             problems += error.problems
-    if not problems:
+    if not problems and any(grid.engine == "fsdp" for grid in layout.grids.values()):
+        from mimo.model.fsdp_checks import fsdp_problems  # late: transformers takes seconds
+
         problems += fsdp_problems(recipe, layout)
     if problems:
         raise RecipeError(*problems)

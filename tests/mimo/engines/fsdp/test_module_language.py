@@ -25,12 +25,12 @@ def step(rank: int) -> list[Any]:
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.pieces import Names
     from mimo.engines.fsdp.sharding import shard
+    from mimo.engines.megatron.layers.rows import place_rows
     from tests.fsdp_job import OPTIMIZER, Asked, norm_of, sent
     from tests.mimo.engines.fsdp.language_cases import (
         Lane,
         config_of,
         lane_of,
-        place,
         plain_model,
     )
 
@@ -65,7 +65,7 @@ def step(rank: int) -> list[Any]:
             losses = chunk.run(
                 input_ids=lane.ids[None],
                 position_ids=lane.positions[:, None],
-                place=partial(place, rows=rows[0], places=places),
+                place=partial(place_rows, rows=rows[0], positions=places),
                 levels=(rows[1:], places) if len(rows) > 1 else None,
                 labels=lane.labels,
                 loss_at=lane.sequence_first,
