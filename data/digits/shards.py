@@ -114,6 +114,7 @@ def write_data_set(
             f"{directory} exists and was not made by `mimo prepare`: give an empty or a new folder"
         )
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    old = temporary.with_suffix(".old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -126,14 +127,16 @@ def write_data_set(
             done += count
         write_tokenizer(temporary / "tokenizer")
         (temporary / _MARKER).write_text(json.dumps(dict(settings)), encoding="utf-8")
-        shutil.rmtree(directory, ignore_errors=True)
         try:
+            if directory.exists():
+                os.rename(directory, old)  # so that at any moment one of the two is there
             os.rename(temporary, directory)
         except OSError:  # another process was faster; what it wrote is the same if settings are
             if not _is_prepared(directory, settings):
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     return directory
 
 

@@ -57,28 +57,60 @@ class BlockCache:
         only costs speed, and a warning.
         """
         name = hashlib.sha256(f"{version}\0{shard_size}".encode()).hexdigest()[:32]
-        parts: list[bytes] = []
-        for number in range(offset // _BLOCK, (offset + size - 1) // _BLOCK + 1):
-            start = number * _BLOCK
-            length = min(_BLOCK, shard_size - start)
-            wanted = slice(max(offset - start, 0), min(offset + size - start, length))
-            folder = f"{(int(name[:2], 16) + number) % 256:02x}"  # the same for all processes
-            path = self.directory / folder / f"{name}-{number}"
-            data = _kept(path, length, wanted)
-            if data is None and not self._writable:
-                data = fetch(start + wanted.start, wanted.stop - wanted.start)
-            elif data is None:
-                with self._locked(f"lock-{folder}"):
-                    data = _kept(path, length, wanted)  # somebody else may have fetched it
-                    if data is None:
-                        block = fetch(start, length)
-                        self._store(path, block)
-                        data = block[wanted]
-            parts.append(data)
-        return b"".join(parts)
+        parts: dict[int, bytes | None] = {}
+        for block in range(offset // _BLOCK, (offset + size - 1) // _BLOCK + 1):
+            parts[block] = self._wanted(name, block, shard_size, offset, size)
+        missing = [block for block, data in parts.items() if data is None]
+        if missing and not self._writable:
+            return fetch(offset, size)
+        while missing:
+            first = missing[0]
+            with self._locked(f"lock-{_folder(name, first)}"):
+                for block in missing:  # somebody else may have fetched them meanwhile
+                    parts[block] = self._wanted(name, block, shard_size, offset, size)
+                missing = [block for block in missing if parts[block] is None]
+                run = [block for n, block in enumerate(missing) if block == missing[0] + n]
+                if run:
+                    begin = run[0] * _BLOCK
+                    data = fetch(begin, min((run[-1] + 1) * _BLOCK, shard_size) - begin)
+                    # The first comes last: whoever waits for it then finds all of them.
+                    for n, block in reversed([*enumerate(run)]):
+                        own = data[n * _BLOCK : (n + 1) * _BLOCK]
+                        self._store(name, block, own)
+                        parts[block] = own[slice(*_inside(block, offset, size))]
+                missing = missing[len(run) :]
+        return b"".join(part for part in parts.values() if part is not None)
 
-    def _store(self, path: Path, data: bytes) -> None:
+    def _wanted(
+        self, name: str, block: int, shard_size: int, offset: int, size: int
+    ) -> bytes | None:
+        """What a kept block has of the bytes asked for; None if it is not there or damaged."""
+        length = min(_BLOCK, shard_size - block * _BLOCK)
+        begin, end = _inside(block, offset, size)
+        end = min(end, length)
+        first, last = begin // _PART, -(-end // _PART)
+        try:
+            file = os.open(self._path(name, block), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(file)
+            if status.st_size != length + 4 * -(-length // _PART):
+                return None
+            data = os.pread(file, min(last * _PART, length) - first * _PART, first * _PART)
+            if _checksums(data) != os.pread(file, 4 * (last - first), length + 4 * first):
+                return None
+            with suppress(OSError):  # somebody else's file, or read-only
+                os.utime(file, ns=(time.time_ns(), status.st_mtime_ns))  # for _remove_oldest
+            return data[begin - first * _PART : end - first * _PART]
+        except OSError:
+            return None
+        finally:
+            os.close(file)
+
+    def _store(self, name: str, block: int, data: bytes) -> None:
         data += _checksums(data)
+        path = self._path(name, block)
         temporary = path.with_name(f".{uuid.uuid4().hex}")
         try:
             # The lock is kept until the block is there, so that nobody counts without it.
@@ -142,7 +174,7 @@ class BlockCache:
         until = time.monotonic() + _LOCK_SECONDS
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT, 0o600)
+            file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             while not locked and time.monotonic() < until:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,24 +191,19 @@ class BlockCache:
             if file >= 0:
                 os.close(file)
 
+    def _path(self, name: str, block: int) -> Path:
+        return self.directory / _folder(name, block) / f"{name}-{block}"
 
-def _kept(path: Path, length: int, wanted: slice) -> bytes | None:
-    """Bytes of a kept block of this length; None if it is not there or damaged."""
-    first, last = wanted.start // _PART, -(-wanted.stop // _PART)
-    try:
-        with path.open("rb", buffering=0) as opened:
-            file = opened.fileno()
-            status = os.fstat(file)
-            if status.st_size != length + 4 * -(-length // _PART):
-                return None
-            data = os.pread(file, min(last * _PART, length) - first * _PART, first * _PART)
-            if _checksums(data) != os.pread(file, 4 * (last - first), length + 4 * first):
-                return None
-            with suppress(OSError):  # somebody else's file, or read-only
-                os.utime(file, ns=(time.time_ns(), status.st_mtime_ns))  # for _remove_oldest
-    except OSError:
-        return None
-    return data[wanted.start - first * _PART : wanted.stop - first * _PART]
+
+def _folder(name: str, block: int) -> str:
+    """One of 256, the same for all processes."""
+    return f"{(int(name[:2], 16) + block) % 256:02x}"
+
+
+def _inside(block: int, offset: int, size: int) -> tuple[int, int]:
+    """Which bytes of a block [offset, offset + size) takes, counted from the block's first."""
+    begin = block * _BLOCK
+    return max(offset - begin, 0), min(offset + size - begin, _BLOCK)
 
 
 def _checksums(data: bytes) -> bytes:

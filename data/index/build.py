@@ -215,6 +215,8 @@ def _read_sample(
         raise ValueError(
             f"no message of the assistant, so nothing to learn (its roles are {roles})"
         )
+    # Not by `strict`: its ValueError would make the sample a bad one.
+    assert len(items) == len(encoded.item_offsets), f"{raw.key}: an item without a place"
     for item, offset in zip(items, encoded.item_offsets, strict=True):
         item["item_placeholder"] = int(offset)
     sample: _Row = {

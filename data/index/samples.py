@@ -217,6 +217,25 @@ class Index:
             for key, reason in json.loads(text):
                 yield SkippedSample(self.shards[shard], key, reason)
 
+    def above(self, what: str, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples with more ``what`` ("tokens", "rows") than ``limit``, and how many each has.
+
+        Reads only the shards that have such.
+        """
+        samples, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for shard in np.flatnonzero(self._entries[f"most_{what}"] > limit).tolist():
+            own = self.samples_of_shard(shard)
+            if what == "tokens":
+                size = self.column("token_length", slice(own.start, own.stop))
+            else:
+                start = self.column("item_start", np.arange(own.start, own.stop + 1))
+                rows = self.column("item_rows", slice(int(start[0]), int(start[-1])))
+                size = np.diff(np.concatenate(([0], np.cumsum(rows)))[start - start[0]])
+            over = np.flatnonzero(size > limit)
+            samples.append(own.start + over)
+            sizes.append(size[over])
+        return np.concatenate(samples), np.concatenate(sizes)
+
 
 def _map(catalog: Catalog, shard: int) -> np.ndarray:
     """uint8 (bytes,): the index file of a shard."""
@@ -260,25 +279,27 @@ def check_lengths(index: Index, sequence_length: int) -> None:
     They are never truncated: a cut item has fewer placeholders than rows.
     """
     if index.most_tokens > sequence_length:
-        what = "are longer than", "sequence_length", "tokens"
-        raise _too_large(index, index.column("token_length"), sequence_length, *what)
+        found = index.above("tokens", sequence_length)
+        raise _too_large(index, *found, sequence_length, "are longer than", "sequence_length")
 
 
 def check_rows(index: Index, rows_per_microbatch: int | None) -> None:
     """Raise ValueError when samples have more rows than a microbatch may have (None: any)."""
     if rows_per_microbatch is not None and index.most_rows > rows_per_microbatch:
-        before = _starts(index.column("item_rows"))
-        rows = np.diff(before[index.column("item_start")])
-        what = "have more rows than", "rows_per_microbatch", "rows"
-        raise _too_large(index, rows, rows_per_microbatch, *what)
+        found = index.above("rows", rows_per_microbatch)
+        what = "have more rows than", "rows_per_microbatch"
+        raise _too_large(index, *found, rows_per_microbatch, *what)
 
 
 def _too_large(
-    index: Index, sizes: np.ndarray, limit: int, what: str, key: str, unit: str
+    index: Index, large: np.ndarray, sizes: np.ndarray, limit: int, what: str, key: str
 ) -> ValueError:
-    """The error to raise. sizes: (n,), some of them larger than the limit."""
-    large = np.flatnonzero(sizes > limit)
-    lines = [f"{index.shard_of(i)}: {index.key(i)}: {sizes[i]} {unit}" for i in large[:_SHOWN]]
+    """The error to raise. large: samples (n,) above the limit. sizes: (n,) of these."""
+    unit = "tokens" if key == "sequence_length" else "rows"
+    lines = [
+        f"{index.shard_of(i)}: {index.key(i)}: {size} {unit}"
+        for i, size in zip(large[:_SHOWN].tolist(), sizes[:_SHOWN].tolist(), strict=True)
+    ]
     return ValueError(
         f"{len(large)} of {len(index)} samples {what} {key} {limit}; the most are {sizes.max()} "
         f"{unit}:\n  {listed(lines, len(large))}\nraise data.{key}, let an encoder's items have "

@@ -225,7 +225,7 @@ class ShardStream:
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
         self.begin, self.size, self._position = 0, shard.shard.size, 0
-        self._reads_left = sys.maxsize
+        self._reads_left, self._shard = sys.maxsize, shard
         self._parts = Parts(part_size, lambda a, b: shard.read(a, b - a), self.size, _PARTS)
 
     def member(self, begin: int, size: int) -> ShardStream:
@@ -245,7 +245,11 @@ class ShardStream:
             raise ValueError(f"its header takes more than {_MAX_READS} reads")
         left = max(self.size - self._position, 0)
         begin = self.begin + self._position
-        data = self._parts._fetch(begin, begin + (left if size < 0 else min(size, left)))
+        size = left if size < 0 else min(size, left)
+        if size > self._parts.blocksize:
+            data = self._shard.read(begin, size)  # large things are read once, by one request
+        else:
+            data = self._parts._fetch(begin, begin + size)
         self._position += len(data)
         return data
 

@@ -14,6 +14,8 @@ from typing import IO, Any
 from data.index.shards import pattern_root
 from data.text.forms import unique_keys
 
+_MAX_LINE = 64 * 2**20  # bytes
+_MAX_ARRAY = 2**30  # bytes
 _BATCH = 16  # rows of Parquet that are in memory, beside the row group they come from
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 
@@ -67,21 +69,34 @@ def read_rows(file: str) -> Iterator[Row]:
 
 
 def _of_lines(opened: IO[bytes], file: str) -> Iterator[Row]:
-    size, done = os.path.getsize(file), 0
-    for number, line in enumerate(opened, 1):
-        done += len(line)
-        if not line.strip():
-            continue
+    size, number = os.path.getsize(file), 0
+    while line := opened.readline(_MAX_LINE + 1):
+        number += 1
         document, problem = None, ""
-        try:
-            document = json.loads(line, object_pairs_hook=unique_keys)
-        except (ValueError, RecursionError) as error:
-            problem = f"malformed JSON: {error}"
-        yield Row(file, number, document, done / size, problem)
+        if len(line) > _MAX_LINE:
+            problem = f"has more than {_MAX_LINE >> 20} MiB"
+            while line and not line.endswith(b"\n"):
+                line = opened.readline(_MAX_LINE)
+        elif not line.strip():
+            continue
+        else:
+            try:
+                document = json.loads(line, object_pairs_hook=unique_keys)
+            except (ValueError, RecursionError) as error:
+                problem = f"malformed JSON: {error}"
+        yield Row(file, number, document, opened.tell() / size, problem)
 
 
 def _of_array(opened: IO[bytes], file: str) -> Iterator[Row]:
-    """The elements of an array; the file is in memory as a text, and one element of it decoded."""
+    """The elements of an array; the file is in memory as a text, and one element of it decoded.
+
+    With its text, which takes up to four times its bytes, it has a limit.
+    """
+    if (size := os.path.getsize(file)) > _MAX_ARRAY:
+        raise ValueError(
+            f"{file}: an array of {size >> 20} MiB would have to be in memory as a whole, at most "
+            f"{_MAX_ARRAY >> 20} are read; write one row to a line (JSON Lines), or several files"
+        )
     number, problems = 0, list[str]()  # of an element, which ends where it ends all the same
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

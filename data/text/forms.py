@@ -205,7 +205,7 @@ def _present(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_llava(turn: dict[str, Any]) -> dict[str, Any]:
     sender, value = turn.pop("from"), turn.pop("value", None)
-    if sender not in _ROLES:
+    if not isinstance(sender, str) or sender not in _ROLES:
         raise ValueError(f'a message is "from" {short_text(sender)}; need one of {sorted(_ROLES)}')
     if sender == "function_call":
         return {**turn, "role": "assistant", "tool_calls": _parsed(value, "a function_call")}

@@ -6,6 +6,7 @@ several layouts; the time to plan; the balance of items over lanes.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from mimo.bench.bridge_workload import Case
 from mimo.bench.contest import Contest
 from mimo.bench.report import Bound, Report
 from mimo.errors import InputError
-from mimo.launch.processes import run_processes, warm_up
+from mimo.launch.processes import RanksFailed, run_processes, warm_up
 from mimo.launch.ranks import rank_variables
 
 if TYPE_CHECKING:
@@ -110,14 +111,18 @@ def main(
     picture: Path,
     cases: Sequence[Case] = CASES,
 ) -> int:
-    """Run all parts one after the other; returns 1 when a bound is missed. Raises RanksFailed."""
+    """Run all parts one after the other; returns 1 when a bound is missed or a rank fails."""
     check_rows(rows, cases)
     warm_up(PRELOAD)
     passages: list[Passage] = []
-    for size in (rows, rows // _SECOND_SIZE):
-        for case in cases:
-            print(f"{case}, {size} rows ...", flush=True)
-            passages += _on_ranks(case, size, hidden, rounds)
+    try:
+        for size in (rows, rows // _SECOND_SIZE):
+            for case in cases:
+                print(f"{case}, {size} rows ...", flush=True)
+                passages += _on_ranks(case, size, hidden, rounds)
+    except RanksFailed as failure:
+        print(failure, file=sys.stderr)
+        return 1
     # After the ranks have ended, so that nothing else runs.
     plans = [time_step(ranks, packed) for ranks in PLAN_RANKS for packed in (False, True)]
     balances = [measure_balance(num_items) for num_items in BALANCE_ITEMS]

@@ -92,8 +92,9 @@ class Meeting:
             self._wait(keys, self._timeout)
         for rank, key in enumerate(keys):
             text = f"did not join within {self._timeout.total_seconds():g} s"
-            if self._words.check([key]):
-                text = self._words.get(key).decode()
+            with suppress(RuntimeError):  # the store is gone with the rank that held it
+                if self._words.check([key]):
+                    text = self._words.get(key).decode()
             ranks_of.setdefault(text, []).append(rank)
         ranks_of.pop("", None)
         lines = []

@@ -71,11 +71,18 @@ def _generate(recipe: Recipe, name: str) -> None:
         generator(Path(recipe.data.directory), progress=progress, **own)
 
 
-def _index(recipe: Recipe, workers: int | None = None) -> list[str]:
-    """Index all splits; returns a line on each source. Raises RecipeError with all problems."""
+def _index(
+    recipe: Recipe,
+    workers: int | None = None,
+    tell: Callable[[str], object] = lambda line: None,
+) -> None:
+    """Index all splits. tell: gets a line on each source, as soon as its split is done.
+
+    Raises RecipeError with all problems.
+    """
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     build = functools.partial(build_in_processes, workers=workers)
-    lines, problems = list[str](), list[str]()
+    problems = list[str]()
     for split in SPLITS:
         try:
             with progress_of(f"indexing {split}") as progress:
@@ -84,13 +91,12 @@ def _index(recipe: Recipe, workers: int | None = None) -> list[str]:
             problems += error.problems
             continue
         for source, index in zip(sources_of(recipe, split), indexes, strict=True):
-            lines.append(
+            tell(
                 f"{split} {source.path}: {len(index.shards)} shards, {len(index)} samples, "
                 f"{index.num_items} items, {index.num_skipped} unusable samples left out"
             )
     if problems:
         raise RecipeError(*problems)
-    return lines
 
 
 def main(path: Path, overrides: Sequence[str]) -> int:
@@ -104,6 +110,6 @@ def main(path: Path, overrides: Sequence[str]) -> int:
 
 def index_main(path: Path, overrides: Sequence[str], workers: int | None) -> int:
     """`mimo data index RECIPE`."""
-    for lines in load_phases(path, overrides).each(lambda recipe: _index(recipe, workers)):
-        print("\n".join(lines))
+    tell = functools.partial(print, flush=True)
+    load_phases(path, overrides).each(lambda recipe: _index(recipe, workers, tell))
     return 0

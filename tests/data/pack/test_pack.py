@@ -197,6 +197,23 @@ def test_a_source_that_ends_early_leaves_whole_shards_only(images: Path, tmp_pat
         pack(str(images / "cut.parquet"), tmp_path / "other")
 
 
+def test_a_line_or_an_array_that_is_too_large_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rows, "_MAX_LINE", 50)
+    monkeypatch.setattr(rows, "_MAX_ARRAY", 60)
+    documents = [{"né": "]},{" * n} for n in range(30)]
+    path = tmp_path / "rows.json"
+    write_lines(path, *documents)
+    found = list(rows.read_rows(str(path)))
+    assert [row.number for row in found] == list(range(1, 31))
+    for row, line in zip(found, path.read_bytes().splitlines(keepends=True), strict=True):
+        assert (row.problem == "") == (len(line) <= 50), row
+    path.write_text(json.dumps(documents))
+    with pytest.raises(ValueError, match="an array of .* write one row to a line"):
+        list(rows.read_rows(str(path)))
+
+
 def test_rows_of_an_array_are_those_of_json_and_a_broken_one_is_told(tmp_path: Path):
     documents = [{"né": "]},{" * n} for n in range(30)]
     path = tmp_path / "rows.json"
