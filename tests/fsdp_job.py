@@ -257,6 +257,13 @@ def context(job: Job, mesh: Any) -> Any:
     return FsdpContext(mesh, job.dtype, reshard_after_forward=job.reshard_after_forward)
 
 
+def same_names(shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """Names of transformers itself."""
+    from mimo.engines.fsdp.pieces import Names, Rows
+
+    return Names.of((key, shape, [Rows(key, 0, shape[0])]) for key, shape in shapes.items())
+
+
 def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> Any:
     """The model as an `FsdpModule`, built on meta and loaded slice by slice.
 
@@ -265,7 +272,6 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     from mimo.engines.fsdp.load import load
     from mimo.engines.fsdp.meta import restore_buffers
     from mimo.engines.fsdp.module import FsdpModule
-    from mimo.engines.fsdp.pieces import Names
     from mimo.engines.fsdp.sharding import shard
 
     ctx = context(job, None if plain else topology.meshes["language"])
@@ -279,7 +285,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     shard(wrapper, ctx)
     wrapper.asked = Asked(drawn)
     load(wrapper, ctx, torch.device("cpu"), wrapper.asked)
-    names = names or Names.same({key: tuple(one.shape) for key, one in drawn.items()})
+    names = names or same_names({key: tuple(one.shape) for key, one in drawn.items()})
     if job.plant == "no sum over tp":
         wrapper.sums_over_tp = frozenset()
     module = FsdpModule(

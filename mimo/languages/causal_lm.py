@@ -34,6 +34,7 @@ _SIZES = {
     "tie_word_embeddings": "tie_word_embeddings",
 }
 """Our setting by the configuration's key."""
+_BY_LAYER = ("layer_types", "mlp_layer_types")
 _NOT_THE_MODEL = ("architectures", "dtype", "text_config", "transformers_version", "_name_or_path")
 
 
@@ -53,7 +54,14 @@ class Settings(DecoderSettings):
 
     def configuration(self) -> dict[str, Any]:
         """Of the model with these sizes, for transformers."""
-        return self.config | {key: getattr(self, ours) for key, ours in _SIZES.items()}
+        sizes = {key: getattr(self, ours) for key, ours in _SIZES.items()}
+        # Where kinds of layers are listed, transformers wants one for each layer.
+        kinds = {
+            key: self.config[key][: self.num_layers]
+            for key in _BY_LAYER
+            if isinstance(self.config.get(key), list)
+        }
+        return self.config | kinds | sizes
 
 
 def build(

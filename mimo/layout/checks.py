@@ -40,6 +40,12 @@ def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
                 f"got {grid.dp_replicate}, but engine: megatron does not cut weights over lanes; "
                 f"remove it, or set engine: fsdp",
             )
+        if not recipe.module(grid.module).reshard_after_forward:
+            yield recipe.problem(
+                (*key, "reshard_after_forward"),
+                "got false, but engine: megatron gathers no weights; remove it, or set engine: "
+                "fsdp",
+            )
         return
     for axis, instead in _MEGATRON_ONLY.items():
         if (size := getattr(grid, axis)) > 1:

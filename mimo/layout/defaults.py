@@ -40,9 +40,12 @@ def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
     With one hardware queue a GPU starts kernels in the order of their launch, so that the exchange
     inside a tensor-parallel layer starts before the matrix product that it overlaps with. For the
     same reason one wait holds up all streams: ranks with transfers that are posted ahead (an end of
-    a disjoint encoder's bridge, context parallelism) keep the device's default of several.
+    a disjoint encoder's bridge, context parallelism) keep the device's default of several, and so
+    do those with a module under FSDP2, which gathers weights ahead.
     """
     grids = [layout.grids[name] for name in layout.modules_of(rank)]
+    if any(grid.engine == "fsdp" for grid in grids):
+        return ()
     posts_ahead = any(grid.cp > 1 for grid in grids) or _at_end_of_bridge(layout, rank)
     if posts_ahead or all(grid.tp == 1 for grid in grids):
         return ()

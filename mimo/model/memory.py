@@ -46,7 +46,8 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
     )
     shares = "tp or pp, set train.distributed_optimizer or train.precision: bf16"
     if layout.grids[largest.module].engine == "fsdp":
-        shares = "dp / dp_replicate or tp"
+        # Between the microbatches of a step gradients are whole on every lane.
+        shares = "dp / dp_replicate or tp, have fewer microbatches in a step"
     raise RecipeError(
         recipe.problem(
             (*key_of(largest.module), "model"),

@@ -8,8 +8,10 @@ the weights that are gathered at a time.
 Activations are an estimate from above, of full microbatches whose tokens are all rows of items.
 Between forward and backward a token of a layer keeps the inputs of both norms and of all linears,
 and the outputs of the first linears; attention keeps no scores. With ``recompute: full`` it keeps
-the layer's input alone, and one layer at a time all of this. Source: Korthikanti et al. 2022,
-arXiv:2205.05198, section 4. Buffers of kernels and communication come on top.
+the layer's input alone, and one layer at a time all of this. Modules of transformers keep more than
+that where they recompute nothing: their linears keep gathered inputs, their norms copies in fp32.
+Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4. Buffers of kernels and communication
+come on top.
 """
 
 from __future__ import annotations

@@ -28,13 +28,10 @@ from mimo.engines.fsdp.sharding import (
 )
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.segments import AttentionForm
-from mimo.engines.piece import Piece
+from mimo.engines.piece import MASTER, Piece
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.parallel import OptimizerSettings
-
-_MASTER = "fp32_param"
-"""The kind under which Megatron keeps fp32 weights of 16-bit ones. Ours are fp32 themselves."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ class FsdpModule:
                 continue
             kind, kept = None, {}
             if with_optimizer and self._optimizer is not None and one.local is not None:
-                kind = _MASTER if purpose == "load" else None
+                kind = MASTER if purpose == "load" else None
                 kept = moments(self._optimizer, one.local)
             yield from self._named(one, local_part(one.whole), kind)
             for kind, tensor in kept.items():

@@ -63,12 +63,6 @@ class Names:
             filled[name] = row
         return cls(shapes, parts, filled)
 
-    @classmethod
-    def same(cls, shapes: Mapping[str, tuple[int, ...]]) -> Self:
-        """Those of transformers itself, for an architecture without a key map."""
-        every = ((key, shape, [Rows(key, 0, shape[0])]) for key, shape in shapes.items())
-        return cls.of(every)
-
     def users(self, key: str) -> frozenset[str]:
         """The names of the tensors that have rows of transformers' tensor ``key``."""
         assert key in self.parts, f"the key map does not say what is made of {key}"

@@ -10,6 +10,7 @@ language model, T tokens, N' heads, D head size.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,7 +176,7 @@ class Tower(nn.Module):
             values = self.values(patches)
         else:
             device = next(self.parameters()).device
-            count = int(items.grids.prod())
+            count = math.prod(self._blank_grid())
             values = torch.zeros(count, self._patch_size(), dtype=self.ctx.dtype, device=device)
         rows = self._rows(values, items)
         if not items.sizes:

@@ -15,6 +15,7 @@ from mimo.errors import InputError
 NAMES = (*bench.ENGINES, bench.RIVAL)
 
 
+@pytest.mark.slow
 def test_a_quick_run_trains_all_contestants_on_the_same_samples_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

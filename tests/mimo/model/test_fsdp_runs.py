@@ -23,6 +23,7 @@ from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.recipe.schema import Recipe
 from mimo.train.run_folder import make_run_dir
 from mimo.verify.workload import Sample, write_shard
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.hf import folders
@@ -136,6 +137,7 @@ def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     trainer.save()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_another_engine_begins_with_exactly_the_weights_and_a_fresh_optimizer(
     run_ranks: RunRanks, recipe: Path, by_fsdp: Path, by_megatron: Path, engine: str
@@ -202,7 +204,7 @@ LORA = [
 ]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", quick(["qwen3_vl", "gemma3"], "qwen3_vl"))
 def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
     run_ranks: RunRanks, tmp_path: Path, family: str
 ) -> None:
@@ -232,6 +234,7 @@ def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
             assert name.startswith("optimizer.") or torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.slow
 def test_an_adapter_without_its_sum_over_tp_is_noticed(run_ranks: RunRanks, recipe: Path) -> None:
     settings = [*LORA, *FSDP, *TP, "train.steps=1", "train.validate_every=null"]
     summed = measured(trained(run_ranks, recipe, "summed", *settings))
@@ -260,6 +263,7 @@ def train_without_sums(rank: int, recipe: Recipe, run_dir: Path) -> None:
         fsdp.adapt = real
 
 
+@pytest.mark.slow
 def test_parts_that_are_frozen_and_rows_that_arrive_whole_give_what_megatron_gives(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
@@ -299,6 +303,7 @@ train:
 """
 
 
+@pytest.mark.slow
 def test_a_language_model_without_an_architecture_of_ours_trains_and_is_exported(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_other_families_too(
     check(run(verifier, recipes[family], CELLS[name]))
 
 
+@pytest.mark.slow
 def test_a_text_model_of_transformers_takes_the_steps_of_one_rank(
     verifier: Verifier, tmp_path: Path
 ) -> None:

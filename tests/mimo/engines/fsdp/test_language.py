@@ -164,6 +164,7 @@ def exact_on_two_ranks(rank: int) -> None:
         assert case.wrong() == {}, name
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_plain_losses_and_gradients(run_ranks: RunRanks) -> None:
     run_ranks(exact_on_two_ranks, 2, timeout_seconds=150)
 

@@ -58,6 +58,7 @@ def assert_equals_one_rank(job: Job, got: Outcome) -> None:
     assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_steps_on_two_ranks_equal_those_of_plain_transformers_on_one(run_ranks: RunRanks) -> None:
     found = trained(run_ranks, TWO)
     for job, (got, reductions) in zip(TWO, found, strict=True):

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
-from tests.fsdp_job import OPTIMIZER, Counted, Job, assembled, context, make_topology, sent, worst
+from tests.fsdp_job import (
+    OPTIMIZER,
+    Counted,
+    Job,
+    assembled,
+    context,
+    make_topology,
+    same_names,
+    sent,
+    worst,
+)
 
 WIDTH, ROWS = 6, 5
 
@@ -54,7 +64,6 @@ class Case:
 
 def make(case: Case, topology: Any) -> Any:
     from mimo.engines.fsdp.module import FsdpModule
-    from mimo.engines.fsdp.pieces import Names
     from mimo.engines.fsdp.sharding import shard
 
     tower = Tower()
@@ -63,7 +72,7 @@ def make(case: Case, topology: Any) -> Any:
     ctx = context(job, None if topology is None else topology.meshes["language"])
     shard(tower, ctx)
     groups: Any = None if topology is None else topology.modules["language"]
-    names = Names.same(shapes)
+    names = same_names(shapes)
     return FsdpModule(
         "vision", groups, tower, ctx, names, OPTIMIZER, 1e-2, run_ahead=case.run_ahead
     )

@@ -23,10 +23,9 @@ def step(rank: int) -> list[Any]:
     from mimo.engines.fsdp.language import LanguageModel
     from mimo.engines.fsdp.load import load
     from mimo.engines.fsdp.module import FsdpModule
-    from mimo.engines.fsdp.pieces import Names
     from mimo.engines.fsdp.sharding import shard
     from mimo.engines.megatron.layers.rows import place_rows
-    from tests.fsdp_job import OPTIMIZER, Asked, norm_of, sent
+    from tests.fsdp_job import OPTIMIZER, Asked, norm_of, same_names, sent
     from tests.mimo.engines.fsdp.language_cases import (
         Lane,
         config_of,
@@ -43,7 +42,7 @@ def step(rank: int) -> list[Any]:
         model = LanguageModel(config, ctx)
         shard(model, ctx)
         load(model, ctx, torch.device("cpu"), Asked(weights))
-        same = Names.same({key: tuple(one.shape) for key, one in weights.items()})
+        same = same_names({key: tuple(one.shape) for key, one in weights.items()})
         groups: Any = None
         forms: Any = model.attention_forms()
         module = FsdpModule("language", groups, model, ctx, same, OPTIMIZER, 1e-2, forms=forms)
@@ -81,6 +80,7 @@ def step(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_of_language_models_equals_plain_transformers(run_ranks: RunRanks) -> None:
     from tests.fsdp_job import assembled, worst
     from tests.mimo.engines.fsdp.language_cases import config_of, lane_of, plain_outcome

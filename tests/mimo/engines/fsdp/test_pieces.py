@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -186,6 +187,7 @@ def test_checkpoints_go_from_megatron_over_meshes_to_one_rank_and_back_bit_for_b
         assert own["model.embed_tokens.weight"] == 100 * 32 / 2
 
 
+@pytest.mark.slow
 def test_fp32_weights_of_a_run_in_bf16_go_from_megatron_and_back(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -205,6 +207,7 @@ def test_fp32_weights_of_a_run_in_bf16_go_from_megatron_and_back(
             assert key not in ours
 
 
+@pytest.mark.slow
 def test_training_goes_on_alike_on_another_mesh_and_on_one_rank(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mimo.device import send
+from tests.cases import quick
 
 GRIDS = {
     "qwen2_5_vl": [(1, 4, 6), (2, 8, 4), (1, 2, 2), (1, 10, 12)],
@@ -202,7 +203,7 @@ def alone_in_bf16(rank: int, kind: str) -> tuple[set[torch.dtype], float]:
     return {rows.dtype, *(p.dtype for p in tower.parameters())}, error(rows.double(), expected)
 
 
-@pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("kind", quick(GRIDS, "qwen3_vl"))
 def test_the_plain_module_of_a_run_in_bf16_computes_in_bf16(kind: str, run_ranks: Any) -> None:
     ((dtypes, off),) = run_ranks(alone_in_bf16, 1, kind)
     assert dtypes == {torch.bfloat16}
