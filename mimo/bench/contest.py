@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import torch
 
 from mimo.layout.hosts import SHARED_MEMORY
 
@@ -137,6 +138,8 @@ def apart(function: Callable[[], Any]) -> Any:
 
 def _serve(make: Callable[[], Callable[..., Any]], starters: Connection, pipe: Connection) -> None:
     starters.close()
+    # Threads that have computed in the starter are not in its fork, which would wait for them.
+    torch.set_num_threads(1)
     answer = make()
     with suppress(EOFError):  # the starter is gone
         while (args := pipe.recv()) is not None:
