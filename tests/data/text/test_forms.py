@@ -174,7 +174,10 @@ def test_what_is_of_no_form_is_refused_with_an_example_of_each(document: Any):
     ("document", "reason"),
     [
         (llava(("bot?", "hi")), """is "from" 'bot\\?'; need one of"""),
-        (llava((["gpt"], "hi")), """is "from" \\['gpt'\\]; need one of"""),
+        (
+            {"conversations": [{"from": ["gpt"], "value": "hi"}]},
+            """is "from" \\['gpt'\\]; need one of""",
+        ),
         (llava(ASK, GPT, **TWO), "has <image> 1 times for 2 files"),
         (llava(("human", "<video>"), GPT, video="a.mp4"), "'a.mp4': .* the list of its frames"),
         (llava(("human", "<video>"), GPT, videos=["a.mp4"]), "'a.mp4': .* videos are not decoded"),
