@@ -64,6 +64,7 @@ class DrawnIndex:
     """As much of an `Index` as planning asks for."""
 
     media = (_MEDIA,)
+    catalog = SimpleNamespace(root="nowhere")
 
     def __init__(self, processor: ImageProcessor, num_samples: int = _SAMPLES) -> None:
         draw = np.random.default_rng(0)
