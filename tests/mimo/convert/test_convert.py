@@ -227,8 +227,8 @@ def test_folders_that_hold_no_checkpoint_are_refused_by_name(tmp_path: Path) -> 
         file.unlink()
     with pytest.raises(InputError, match=r"holds neither model\.safetensors nor"):
         from_hf.convert(folder, tmp_path / "ours")
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match="model_type is 'llama'; qwen2_5_vl, qwen3_vl, gemma3"):
+    (folder / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(InputError, match="model_type is 'clip'; qwen2_5_vl, qwen3_vl, gemma3"):
         from_hf.convert(folder, tmp_path / "ours")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
