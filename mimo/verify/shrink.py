@@ -185,4 +185,4 @@ def _replicas(grid: GridSpec, lanes: int) -> int | None:
         return 1
     if grid.dp_replicate == grid.dp:
         return lanes
-    return 2 if lanes > 2 and lanes % 2 == 0 else None
+    return next((copies for copies in range(2, lanes) if lanes % copies == 0), None)
