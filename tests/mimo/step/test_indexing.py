@@ -115,6 +115,8 @@ def test_ctrl_c_ends_all_processes_of_mimo_data_index_and_leaves_whole_files(
         env=job.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # A shell's background jobs ignore it, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 200
     while not any(recipe.parent.glob(".index/*/*.index")) and time.monotonic() < deadline:
