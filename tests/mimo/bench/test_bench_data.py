@@ -14,6 +14,9 @@ from mimo.bench.contest import Contest, Run, apart
 from mimo.bench.data_theirs import INSTALL, RIVALS, Preparation, is_installed
 from mimo.bench.data_workload import BATCH, Workload
 
+# Forks of a process with threads: what runs there does without them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 
 def test_a_quick_run_gives_all_loaders_the_same_samples_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,9 @@ from mimo.bench.contest import Run
 from mimo.bench.engines_theirs import batches_of_rank
 from mimo.errors import InputError
 
+# Forks of a process with threads: what runs there does without them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 NAMES = (*bench.ENGINES, bench.RIVAL)
 
 

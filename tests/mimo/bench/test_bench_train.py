@@ -12,6 +12,9 @@ from mimo.bench.contest import Run
 from mimo.bench.train_theirs import batches_of
 from mimo.bench.train_workload import OURS, THEIRS, Sizes, Workload
 
+# Forks of a process with threads: what runs there does without them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 LENGTHS = [30, 10, 90, 20, 10, 40, 10, 10, 50]
 
 

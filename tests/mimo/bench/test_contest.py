@@ -9,6 +9,9 @@ import pytest
 
 from mimo.bench.contest import Apart, Contest, Run, apart, take_turns
 
+# Forks of a process with threads: what runs there does without them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 
 def test_everyone_runs_once_a_round_and_nobody_is_always_first() -> None:
     order = []

@@ -156,6 +156,7 @@ def test_another_engine_begins_with_exactly_the_weights_and_a_fresh_optimizer(
             assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_gone_answers_and_is_exported_as_megatrons(
     run_ranks: RunRanks, recipe: Path, by_fsdp: Path, by_megatron: Path
 ) -> None:
@@ -204,6 +205,7 @@ LORA = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick(["qwen3_vl", "gemma3"], "qwen3_vl"))
 def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
     run_ranks: RunRanks, tmp_path: Path, family: str

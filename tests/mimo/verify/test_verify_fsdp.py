@@ -126,6 +126,7 @@ def test_the_stand_in_has_the_recipe_s_layout_ties_and_padding(
     plan_first_step(scaled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick(FAMILIES, "qwen3_vl"))
 def test_every_tensor_of_the_stand_in_counts(
     verifier: Verifier, recipes: dict[str, Recipe], family: str

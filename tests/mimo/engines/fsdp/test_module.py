@@ -77,6 +77,7 @@ def test_steps_on_two_ranks_equal_those_of_plain_transformers_on_one(run_ranks: 
             assert name.endswith("_norm.weight")
 
 
+@pytest.mark.slow
 def test_steps_on_four_ranks_equal_those_of_plain_transformers_on_one(run_ranks: RunRanks) -> None:
     for job, (got, reductions) in zip(FOUR, trained(run_ranks, FOUR), strict=True):
         assert reductions == [LAYERS + 1] * job.steps
