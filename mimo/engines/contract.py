@@ -161,10 +161,6 @@ class Module(Protocol):
         """The complete gradients that this rank holds, after `finish_gradients`."""
         ...
 
-    def learning(self) -> frozenset[str]:
-        """Keys of the parameters of this rank that are updated."""
-        ...
-
     def follow_weights(self) -> None:
         """Refresh what the optimizer keeps of weights that were just loaded."""
         ...

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bridge import ItemRows
 from mimo.device import local_device
@@ -22,7 +22,7 @@ from mimo.engines.fsdp.lora import adapt
 from mimo.engines.fsdp.module import FsdpModule
 from mimo.engines.fsdp.pieces import Names, Rows
 from mimo.engines.fsdp.sharding import shard
-from mimo.engines.fsdp.towers import TOWERS
+from mimo.engines.fsdp.towers import TOWERS, Tower
 from mimo.errors import RecipeError
 from mimo.families.dtypes import DTYPES
 from mimo.families.keymap import Weight, num_elements
@@ -36,6 +36,9 @@ from mimo.model.flops import learning_names
 from mimo.recipe.modules import LoRA
 from mimo.recipe.schema import LANGUAGE, Recipe, key_of
 
+if TYPE_CHECKING:
+    from mimo.engines.megatron.parallel import OptimizerSettings
+
 _OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 
 
@@ -43,7 +46,7 @@ def fsdp_module(
     recipe: Recipe,
     topology: Topology,
     name: str,
-    settings: Any,
+    settings: OptimizerSettings,
     num_tokens: int,
     initial: InitialWeights | None,
     filled: set[str],
@@ -74,11 +77,11 @@ def fsdp_module(
     )
     config = transformers_config(recipe)
     try:
+        wrapper: LanguageModel | Tower
         if name == LANGUAGE:
-            wrapper: Any = LanguageModel(config, ctx)
-            forms = wrapper.attention_forms()
+            wrapper = LanguageModel(config, ctx)
         else:
-            wrapper, forms = TOWERS[config.model_type](config, ctx, ItemRows), frozenset()
+            wrapper = TOWERS[config.model_type](config, ctx, ItemRows)
     except ValueError as error:
         raise RecipeError(recipe.problem((*key_of(name), "engine"), str(error))) from error
     adapt(wrapper, ctx)
@@ -87,7 +90,7 @@ def fsdp_module(
     shard(wrapper, ctx)
     load(wrapper, ctx, local_device(), _reader(recipe, names, initial, filled))
     rate = part.learning_rate or train.learning_rate
-    return FsdpModule(name, topology.modules[name], wrapper, ctx, names, settings, rate, 0, forms)
+    return FsdpModule(name, topology.modules[name], wrapper, ctx, names, settings, rate)
 
 
 def _adapts(lora: LoRA | None, weight: Weight) -> bool:
@@ -139,9 +142,9 @@ def _reader(
     return read
 
 
-def _freeze(recipe: Recipe, name: str, wrapper: nn.Module, names: Names) -> None:
+def _freeze(recipe: Recipe, name: str, wrapper: LanguageModel | Tower, names: Names) -> None:
     learns = learning_names(recipe, name)
     for own, param in wrapper.named_parameters():
-        found = {learns(ours) for ours in names.users(wrapper.hf_names[own])}  # type: ignore[operator, index]
+        found = {learns(ours) for ours in names.users(wrapper.hf_names[own])}
         assert len(found) == 1, f"only a part of {own} learns"
         param.requires_grad_(found.pop())

@@ -178,11 +178,6 @@ def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
     return rate * floor if eps is None else rate * floor / (floor + eps)
 
 
-def tensor_error(got: np.ndarray, expected: np.ndarray, scale: float) -> float:
-    """max|Δ| / scale, where scale is max(max|reference|, floor)."""
-    return float(np.abs(got - expected).max(initial=0.0)) / scale
-
-
 def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
     """Compare every metric and every rank's part of every tensor, after every step.
 

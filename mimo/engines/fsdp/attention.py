@@ -53,16 +53,37 @@ class Segments:
 
 
 @functools.cache
-def layer_form(head_size: int, window: int | None, dtype: torch.dtype) -> LayerForm:
+def layer_form(
+    head_size: int, dtype: torch.dtype, causal: bool = True, window: int | None = None
+) -> LayerForm:
     """How layers attend that compute in ``dtype``. window: keys that a query sees, its own too."""
     machine = this_machine()
     # Its attention is a module of its own, not a kernel.
     others = replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
-    case = AttentionCase(head_size, causal=True, window=window)
+    case = AttentionCase(head_size, causal, window=window)
     choice = choose_kernel(case, dtype, others)
     slow = machine.capability is not None and choice.dense_mask
     logger.log(logging.WARNING if slow else logging.INFO, "core attention, %s: %s", case, choice)
-    return LayerForm(choice.kernel, causal=True, window=window)
+    return LayerForm(choice.kernel, causal, window)
+
+
+def by_kernel(
+    form: LayerForm,
+    plan: AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    recompute: bool,
+) -> Tensor:
+    """query (B, N, S, D), key and value (B, G, S, D) as transformers has them -> (B·S, N, D).
+
+    recompute: in the backward pass, so that nothing of it is kept.
+    """
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if recompute:
+        return checkpoint(form.attend, q, k, v, plan, scale, use_reentrant=False)
+    return form.attend(q, k, v, plan, scale)
 
 
 @functools.lru_cache(maxsize=8)
@@ -92,15 +113,11 @@ def attend(
             raise ValueError(f"language.engine = fsdp: no kernel has {what} ({others[name]})")
     assert attention_mask is None, "what a query sees follows from the segments"
     batch, _, length, head_size = query.shape
-    form = layer_form(head_size, sliding_window, query.dtype)
+    form = layer_form(head_size, query.dtype, window=sliding_window)
     packed = segments.packed
     plan = _batch_plan(form, length, batch, query.device) if packed is None else packed.plan(form)
     scale = head_size**-0.5 if scaling is None else scaling
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if segments.recompute:
-        out = checkpoint(form.attend, q, k, v, plan, scale, use_reentrant=False)
-    else:
-        out = form.attend(q, k, v, plan, scale)
+    out = by_kernel(form, plan, query, key, value, scale, segments.recompute)
     return out.unflatten(0, (batch, length)), None
 
 

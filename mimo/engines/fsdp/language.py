@@ -75,7 +75,9 @@ class LanguageModel(nn.Module):
             return frozenset()
         text = self.text.config
         head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return frozenset(layer_form(head_size, window, self.ctx.dtype) for window in windows(text))
+        return frozenset(
+            layer_form(head_size, self.ctx.dtype, window=window) for window in windows(text)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `run`, with what FSDP2 does before and after."""

@@ -59,7 +59,7 @@ class FsdpModule:
     """Implements `mimo.engines.contract.Module`, which says what its methods do.
 
     wrapper: a `Wrapper`, sharded and with its weights; frozen ones do not require gradients.
-    settings: of the optimizer of the others. forms: of the attention of its layers.
+    settings: of the optimizer of the others.
     """
 
     def __init__(
@@ -72,11 +72,9 @@ class FsdpModule:
         settings: OptimizerSettings,
         learning_rate: float,
         run_ahead: int = 0,
-        forms: frozenset[AttentionForm] = frozenset(),
     ) -> None:
         self.name, self.groups, self.whole, self.ctx = name, groups, wrapper, ctx
-        self.names, self.forms = names, forms
-        self.learning_rate, self.run_ahead = learning_rate, run_ahead
+        self.names, self.learning_rate, self.run_ahead = names, learning_rate, run_ahead
         reshard(wrapper)
         self._parameters = [self._parameter(*named) for named in wrapper.named_parameters()]
         learning = [one.local for one in self._parameters if one.local is not None]
@@ -101,8 +99,8 @@ class FsdpModule:
         return tp.size() if tp is not None and self.ctx.sequence_parallel else 1
 
     def attention_forms(self) -> frozenset[AttentionForm]:
-        """As they were given."""
-        return self.forms
+        """Of the wrapper."""
+        return cast("Wrapper", self.whole).attention_forms()
 
     # ---- one step
 
@@ -240,11 +238,6 @@ class FsdpModule:
         """The complete gradients here, equal copies on each of their ranks."""
         for one, gradient in self._gradients():
             yield from self._named(one, gradient)
-
-    def learning(self) -> frozenset[str]:
-        """Keys of all tensors that are updated; every rank has a part of each, or nothing."""
-        keys = [one.key for one in self._parameters if one.local is not None]
-        return frozenset(f"{self.name}.{ours}" for key in keys for ours in self.names.users(key))
 
     def follow_weights(self) -> None:
         """The optimizer works on the weights themselves."""

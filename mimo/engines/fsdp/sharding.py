@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext
+from mimo.engines.megatron.layers.attention_plan import LayerForm
 
 
 class Wrapper(Protocol):
@@ -36,6 +37,10 @@ class Wrapper(Protocol):
     units: list[nn.Module]
     hf_names: dict[str, str]
     sums_over_tp: frozenset[str]
+
+    def attention_forms(self) -> frozenset[LayerForm]:
+        """Of its layers, for whoever plans attention ahead of its forward."""
+        ...
 
 
 def stored_dtype(ctx: FsdpContext) -> torch.dtype:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -28,12 +28,11 @@ from transformers.vision_utils import (
 )
 
 from mimo.device import send
+from mimo.engines.fsdp.attention import by_kernel, layer_form
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.meta import Call, on_meta, restore_buffers
 from mimo.engines.fsdp.sharding import stored_dtype
-from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
 from mimo.engines.megatron.layers.attention_plan import LayerForm
-from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
 from mimo.engines.megatron.segments import PackedSegments, brought
 
 # transformers asks whether "flash" is in the name: then it attends over all segments in one call.
@@ -55,14 +54,6 @@ class _Packings:
         return next(one for one in self.packed if one.cu_seqlens_q is bounds)
 
 
-def _form(head_size: int, dtype: torch.dtype) -> LayerForm:
-    machine = this_machine()
-    # Its attention is a module of its own, not a kernel.
-    others = replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
-    choice = choose_kernel(AttentionCase(head_size, causal=False), dtype, others)
-    return LayerForm(choice.kernel, causal=False)
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -76,12 +67,9 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query, key, value (1, N', T, D) -> (1, T, N', D); registered under `_PACKED`."""
-    form = _form(query.shape[-1], query.dtype)
+    form = layer_form(query.shape[-1], query.dtype, causal=False)
     plan = packings.of(cu_seq_lens_q).plan(form)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if packings.recompute:
-        return checkpoint(form.attend, q, k, v, plan, scaling, use_reentrant=False)[None], None
-    return form.attend(q, k, v, plan, scaling)[None], None
+    return by_kernel(form, plan, query, key, value, scaling, packings.recompute)[None], None
 
 
 AttentionInterface.register(_PACKED, _attend)
@@ -101,7 +89,7 @@ class PreparedItems:
     options: dict[str, Any]
 
 
-class Tower(nn.Module):
+class Tower(nn.Module, ABC):
     """A tower and its projector as they are in a model of transformers, on meta at first.
 
     make_rows: makes what `forward` returns of the rows (N, (1 + L)·H) and the rows of each item.
@@ -134,6 +122,10 @@ class Tower(nn.Module):
                 if isinstance(module, PreTrainedModel):
                     module.activation_checkpointing_enable({"use_reentrant": False})
 
+    def attention_forms(self) -> frozenset[LayerForm]:
+        """None: `prepare` plans for its layers."""
+        return frozenset()
+
     def values(self, patches: Any) -> Tensor:
         """`mimo.families.wire.WirePatches`, or their values -> (P, C) as the tower computes."""
         return (
@@ -152,8 +144,6 @@ class Tower(nn.Module):
         blank = torch.tensor([self._blank_grid()])
         packed, options = self._pack(grids if len(grids) else blank)
         made = PreparedItems(sizes, grids if len(grids) else blank, packed, options)
-        for one in packed:
-            one.prepare((self._layer_form(),))
         return brought(made, copy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,31 +180,32 @@ class Tower(nn.Module):
 
     # ---- what differs between towers
 
+    @abstractmethod
     def _layers(self) -> nn.ModuleList:
-        raise NotImplementedError
+        """In forward order."""
 
-    def _layer_form(self) -> LayerForm:
-        raise NotImplementedError
-
+    @abstractmethod
     def _blank_grid(self) -> tuple[int, int, int]:
         """Of the smallest item."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _patch_size(self) -> int:
         """C."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sizes(self, grids: Tensor) -> list[int]:
         """Rows of each item."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _pack(self, grids: Tensor) -> tuple[tuple[PackedSegments, ...], dict[str, Any]]:
-        """The segments of the blocks, and options of transformers' forward; host tensors."""
-        raise NotImplementedError
+        """The segments of the blocks, with plans, and options of transformers' forward.
 
+        All on the host.
+        """
+
+    @abstractmethod
     def _rows(self, values: Tensor, items: PreparedItems) -> Tensor:
         """values (P, C) -> (N, (1 + L)·H)."""
-        raise NotImplementedError
 
 
 class QwenTower(Tower):
@@ -225,10 +216,6 @@ class QwenTower(Tower):
 
     def _layers(self) -> nn.ModuleList:
         return self.visual.blocks
-
-    def _layer_form(self) -> LayerForm:
-        vision = self.config.vision_config
-        return _form(vision.hidden_size // vision.num_heads, self.ctx.dtype)
 
     def _blank_grid(self) -> tuple[int, int, int]:
         side = self.visual.spatial_merge_size
@@ -265,6 +252,9 @@ class QwenTower(Tower):
                 spatial_merge_size=merge,
             )
             options |= {"interp_indices": indices, "interp_weights": weights}
+        head_size = vision.hidden_size // vision.num_heads
+        for one in packed:
+            one.prepare((layer_form(head_size, self.ctx.dtype, causal=False),))
         return tuple(packed), options
 
     def _rows(self, values: Tensor, items: PreparedItems) -> Tensor:
@@ -298,9 +288,6 @@ class GemmaTower(Tower):
 
     def _layers(self) -> nn.ModuleList:
         return self.vision_tower.encoder.layers
-
-    def _layer_form(self) -> LayerForm:
-        raise AssertionError("images of one size are not packed")
 
     def _blank_grid(self) -> tuple[int, int, int]:
         side = self._sides[0]

@@ -67,14 +67,6 @@ def gradient_pieces(
             yield from _pieces(key, shape, cut, cast("Any", param).main_grad, 0, every)
 
 
-def learning_keys(
-    module: str, chunks: Sequence[nn.Module], groups: ProcessGroupCollection
-) -> frozenset[str]:
-    """Keys of the parameters here that learn."""
-    found = _parameters(module, chunks, groups)
-    return frozenset(key for key, _, param, _ in found if param.requires_grad)
-
-
 def _parameters(
     module: str, chunks: Sequence[nn.Module], groups: ProcessGroupCollection
 ) -> Iterator[tuple[str, Cut, nn.Parameter, bool]]:

@@ -16,7 +16,6 @@ from mimo.engines.contract import Chunk, Purpose
 from mimo.engines.megatron.attention import forms_in
 from mimo.engines.megatron.checkpoint import (
     gradient_pieces,
-    learning_keys,
     module_pieces,
     set_steps,
 )
@@ -171,10 +170,6 @@ class MegatronModule:
             return iter(())
         self._gather_gradients()
         return gradient_pieces(self.name, self.raw, self.groups)
-
-    def learning(self) -> frozenset[str]:
-        """Keys of the parameters of this rank that are updated."""
-        return learning_keys(self.name, self.raw, self.groups)
 
     def follow_weights(self) -> None:
         """Refresh master copies of weights that were just loaded."""

@@ -44,8 +44,7 @@ def step(rank: int) -> list[Any]:
         load(model, ctx, torch.device("cpu"), Asked(weights))
         same = same_names({key: tuple(one.shape) for key, one in weights.items()})
         groups: Any = None
-        forms: Any = model.attention_forms()
-        module = FsdpModule("language", groups, model, ctx, same, OPTIMIZER, 1e-2, forms=forms)
+        module = FsdpModule("language", groups, model, ctx, same, OPTIMIZER, 1e-2)
         lane: Lane = lane_of(name, rank // 2)
         segments = lane.segments
         segments.prepare(module.attention_forms())
