@@ -1,7 +1,5 @@
 """From flat embeddings in any encoder layout to rows in any language-model layout."""
 
-# ruff: noqa: F401
-
 from bridge.balance import assign_items, imbalance
 from bridge.check import SampleKeys, check_plans
 from bridge.colocated import ColocatedBridge

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,7 +143,7 @@ class PreparedItems[P: PackedItems]:
     packed: P
 
 
-class Tower[P: PackedItems](nn.Module):
+class Tower[P: PackedItems](nn.Module, ABC):
     """Items, packed into one sequence of tokens -> rows of the language model's size.
 
     Everything parallel about a tower is written here, once: the blank rows that make the ranks'
@@ -183,9 +184,9 @@ class Tower[P: PackedItems](nn.Module):
         self.layers = engine.layers_here(config, ctx.groups, ctx.chunk)
         self._received: Tensor | None = None
 
+    @abstractmethod
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
         """(t, h, w) of an item that becomes ``num_rows`` rows; its inputs will be zeros."""
-        raise NotImplementedError
 
     def num_tokens(self, grids: Tensor) -> list[int]:
         """grids (I, 3) int64 -> tokens that each item has in the blocks: one per input.
@@ -194,14 +195,15 @@ class Tower[P: PackedItems](nn.Module):
         """
         return grids.prod(1).tolist()
 
+    @abstractmethod
     def pack(self, grids: Tensor) -> P:
         """What the other methods need to know of the items with these ``grids`` (I, 3) int64.
 
         Blank items at the end are among them. All tensors are the host's; `prepare` brings those in
         dataclasses and tuples to the device. It may run in another thread.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def embed(self, patches: Tensor, packed: P) -> Tensor:
         """patches (P, C) of all items, without blank ones -> this rank's tokens (T', D).
 
@@ -210,18 +212,17 @@ class Tower[P: PackedItems](nn.Module):
         first. Either way the module that embeds sees only part of the gradient: mark it with
         ``self.part.sum_gradients``. With no items it still runs, on blanks alone.
         """
-        raise NotImplementedError
 
     def stack_inputs(self, packed: P) -> dict[str, Any]:
         """Arguments of the blocks besides hidden states: for all tokens, not a rank's part."""
         return {"packed_seq_params": packed.segments}
 
+    @abstractmethod
     def project(self, hidden: list[Tensor], packed: P) -> Tensor:
         """Hidden states (T', 1, D) -> this rank's rows (N', (1 + L)·H), in the items' order.
 
         hidden: after the last block, then after each of ``level_blocks``.
         """
-        raise NotImplementedError
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
         """All that the host has to work out for a forward over items with these ``grids`` (I, 3).

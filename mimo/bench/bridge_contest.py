@@ -82,7 +82,7 @@ class Bridge(ABC):
         self.grid = workload.case.layout.grids[ENCODER if self.encodes else LANGUAGE]
         self.lane = self.grid.coords(self.rank).dp
 
-    def prepare(self) -> None:  # noqa: B027
+    def prepare(self) -> None:  # noqa: B027 - some have nothing to do
         """Do what is not timed, before every run."""
 
     @abstractmethod

@@ -11,6 +11,7 @@ H hidden size of the language model, D of the tower, S sequence, B batch, V voca
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -59,6 +60,7 @@ class FamilySettings(BaseModel):
         """
         return ("attention",) * self.num_layers
 
+    @abstractmethod
     def scaled_down(self, chunks: int, tp: int) -> Self:
         """The smallest settings of the same character, for `mimo verify`.
 
@@ -66,7 +68,6 @@ class FamilySettings(BaseModel):
         every chunk has a layer of every kind there was. Weights are drawn large enough for every
         part of the model to matter to the loss.
         """
-        raise NotImplementedError
 
     def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
         """What is wrong with ``tp`` ranks and so many chunks of all pipeline stages.
@@ -97,21 +98,21 @@ class EncoderSettings(FamilySettings):
         """
         return 0
 
+    @abstractmethod
     def processor(self, media: str = "image") -> Media[Any]:
         """What turns items of that media into patches and says how many rows each item becomes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def products(self, output_size: int) -> list[Product]:
         """All matrices and attention of tower and projector, in the order of a forward.
 
         Every parameter of two dimensions or more has one, under its name in ``weights_in_hf``; one
         that is looked up has no elements. output_size: H.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         """How many there are of each unit of `products` in items with these grids (I, 3)."""
-        raise NotImplementedError
 
     def stack_products(self, per: str, gated: bool) -> list[Product]:
         """The layers, for one token ``per`` unit, and the final norm."""
@@ -227,6 +228,23 @@ class LanguageSettings(FamilySettings):
             "attention pair": causal_pairs(lengths),
         }
 
+    def _scaled_sizes(self, tp: int) -> dict[str, Any]:
+        """The sizes of a tiny copy that ``tp`` ranks divide, but for its layers.
+
+        Grouped queries stay grouped, and one group stays one.
+        """
+        groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
+        grouped = self.num_attention_heads > self.num_query_groups
+        return {
+            "hidden_size": 32,
+            "ffn_hidden_size": math.lcm(48, tp),
+            "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
+            "num_query_groups": groups,
+            "head_size": 8,
+            "vocab_size": None,
+            "vocab_multiple": math.lcm(16, tp),
+        }
+
 
 class EncoderFamily(Protocol):
     """A family of encoders: a tower with its projector to the language model's width."""
@@ -287,6 +305,24 @@ class LanguageFamily(Protocol):
 
     Settings: type[LanguageSettings]
 
+    def settings_from_hf(self, config: Config) -> dict[str, Any]:
+        """Settings by key, from a whole model's configuration.
+
+        Raises ValueError, naming their key, for what we do not compute.
+        """
+        ...
+
+    def weights_in_hf(self, settings: Any) -> list[Weight]:
+        """Every parameter of the whole model by its name, with the tensors it is made of.
+
+        Like `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
+        """
+        ...
+
+
+class MegatronLanguageFamily(LanguageFamily, Protocol):
+    """A family that Megatron is among the engines of."""
+
     def build(
         self,
         settings: Any,
@@ -307,19 +343,5 @@ class LanguageFamily(Protocol):
         On the first stage the model takes ``decoder_input`` (S, B, H), or its part of the sequence
         under sequence or context parallelism, or looks up ``input_ids`` (B, S) itself; on the last
         it returns a loss per token if it is given labels, else logits over V.
-        """
-        ...
-
-    def settings_from_hf(self, config: Config) -> dict[str, Any]:
-        """Settings by key, from a whole model's configuration.
-
-        Raises ValueError, naming their key, for what we do not compute.
-        """
-        ...
-
-    def weights_in_hf(self, settings: Any) -> list[Weight]:
-        """Every parameter of the whole model by its name, with the tensors it is made of.
-
-        Like `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
         """
         ...

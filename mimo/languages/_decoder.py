@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,29 +30,11 @@ QK_NORMS = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
 }
-_SMALL_HEAD = 8
 _PREFIX = "model.language_model"
 
 
 class DecoderSettings(LanguageSettings):
-    """Recipe keys under ``language.model`` that all families have, and what `build` needs."""
-
-    def _scaled_sizes(self, tp: int) -> dict[str, Any]:
-        """The sizes of a tiny copy that ``tp`` ranks divide, but for its layers.
-
-        Grouped queries stay grouped, and one group stays one.
-        """
-        groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
-        grouped = self.num_attention_heads > self.num_query_groups
-        return {
-            "hidden_size": 32,
-            "ffn_hidden_size": math.lcm(48, tp),
-            "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
-            "num_query_groups": groups,
-            "head_size": _SMALL_HEAD,
-            "vocab_size": None,
-            "vocab_multiple": math.lcm(16, tp),
-        }
+    """What `build` needs beside the recipe keys."""
 
     def stack_shape(self) -> StackShape:
         """What the engine builds the layers from; families change what differs."""
@@ -66,9 +48,9 @@ class DecoderSettings(LanguageSettings):
             norm_eps=self.norm_eps,
         )
 
+    @abstractmethod
     def rotary(self) -> nn.Module:
         """The module that stands for `GPTModel.rotary_pos_emb`."""
-        raise NotImplementedError
 
     def layer_spec(self, config: TransformerConfig, ctx: ModuleContext) -> ModuleSpec | None:
         """The spec of the layers; None for pre-norm ones."""

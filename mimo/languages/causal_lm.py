@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from pydantic import Field
 
+from mimo.families.contracts import LanguageSettings
 from mimo.families.hf_config import Config, refuse_dropout
 from mimo.families.item_rules import ItemRules
 from mimo.families.keymap import Weight, plain
-from mimo.languages._decoder import PRE_NORMS, QK_NORMS, DecoderSettings, decoder_weights
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import ModuleContext
+from mimo.languages._decoder import PRE_NORMS, QK_NORMS, decoder_weights
 
 _SIZES = {
     "num_hidden_layers": "num_layers",
@@ -38,7 +36,7 @@ _BY_LAYER = ("layer_types", "mlp_layer_types")
 _NOT_THE_MODEL = ("architectures", "dtype", "text_config", "transformers_version", "_name_or_path")
 
 
-class Settings(DecoderSettings):
+class Settings(LanguageSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
 
     item_rules: ClassVar = ItemRules(positions="plain", bidirectional=False)
@@ -62,13 +60,6 @@ class Settings(DecoderSettings):
             if isinstance(self.config.get(key), list)
         }
         return self.config | kinds | sizes
-
-
-def build(
-    settings: Settings, ctx: ModuleContext, num_tokens: int, max_sequence_length: int, seed: int
-) -> NoReturn:
-    """Megatron has no such model; `mimo.model.recipe_checks` says so before."""
-    raise NotImplementedError(settings.config["model_type"])
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from mimo.engines.megatron.parallel import (
 )
 from mimo.engines.megatron.user_buffers import make_user_buffers
 from mimo.errors import RecipeError
+from mimo.families.contracts import MegatronLanguageFamily
 from mimo.families.dtypes import DTYPES
 from mimo.families.registry import (
     encoder_family,
@@ -146,9 +147,8 @@ def _megatron_module(
             overlap_messages=train.tp_comm_overlap and name == LANGUAGE,
         )
         if name == LANGUAGE:
-            chunk = language_family(recipe).build(
-                settings, ctx, num_tokens, recipe.longest_microbatch, train.seed
-            )
+            family = cast("MegatronLanguageFamily", language_family(recipe))
+            chunk = family.build(settings, ctx, num_tokens, recipe.longest_microbatch, train.seed)
         else:
             chunk = encoder_family(recipe, name).build(
                 encoder_settings(recipe, name), ctx, settings.hidden_size, train.seed

@@ -96,21 +96,18 @@ def test_the_registry_finds_every_family_that_an_architecture_names() -> None:
 @every_family
 def test_a_family_offers_every_function_of_its_contract(name: str) -> None:
     family = FAMILIES[name]
-    kind = contracts.EncoderFamily if name.startswith("enc") else contracts.LanguageFamily
+    kind: type = contracts.EncoderFamily
+    if name.startswith("lang"):
+        megatron = "megatron" in family.Settings.engines
+        kind = contracts.MegatronLanguageFamily if megatron else contracts.LanguageFamily
     assert_offers(family, kind, name)
     kind = contracts.EncoderSettings if name.startswith("enc") else contracts.LanguageSettings
     assert issubclass(family.Settings, kind)
 
 
 @every_family
-def test_settings_offer_every_method_of_their_contract(name: str) -> None:
-    settings = settings_of(FAMILIES[name])
-    methods = ["scaled_down"]
-    if name.startswith("enc"):
-        methods += ["processor", "products", "counts"]
-    for method in methods:
-        missing = getattr(contracts.EncoderSettings, method)
-        assert getattr(type(settings), method) is not missing, f"{name}: {method} is missing"
+def test_settings_have_what_their_contract_leaves_open(name: str) -> None:
+    settings = settings_of(FAMILIES[name])  # what is missing could not be made
     assert [*inspect.signature(settings.scaled_down).parameters] == ["chunks", "tp"]
 
 

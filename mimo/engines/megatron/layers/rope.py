@@ -6,13 +6,14 @@ D head size, K = D/2 rotary channels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 
-class _MRope(nn.Module):
+class _MRope(nn.Module, ABC):
     """Multimodal rotary embedding: each of the K rotary channels follows one axis of the position.
 
     Takes the place of `GPTModel.rotary_pos_emb`. Returns the frequencies of the whole sequence;
@@ -36,9 +37,9 @@ class _MRope(nn.Module):
         self.register_buffer("axis", self.axes(section), persistent=False)
 
     @staticmethod
+    @abstractmethod
     def axes(section: Sequence[int]) -> Tensor:
         """(K,) int64: 0, 1 or 2 for channels that follow time, height or width."""
-        raise NotImplementedError
 
     def forward(
         self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None
