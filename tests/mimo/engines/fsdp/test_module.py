@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from tests.conftest import RunRanks
-from tests.fsdp_job import (
-    LAYERS,
+from tests.fsdp_job import LAYERS, Job, Outcome, microbatches, reference
+from tests.fsdp_ranks import (
     Counted,
-    Job,
-    Outcome,
     assembled,
     build,
     make_topology,
-    microbatches,
     norm_of,
     outcome,
-    reference,
     sent,
     train,
     train_step,

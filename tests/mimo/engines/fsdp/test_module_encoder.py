@@ -9,17 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
-from tests.fsdp_job import (
-    OPTIMIZER,
-    Counted,
-    Job,
-    assembled,
-    context,
-    make_topology,
-    same_names,
-    sent,
-    worst,
-)
+from tests.fsdp_job import OPTIMIZER, Job
+from tests.fsdp_ranks import Counted, assembled, context, make_topology, same_names, sent, worst
 
 WIDTH, ROWS = 6, 5
 

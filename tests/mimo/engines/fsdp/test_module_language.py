@@ -25,7 +25,8 @@ def step(rank: int) -> list[Any]:
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.sharding import shard
     from mimo.engines.megatron.layers.rows import place_rows
-    from tests.fsdp_job import OPTIMIZER, Asked, norm_of, same_names, sent
+    from tests.fsdp_job import OPTIMIZER
+    from tests.fsdp_ranks import Asked, norm_of, same_names, sent
     from tests.mimo.engines.fsdp.language_cases import (
         Lane,
         config_of,
@@ -81,7 +82,7 @@ def step(rank: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_step_of_language_models_equals_plain_transformers(run_ranks: RunRanks) -> None:
-    from tests.fsdp_job import assembled, worst
+    from tests.fsdp_ranks import assembled, worst
     from tests.mimo.engines.fsdp.language_cases import config_of, lane_of, plain_outcome
 
     ranks = run_ranks(step, 4)

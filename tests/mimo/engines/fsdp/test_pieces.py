@@ -13,7 +13,8 @@ import torch.distributed as dist
 from mimo.engines.fsdp.pieces import Names, Rows
 from mimo.engines.fsdp.sharding import Held
 from tests.conftest import RunRanks
-from tests.fsdp_job import Job, build, make_topology, train_step
+from tests.fsdp_job import Job
+from tests.fsdp_ranks import build, make_topology, train_step
 
 JOB = Job(vocabulary=100, biases=False, dtype=torch.float32)
 CUT, HYBRID = replace(JOB, shard=2, tp=2), replace(JOB, replicate=2, shard=2)

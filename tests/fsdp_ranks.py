@@ -1,0 +1,231 @@
+"""Training steps of a small language model on ranks of the fsdp engine, and what they held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.fsdp_job import (
+    OPTIMIZER,
+    Job,
+    Outcome,
+    Wrapper,
+    microbatches,
+    num_loss_tokens,
+    plain_model,
+    seed_weights,
+)
+
+
+def make_topology(job: Job) -> Any:
+    from mimo.layout.grids import GridSpec, Layout
+    from mimo.layout.groups import build_topology
+
+    grid = GridSpec("language", tp=job.tp, dp=job.lanes, engine="fsdp", dp_replicate=job.replicate)
+    return build_topology(Layout(grid, {}, job.world))
+
+
+def context(job: Job, mesh: Any) -> Any:
+    from mimo.engines.fsdp.context import FsdpContext
+
+    return FsdpContext(mesh, job.dtype, reshard_after_forward=job.reshard_after_forward)
+
+
+def same_names(shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """Names of transformers itself."""
+    from mimo.engines.fsdp.pieces import Names, Rows
+
+    return Names.of((key, shape, [Rows(key, 0, shape[0])]) for key, shape in shapes.items())
+
+
+def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> Any:
+    """The model as an `FsdpModule`, built on meta and loaded slice by slice.
+
+    plain: without a mesh. What was read is ``whole.asked``.
+    """
+    from mimo.engines.fsdp.load import load
+    from mimo.engines.fsdp.meta import restore_buffers
+    from mimo.engines.fsdp.module import FsdpModule
+    from mimo.engines.fsdp.sharding import shard
+
+    ctx = context(job, None if plain else topology.meshes["language"])
+    drawn = seed_weights(plain_model(job))
+    with torch.device("meta"):
+        model = plain_model(job)
+    restore_buffers(model.model)
+    wrapper = Wrapper(model, ctx.tp)
+    for name, param in wrapper.named_parameters():
+        param.requires_grad_(not any(part in name for part in job.frozen))
+    shard(wrapper, ctx)
+    wrapper.asked = Asked(drawn)
+    load(wrapper, ctx, torch.device("cpu"), wrapper.asked)
+    names = names or same_names({key: tuple(one.shape) for key, one in drawn.items()})
+    if job.plant == "no sum over tp":
+        wrapper.sums_over_tp = frozenset()
+    module = FsdpModule(
+        "language", topology.modules["language"], wrapper, ctx, names, OPTIMIZER, 1e-2
+    )
+    return module
+
+
+class Asked:
+    """A reader that answers from memory, and notes how much it was asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.elements: dict[str, int] = {}
+
+    def __call__(self, key: str, rows: slice, columns: slice) -> Tensor:
+        found = self.tensors[key][rows]
+        if columns != slice(None):
+            found = found[:, columns]
+        assert key not in self.elements, f"{key} is read twice"
+        self.elements[key] = found.numel()
+        return found
+
+
+def train_step(module: Any, job: Job, step: int, lane: int, lanes: int) -> float:
+    """Forward, backward, gradients complete, norm over all ranks; the update is left out."""
+    own = [one for n in range(lane, job.lanes, lanes) for one in microbatches(job, step, n)]
+    module.begin_step(forward_only=False)
+    sizes = [(one.ids.shape[1], one.ids.shape[0]) for one in own]
+    found = module.run_language(
+        lambda number, chunk: chunk.run(**own[number].inputs), range(len(own)), sizes, False
+    )
+    module.finish_gradients(num_loss_tokens(job, step, job.lanes))
+    return float(torch.stack(found).sum())
+
+
+def norm_of(module: Any) -> float:
+    square = module.squared_norm()
+    dist.all_reduce(square)
+    return math.sqrt(float(square))
+
+
+Found = list[tuple[str, tuple[int, ...], int, int, Tensor]]
+
+
+def sent(pieces: Iterator[Any]) -> Found:
+    return [(p.key, p.shape, p.row, p.column, p.values.clone().contiguous()) for p in pieces]
+
+
+def assembled(ranks: Sequence[Found], *, once: bool) -> dict[str, Tensor]:
+    """Whole tensors by key; with ``once``, every element came from one rank."""
+    whole: dict[str, Tensor] = {}
+    count: dict[str, Tensor] = {}
+    for found in ranks:
+        for key, shape, row, column, values in found:
+            rows, columns = shape[0], math.prod(shape[1:])
+            target = whole.setdefault(key, torch.full((rows, columns), torch.nan).to(values.dtype))
+            area = (slice(row, row + values.shape[0]), slice(column, column + values.shape[1]))
+            target[area] = values
+            count.setdefault(key, torch.zeros(rows, columns))[area] += 1
+    for key, number in count.items():
+        least, most = float(number.min()), float(number.max())
+        assert least >= 1, f"{key} has gaps"
+        assert most == 1 or not once, f"{key}: some of it comes {most} times"
+    return whole
+
+
+def train(rank: int, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """What one rank has after the steps of each job, one after the other in one world."""
+    return [_train(rank, job) for job in jobs]
+
+
+def _train(rank: int, job: Job) -> dict[str, Any]:
+    with planted(job.plant), Counted() as counted:
+        topology = make_topology(job)
+        module = build(job, topology)
+        lane = rank // job.tp
+        norms, totals, reductions = [], [], []
+        for step in range(job.steps):
+            before = counted.reductions
+            total = train_step(module, job, step, lane, job.lanes)
+            reductions.append(counted.reductions - before)
+            totals.append(total if rank % job.tp == 0 else 0.0)
+            norms.append(norm_of(module))
+            gradients = sent(module.gradients())
+            module.update(1e-2, 1.0)
+        found = {
+            "gradients": gradients,
+            "weights": sent(module.pieces("save", with_optimizer=False)),
+            "norms": norms,
+            "losses": totals,
+            "reductions": reductions,
+        }
+        topology.close()
+    return found
+
+
+class Counted:
+    """Counts collectives that reduce gradients over the lanes."""
+
+    def __enter__(self) -> Counted:
+        self.reductions, self._real = 0, dist.reduce_scatter_single
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self.reductions += 1
+            return self._real(*args, **kwargs)
+
+        dist.reduce_scatter_single = count
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.reduce_scatter_single = self._real
+
+
+class planted:  # noqa: N801
+    """Inside it the engine makes a mistake."""
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake = mistake
+
+    def __enter__(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        from mimo.engines.fsdp import module
+
+        self._restore: Callable[[], None] = lambda: None
+        match self.mistake:
+            case "average":
+                real = FSDPModule.set_gradient_divide_factor
+                FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+                self._restore = lambda: setattr(FSDPModule, "set_gradient_divide_factor", real)
+            case "always reduce":
+                real_reduce = module.reduce_gradients
+                module.reduce_gradients = lambda whole, *, now: real_reduce(whole, now=True)
+                self._restore = lambda: setattr(module, "reduce_gradients", real_reduce)
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+def outcome(ranks: Sequence[dict[str, Any]]) -> Outcome:
+    """Of one job, from what its ranks have."""
+    gradients = assembled([one["gradients"] for one in ranks], once=False)
+    weights = assembled([one["weights"] for one in ranks], once=True)
+    norms = ranks[0]["norms"]
+    assert all(one["norms"] == norms for one in ranks)
+    totals = [math.fsum(step) for step in zip(*(one["losses"] for one in ranks), strict=True)]
+    return Outcome(_named(gradients), _named(weights), norms, totals)
+
+
+def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix("language."): one for key, one in tensors.items()}
+
+
+def worst(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest error of a tensor, by the project's measure, and its name."""
+    assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
+    total = math.sqrt(sum(float(one.double().square().sum()) for one in expected.values()))
+    errors = []
+    for name, want in expected.items():
+        have = got[name].double().view(want.shape)
+        floor = max(float(want.abs().max()), 1e-6 * total)
+        errors.append((float((have - want.double()).abs().max()) / floor, name))
+    return max(errors)
