@@ -21,6 +21,7 @@ from mimo.families.lora import is_adapter
 from mimo.hf.recipes import load_recipe
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.recipe.schema import Recipe
+from mimo.train import main as job
 from mimo.train.run_folder import make_run_dir
 from mimo.verify.workload import Sample, write_shard
 from tests.cases import quick
@@ -343,3 +344,25 @@ def score_by_transformers(folder: Path, samples: list[Sample]) -> list[str]:
         given = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
         found.append(tokenizer.decode(given, skip_special_tokens=True))
     return found
+
+
+PHASES = """
+phases:
+  - {{name: first}}
+  - {{name: second, language: {{engine: {other}}}, encoders: {{vision: {{engine: {other}}}}}}}
+  - {{name: third}}
+"""
+
+
+@pytest.mark.slow
+def test_phases_of_one_job_may_run_on_several_engines(
+    run_ranks: RunRanks, recipe: Path, tmp_path: Path
+) -> None:
+    found = []
+    for other in ("megatron", "fsdp"):
+        path = tmp_path / f"{other}.yaml"
+        path.write_text(recipe.read_text() + PHASES.format(other=other))
+        assert job.main(path, [f"name={other}", f"train.run_dir={tmp_path}/runs"]) == 0
+        found.append(tmp_path / "runs" / other)
+    for phase in ("phase_1_first", "phase_2_second", "phase_3_third"):
+        assert_alike(found[1] / phase, found[0] / phase)
