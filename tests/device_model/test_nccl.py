@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from mimo.hf.recipes import load_recipe
+from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.recipe.schema import Recipe
 from mimo.verify.cells import SWEEP, Cell, SweepCell, sweep_recipe
 from mimo.verify.compare import Fault
 from mimo.verify.verifier import CellResult, Verifier
@@ -16,7 +18,7 @@ from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.device_model.nccl import behave_like_nccl
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPES = Path(__file__).parents[2] / "recipes"
 SWEPT = {cell.name: cell for cell in SWEEP}
 # Cells with an encoder on ranks of its own; other bridges exchange everything in one batch.
 WITH_BRIDGE = {
@@ -114,10 +116,20 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
     return Verifier(tmp_path_factory.mktemp("device-model"), "fp32")
 
 
+def recipe_for(verifier: Verifier, cell: SweepCell) -> Recipe:
+    """Modules of transformers need a checkpoint; the quickstart has none."""
+    if "fsdp" not in cell.name:
+        return load_recipe(RECIPES / "quickstart.yaml")
+    folder = verifier.folder / "checkpoint"
+    if not folder.exists():
+        write_tiny(TinyCheckpoint("qwen3_vl"), folder)
+    return load_recipe(RECIPES / "qwen3_vl_tiny.yaml", [f"init_from={folder}"])
+
+
 def run(
     verifier: Verifier, cell: SweepCell, fault: Fault, run_ahead: int | None = None
 ) -> CellResult:
-    recipe, layout = sweep_recipe(load_recipe(RECIPE), cell)
+    recipe, layout = sweep_recipe(recipe_for(verifier, cell), cell)
     if run_ahead is not None:
         encoders = {
             name: encoder.model_copy(update={"run_ahead": run_ahead})

@@ -74,9 +74,16 @@ def test_modules_of_transformers_take_the_steps_of_one_rank(
     check(run(verifier, recipes["qwen3_vl"], cell))
 
 
+OTHERS = [
+    (family, name)
+    for family in FAMILIES[1:]
+    for name in CELLS
+    if not (family == "gemma3" and "unpacked" in name)  # its items see themselves whole
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.parametrize(("family", "name"), OTHERS)
 def test_other_families_too(
     verifier: Verifier, recipes: dict[str, Recipe], family: str, name: str
 ) -> None:
