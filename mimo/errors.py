@@ -3,6 +3,12 @@
 import difflib
 from collections.abc import Iterable
 
+EXIT_CONTINUE = 75
+"""Exit code of a run that has saved and wants to be started again with ``--resume``.
+
+It is EX_TEMPFAIL of sysexits.h: a failure that another try may mend.
+"""
+
 
 class InputError(ValueError):
     """Bad input of a person. Programs that meet it print its message and end with `exit_code`."""
