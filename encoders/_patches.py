@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +21,6 @@ from mimo.bounds import Means, Side, Stds
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
 from mimo.families.hf_config import Config, expect
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import TransformerConfig
 
 
 class PatchSettings(EncoderSettings):
@@ -136,7 +132,7 @@ class PatchTower(Tower[PackedPatches]):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: engine.TransformerConfig,
         ctx: engine.ModuleContext,
         merge_size: int,
         patch_dim: int,

@@ -6,7 +6,7 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -27,9 +27,6 @@ from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect, rope_settings
 from mimo.families.hf_preprocessing import Processors, check_agreement, normalisation, pixel_limits
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import TransformerConfig
 
 ROOT = "model.visual"
 """How the names of the towers' weights begin in their checkpoints."""
@@ -125,7 +122,7 @@ class QwenTower(PatchTower):
     def __init__(
         self,
         settings: QwenSettings,
-        config: TransformerConfig,
+        config: engine.TransformerConfig,
         ctx: engine.ModuleContext,
         output_size: int,
         **options: Any,
@@ -150,7 +147,7 @@ class QwenTower(PatchTower):
 
 
 def merger(
-    config: TransformerConfig, ctx: engine.ModuleContext, merged: int, output_size: int
+    config: engine.TransformerConfig, ctx: engine.ModuleContext, merged: int, output_size: int
 ) -> nn.Module:
     """The MLP that turns a row's patches, side by side, into the row: (N, merged) -> (N, H)."""
     gelu = nn.functional.gelu

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
 from mimo.families.keymap import Weight, plain
 from mimo.families.wire import WirePatches
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import TransformerConfig
 
 
 def gated_stack(settings: EncoderSettings) -> engine.StackShape:
@@ -73,7 +70,9 @@ class SequencePart:
     number: int
 
     @classmethod
-    def of(cls, config: TransformerConfig, groups: engine.ProcessGroupCollection) -> SequencePart:
+    def of(
+        cls, config: engine.TransformerConfig, groups: engine.ProcessGroupCollection
+    ) -> SequencePart:
         """This rank's part in a tower with this configuration."""
         if not config.sequence_parallel:
             return cls(1, 0)
@@ -170,7 +169,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: engine.TransformerConfig,
         ctx: engine.ModuleContext,
         tokens_per_row: int,
         level_blocks: tuple[int, ...] = (),
@@ -315,7 +314,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
 
 
 def build_tower[T: Tower[Any]](
-    make: Callable[[Any, TransformerConfig, engine.ModuleContext, int], T],
+    make: Callable[[Any, engine.TransformerConfig, engine.ModuleContext, int], T],
     settings: EncoderSettings,
     shape: engine.StackShape,
     ctx: engine.ModuleContext,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -35,9 +35,6 @@ from mimo.families.flops import Product
 from mimo.families.hf_config import Config, agree, expect
 from mimo.families.hf_preprocessing import WHOLE, Processors, check_agreement, normalisation
 from mimo.families.keymap import Weight, grouped_qkv, plain
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import TransformerConfig
 
 PROJECTOR = ("projector.",)
 """Prefixes of the projector's weight names; all other weights are the tower's."""
@@ -140,7 +137,11 @@ class Projector(nn.Module):
     """Pooled patches to rows of the language model's size: a norm and a matrix."""
 
     def __init__(
-        self, settings: Settings, config: TransformerConfig, output_size: int, part: SequencePart
+        self,
+        settings: Settings,
+        config: engine.TransformerConfig,
+        output_size: int,
+        part: SequencePart,
     ) -> None:
         super().__init__()
         size = settings.hidden_size
@@ -161,7 +162,7 @@ class Gemma3Tower(PatchTower):
     def __init__(
         self,
         settings: Settings,
-        config: TransformerConfig,
+        config: engine.TransformerConfig,
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, model_validator
@@ -35,10 +35,6 @@ from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
 from mimo.families.hf_preprocessing import Processors
 from mimo.families.keymap import Weight, fused_qkv, plain
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import TransformerConfig
-
 
 PROJECTOR = ("blocks.final_layernorm.", "merger.", "level_mergers.")
 """Prefixes of the projectors' weight names; all other weights are the tower's.
@@ -154,7 +150,7 @@ class LevelMerger(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: engine.TransformerConfig,
         ctx: engine.ModuleContext,
         merged: int,
         output_size: int,
@@ -176,7 +172,7 @@ class Qwen3VLTower(QwenTower):
     def __init__(
         self,
         settings: Settings,
-        config: TransformerConfig,
+        config: engine.TransformerConfig,
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:

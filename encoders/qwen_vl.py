@@ -15,7 +15,7 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -32,9 +32,6 @@ from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
 from mimo.families.hf_preprocessing import Processors
 from mimo.families.keymap import Weight, fused_qkv, plain, stacked
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import TransformerConfig
 
 PROJECTOR = ("blocks.final_layernorm.", "merger.")
 """Prefixes of the projector's weight names; all other weights are the tower's.
@@ -153,7 +150,7 @@ class QwenVLTower(QwenTower):
     def __init__(
         self,
         settings: Settings,
-        config: TransformerConfig,
+        config: engine.TransformerConfig,
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:
@@ -193,7 +190,7 @@ class QwenVLTower(QwenTower):
         backward returns each row's gradient to the rank that computed it.
         """
         if self.part.count > 1:
-            rows = engine.gather_sequence(rows, self.tp_group)
+            rows = engine.gather_sequence(rows, group=self.tp_group)
         return rows[self.part.own(order.back, len(order.back))]
 
 

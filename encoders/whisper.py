@@ -14,7 +14,6 @@ H language hidden. A prime marks this rank's part.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,9 +27,6 @@ from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
 from mimo.families.flops import Product
 from mimo.families.keymap import Weight
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import TransformerConfig
 
 PROJECTOR = ("projector.",)
 """Prefixes of the projector's weight names; all other weights are the tower's."""
@@ -144,7 +140,7 @@ class WhisperTower(Tower[PackedItems]):
     def __init__(
         self,
         settings: Settings,
-        config: TransformerConfig,
+        config: engine.TransformerConfig,
         ctx: engine.ModuleContext,
         output_size: int,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,15 +12,6 @@ from mimo.engines import megatron as engine
 from mimo.families.contracts import LanguageSettings
 from mimo.families.hf_config import Config, refuse_dropout
 from mimo.families.keymap import Weight, grouped_qkv, plain, stacked
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import (
-        LanguageModel,
-        ModuleContext,
-        ModuleSpec,
-        StackShape,
-        TransformerConfig,
-    )
 
 PRE_NORMS = {
     "input_layernorm": "input_layernorm",
@@ -36,7 +27,7 @@ _PREFIX = "model.language_model"
 class DecoderSettings(LanguageSettings):
     """What `build` needs beside the recipe keys."""
 
-    def stack_shape(self) -> StackShape:
+    def stack_shape(self) -> engine.StackShape:
         """What the engine builds the layers from; families change what differs."""
         return engine.StackShape(
             num_layers=self.num_layers,
@@ -52,7 +43,9 @@ class DecoderSettings(LanguageSettings):
     def rotary(self) -> nn.Module:
         """The module that stands for `GPTModel.rotary_pos_emb`."""
 
-    def layer_spec(self, config: TransformerConfig, ctx: ModuleContext) -> ModuleSpec | None:
+    def layer_spec(
+        self, config: engine.TransformerConfig, ctx: engine.ModuleContext
+    ) -> engine.ModuleSpec | None:
         """The spec of the layers; None for pre-norm ones."""
         return None
 
@@ -64,11 +57,11 @@ class DecoderSettings(LanguageSettings):
 
 def build(
     settings: DecoderSettings,
-    ctx: ModuleContext,
+    ctx: engine.ModuleContext,
     num_tokens: int,
     max_sequence_length: int,
     seed: int,
-) -> LanguageModel:
+) -> engine.LanguageModel:
     """This rank's chunk; weights that no checkpoint provides are drawn, the same in every layout.
 
     num_tokens: of the tokenizer, without the padding of the vocabulary.

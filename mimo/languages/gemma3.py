@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import nn
@@ -24,9 +24,6 @@ from mimo.families.item_rules import ItemRules
 from mimo.families.keymap import Weight
 from mimo.languages._decoder import QK_NORMS, DecoderSettings, decoder_sizes, decoder_weights
 from mimo.languages._decoder import build as build
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron import ModuleContext, ModuleSpec, StackShape, TransformerConfig
 
 # Shorter than the tiny samples of `mimo verify`, so that sliding layers differ from global ones.
 _SMALL_WINDOW = 8
@@ -91,7 +88,7 @@ class Settings(DecoderSettings):
             }
         )
 
-    def stack_shape(self) -> StackShape:
+    def stack_shape(self) -> engine.StackShape:
         """With norms on queries and keys, tanh GeGLU, and sliding and global layers."""
         scalar = self.query_pre_attn_scalar
         return replace(
@@ -105,16 +102,14 @@ class Settings(DecoderSettings):
 
     def rotary(self) -> nn.Module:
         """A base of its own for each kind of layer."""
-        from mimo.engines.megatron.local_global import LocalGlobalRope
-
         bases = self.local_rotary_base, self.rotary_base
-        return LocalGlobalRope(self.head_size, *bases, self.rotary_factor)
+        return engine.LocalGlobalRope(self.head_size, *bases, self.rotary_factor)
 
-    def layer_spec(self, config: TransformerConfig, ctx: ModuleContext) -> ModuleSpec:
+    def layer_spec(
+        self, config: engine.TransformerConfig, ctx: engine.ModuleContext
+    ) -> engine.ModuleSpec:
         """Layers with norms around every branch."""
-        from mimo.engines.megatron.local_global import local_global_layer_spec
-
-        return local_global_layer_spec(config, ctx.lora)
+        return engine.local_global_layer_spec(config, ctx.lora)
 
     @property
     def embedding_scale(self) -> float:

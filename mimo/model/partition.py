@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mimo.engines.megatron.segments import PackedSegments, zigzag_indices
-from mimo.engines.megatron.sequence import scatter_sequence
+from mimo.engines.megatron.groups import scatter_sequence
 from mimo.layout.padding import sequence_multiple
 
 
@@ -78,4 +78,4 @@ class PartitionAdapter:
                 f"language.grid.sp: a sequence of {tokens} tokens is not a multiple of {multiple} "
                 f"(language.grid.tp {tp}, cp {cp}); pad it"
             )
-        return scatter_sequence(embeddings, self.tp)
+        return scatter_sequence(embeddings, group=self.tp)

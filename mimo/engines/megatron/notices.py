@@ -32,13 +32,6 @@ def leave_out_notices() -> None:
         for category in (UserWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", message, category, module)
     for name, beginning in RECORDS:
-        logging.getLogger(name).addFilter(_Without(beginning))
-
-
-class _Without(logging.Filter):
-    def __init__(self, beginning: str) -> None:
-        super().__init__()
-        self.beginning = beginning
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self.beginning)
+        logging.getLogger(name).addFilter(
+            lambda record, beginning=beginning: not record.getMessage().startswith(beginning)
+        )

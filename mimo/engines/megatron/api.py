@@ -1,0 +1,20 @@
+"""What languages and encoders are built from: see the package, which loads it on first use."""
+
+from mimo.engines.megatron.attention import forms_in
+from mimo.engines.megatron.config import (
+    LocalAttention,
+    ModuleContext,
+    StackShape,
+    TransformerConfig,
+    transformer_config,
+)
+from mimo.engines.megatron.groups import ProcessGroupCollection, gather_sequence
+from mimo.engines.megatron.initialize import initialize_parameters
+from mimo.engines.megatron.language import LanguageModel, build_gpt
+from mimo.engines.megatron.layers.norms import LayerNorm, ZeroCenteredRMSNorm
+from mimo.engines.megatron.layers.rope import ContiguousMRope, InterleavedMRope
+from mimo.engines.megatron.layers.windows import WindowedSegments
+from mimo.engines.megatron.local_global import LocalGlobalRope, local_global_layer_spec
+from mimo.engines.megatron.schedule import StageShapes
+from mimo.engines.megatron.segments import PackedSegments, brought
+from mimo.engines.megatron.stack import ModuleSpec, ParallelMLP, build_stack, layers_here
