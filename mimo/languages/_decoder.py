@@ -45,9 +45,9 @@ class DecoderSettings(LanguageSettings):
 
     def layer_spec(
         self, config: engine.TransformerConfig, ctx: engine.ModuleContext
-    ) -> engine.ModuleSpec | None:
-        """The spec of the layers; None for pre-norm ones."""
-        return None
+    ) -> engine.ModuleSpec:
+        """The spec of the layers: pre-norm ones."""
+        return engine.layer_spec(config, ctx.lora, causal=True)
 
     @property
     def embedding_scale(self) -> float | None:
@@ -66,31 +66,20 @@ def build(
 
     num_tokens: of the tokenizer, without the padding of the vocabulary.
     """
-    from mimo.engines.megatron.language import LanguageShape, build_gpt
-
     config = engine.transformer_config(settings.stack_shape(), ctx)
-    model = build_gpt(
+    model = engine.build_gpt(
         config,
         ctx,
-        LanguageShape(
-            num_tokens=num_tokens,
-            vocab_size=settings.padded_vocab_size(num_tokens),
-            max_sequence_length=max_sequence_length,
-            tie_word_embeddings=settings.tie_word_embeddings,
-            embedding_scale=settings.embedding_scale,
-        ),
-        settings.rotary,
         settings.layer_spec(config, ctx),
+        settings.rotary(),
+        num_tokens,
+        settings.embedding_scale,
+        vocab_size=settings.padded_vocab_size(num_tokens),
+        max_sequence_length=max_sequence_length,
+        share_embeddings_and_output_weights=settings.tie_word_embeddings,
     )
-    engine.initialize_parameters(
-        model,
-        config,
-        ctx.groups,
-        seed,
-        settings.init_std,
-        chunk=ctx.chunk,
-        provided=ctx.provided,
-    )
+    std = settings.init_std
+    engine.initialize_parameters(model, config, ctx.groups, seed, std, ctx.chunk, ctx.provided)
     return model
 
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.engines.megatron.segments import PackedSegments, zigzag_indices
 from mimo.engines.megatron.groups import scatter_sequence
+from mimo.engines.megatron.segments import PackedSegments, zigzag_indices
 from mimo.layout.padding import sequence_multiple
 
 

@@ -17,4 +17,10 @@ from mimo.engines.megatron.layers.windows import WindowedSegments
 from mimo.engines.megatron.local_global import LocalGlobalRope, local_global_layer_spec
 from mimo.engines.megatron.schedule import StageShapes
 from mimo.engines.megatron.segments import PackedSegments, brought
-from mimo.engines.megatron.stack import ModuleSpec, ParallelMLP, build_stack, layers_here
+from mimo.engines.megatron.stack import (
+    ModuleSpec,
+    ParallelMLP,
+    build_stack,
+    layer_spec,
+    layers_here,
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from mimo.engines.megatron.config import ModuleContext
 from mimo.engines.megatron.deepstack import level_inputs
 from mimo.engines.megatron.head import Head, logits, losses
 from mimo.engines.megatron.lora import let_backward_into_layers
-from mimo.engines.megatron.stack import layer_spec, layers_here, stack_spec
+from mimo.engines.megatron.stack import layers_here, stack_spec
 
 
 class LanguageModel(GPTModel):
@@ -62,62 +61,47 @@ class LanguageModel(GPTModel):
         return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class LanguageShape:
-    """What `GPTModel` needs besides the layer stack.
-
-    num_tokens: of the tokenizer. vocab_size: rows of the embedding, padding included.
-    """
-
-    num_tokens: int
-    vocab_size: int
-    max_sequence_length: int
-    tie_word_embeddings: bool
-    embedding_scale: float | None = None
-    """Factor on token embeddings; None for 1. Rows of encoders are not scaled."""
-
-
 def build_gpt(
     config: TransformerConfig,
     ctx: ModuleContext,
-    shape: LanguageShape,
-    rotary: Callable[[], nn.Module],
-    layer: ModuleSpec | None = None,
+    layer: ModuleSpec,
+    rotary: nn.Module,
+    num_tokens: int,
+    embedding_scale: float | None = None,
+    **options: Any,
 ) -> LanguageModel:
     """This rank's part of a causal language model.
 
-    layer: spec of its layers; None for those of `layer_spec`.
+    num_tokens: of the tokenizer. embedding_scale: factor on token embeddings, but not on rows of
+    encoders; None for 1. options: of `GPTModel`.
 
     Under sequence parallelism the embedding scatters its output (a reduce-scatter inside the
     vocabulary-parallel lookup) unless ``ctx.scatter_embedding`` is off; then `GPTModel` scatters
     afterwards. Either way a forward from `input_ids` alone keeps its length.
     """
-    layer = layer or layer_spec(config, ctx.lora, causal=True)
     # Megatron's mrope branch passes 3-D positions through; the class itself is replaced below.
     if config.mrope_section is None:
         config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[operator]
     model = LanguageModel(
         config,
         stack_spec(config, [layer] * len(layers_here(config, ctx.groups, ctx.chunk))),  # type: ignore[arg-type]
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_sequence_length,
         pre_process=ctx.is_first_stage,
         post_process=ctx.is_last_stage,
         parallel_output=True,
         scatter_embedding_sequence_parallel=ctx.scatter_embedding,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="mrope",
         pg_collection=ctx.groups,
         vp_stage=ctx.chunk,
+        **options,
     )
-    cast("Any", model).rotary_pos_emb = rotary()
+    cast("Any", model).rotary_pos_emb = rotary
     if ctx.is_last_stage:
-        Head.adopt(model.output_layer, shape.num_tokens)
+        Head.adopt(model.output_layer, num_tokens)
     if ctx.lora is not None:
         let_backward_into_layers(model.decoder)
-    if shape.embedding_scale is not None and ctx.is_first_stage:
+    if embedding_scale is not None and ctx.is_first_stage:
         # As transformers does: rounded to fp32, then to the dtype of what it multiplies.
-        scale = torch.tensor(shape.embedding_scale, dtype=torch.float32).to(ctx.dtype).item()
+        scale = torch.tensor(embedding_scale, dtype=torch.float32).to(ctx.dtype).item()
         model.embedding.register_forward_hook(partial(_scale_output, scale))
     return model
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from mimo.engines.megatron.attention import CoreAttention
 from mimo.engines.megatron.config import LoRA
 from mimo.engines.megatron.deepstack import DeepStackLayer
-from mimo.engines.megatron.layer_classes import norm_of
-from mimo.engines.megatron.stack import layer_spec
+from mimo.engines.megatron.stack import layer_spec, norm_of
 
 _LOCAL, _GLOBAL = 0, 1
 

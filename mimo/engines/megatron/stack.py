@@ -1,9 +1,17 @@
-"""Transformer layers, stacks and projections built from Megatron's parallel linears."""
+"""Transformer layers, stacks and projections built from Megatron's parallel linears.
+
+With Transformer Engine, where `acceleration` decides so, a layer has its linears and norms under
+the names of ours, so checkpoints and key maps work with and without it. Its linear with a norm
+inside would save a pass over the hidden states, but it keeps the norm's weight under the linear's
+name. A linear with an adapter stays Megatron's own, in 16 bits.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,13 +33,58 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from mimo.engines.megatron.acceleration import layers_of
 from mimo.engines.megatron.attention import core_attention
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.deepstack import DeepStackLayer
-from mimo.engines.megatron.layer_classes import linear_classes, norm_of
+from mimo.engines.megatron.layers.norms import norm_class
 from mimo.engines.megatron.layers.self_attention import SelfAttention
 from mimo.engines.megatron.layers.windows import WindowAttention
-from mimo.engines.megatron.lora import let_backward_into_layers
+from mimo.engines.megatron.lora import (
+    LoRAColumnParallelLinear,
+    LoRARowParallelLinear,
+    let_backward_into_layers,
+)
+
+
+def _transformer_engine() -> Any:
+    """Megatron's wrappers of its layers. Importing them needs a GPU."""
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine
+
+
+def norm_of(config: TransformerConfig) -> Any:
+    """The class of a layer's norms."""
+    if layers_of(config.params_dtype).transformer_engine:
+        return _transformer_engine().TENorm
+    return norm_class(config)
+
+
+def _linears(config: TransformerConfig, lora: LoRA | None) -> dict[str, Any]:
+    """The class of each linear of a layer, by its name in `LoRA.targets`."""
+    column, row = ColumnParallelLinear, RowParallelLinear
+    if layers_of(config.params_dtype).transformer_engine:
+        te = _transformer_engine()
+        column = partial(_adding_to_main_grad, te.TEColumnParallelLinear)
+        row = partial(_adding_to_main_grad, te.TERowParallelLinear)
+    columns, rows = (column, LoRAColumnParallelLinear), (row, LoRARowParallelLinear)
+    kinds = {"qkv": columns, "proj": rows, "fc1": columns, "fc2": rows}
+    targets = frozenset() if lora is None else lora.targets
+    return {
+        name: partial(adapted, lora=lora) if name in targets else plain
+        for name, (plain, adapted) in kinds.items()
+    }
+
+
+def _adding_to_main_grad(linear: Any, *args: Any, config: TransformerConfig, **options: Any) -> Any:
+    """A linear of Transformer Engine that adds its weight gradient to DDP's sum itself.
+
+    Only these get the flag: Megatron's own linears, such as the head, would need Apex for it.
+    """
+    own = copy.copy(config)
+    own.gradient_accumulation_fusion = True
+    return linear(*args, config=own, **options)
 
 
 def layer_spec(
@@ -41,7 +94,7 @@ def layer_spec(
 
     lora: its adapters. windowed: it attends inside the windows of `WindowedSegments`.
     """
-    linears = linear_classes(config, lora)
+    linears = _linears(config, lora)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     norm = norm_of(config)
     qk_norm = norm if config.qk_layernorm else None

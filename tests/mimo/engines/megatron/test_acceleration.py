@@ -166,7 +166,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
 
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from mimo.engines.megatron import layer_classes
+    from mimo.engines.megatron import stack
     from mimo.engines.megatron.config import LoRA, ModuleContext
     from mimo.engines.megatron.layers.norms import norm_class
     from mimo.engines.megatron.parallel import prepare_engine
@@ -221,9 +221,9 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
 
     plain = build()
     stand_in = SimpleNamespace(TEColumnParallelLinear=Column, TERowParallelLinear=Row, TENorm=Norm)
-    layer_classes._transformer_engine = lambda: stand_in
+    stack._transformer_engine = lambda: stand_in
     choice = LayerChoice(True, False, False, "a stand-in")
-    layer_classes.layers_of = lambda dtype: choice
+    stack.layers_of = lambda dtype: choice
     stood_in = build()
     fused_linears, norms = [*fused], Norm.made
     adapted = build(LoRA(2, 1.0, frozenset({"qkv", "fc2"})))
@@ -289,11 +289,11 @@ def test_a_model_of_transformer_engine_learns_like_ours(run_ranks: RunRanks) -> 
 
 def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
     """Inside a rank: the losses of a few steps, with everything fused or nothing."""
-    from mimo.engines.megatron import acceleration, config, layer_classes
+    from mimo.engines.megatron import acceleration, config, stack
 
     if not fused:
         plain = LayerChoice(False, False, False, "for comparison")
-        for module in (acceleration, config, layer_classes):
+        for module in (acceleration, config, stack):
             module.layers_of = lambda dtype: plain  # type: ignore[attr-defined]
     job = language_steps.Job(dtype=torch.bfloat16, steps=3, optimizer="adam", learning_rate=0.01)
     return torch.tensor([one["loss"] for one in language_steps.train(rank, job)["metrics"]])
