@@ -22,7 +22,7 @@ from mimo.engines.piece import Piece
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.groups import ProcessGroupCollection
-    from mimo.engines.megatron.segments import AttentionForm
+    from mimo.engines.megatron.layers.attention_plan import LayerForm
 
 Purpose = Literal["save", "load"]
 
@@ -79,7 +79,7 @@ class Module(Protocol):
         """
         ...
 
-    def attention_forms(self) -> frozenset[AttentionForm]:
+    def attention_forms(self) -> frozenset[LayerForm]:
         """For which `PackedSegments.prepare` plans ahead of time."""
         ...
 

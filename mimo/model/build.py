@@ -19,6 +19,7 @@ from bridge import (
 )
 from mimo.device import has_gpu, local_device
 from mimo.engines.contract import Module
+from mimo.engines.megatron.acceleration import make_user_buffers
 from mimo.engines.megatron.attention import kernels_in
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.module import MegatronModule
@@ -28,7 +29,6 @@ from mimo.engines.megatron.parallel import (
     prepare_engine,
     wrap_data_parallel,
 )
-from mimo.engines.megatron.user_buffers import make_user_buffers
 from mimo.errors import RecipeError
 from mimo.families.contracts import MegatronLanguageFamily
 from mimo.families.dtypes import DTYPES

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from data.batch import PackedLane
 from mimo.device import Staging
-from mimo.engines.megatron.segments import AttentionForm, PackedSegments, brought
+from mimo.engines.megatron.layers.attention_plan import LayerForm
+from mimo.engines.megatron.segments import PackedSegments, brought
 from mimo.families.item_rules import ItemRules
 from mimo.families.wire import WirePatches
 from mimo.model.partition import PartitionAdapter
@@ -58,7 +59,7 @@ def stage_lane(
     rules: ItemRules,
     partition: PartitionAdapter,
     whole_rows: bool,
-    forms: Collection[AttentionForm],
+    forms: Collection[LayerForm],
     staging: Staging,
 ) -> LanguageBatch:
     """What every stage and tensor-parallel rank needs of a microbatch, cut for this rank.

@@ -9,9 +9,6 @@ Letters: B sequences (1 for packed) of S tokens (T packed), N heads, G key/value
 
 from __future__ import annotations
 
-import functools
-import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from mimo.device import send
-from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
-from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm
-from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
-from mimo.engines.megatron.segments import PackedSegments, brought
-
-logger = logging.getLogger(__name__)
+from mimo.engines.megatron.acceleration import this_machine
+from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm, batch_plan
+from mimo.engines.megatron.layers.kernel_choice import AttentionCase, own_kernel
+from mimo.engines.megatron.segments import PackedSegments
 
 NAME = "mimo_segments"
 """As `attn_implementation`."""
@@ -52,19 +46,12 @@ class Segments:
         self.recompute = recompute
 
 
-@functools.cache
 def layer_form(
     head_size: int, dtype: torch.dtype, causal: bool = True, window: int | None = None
 ) -> LayerForm:
     """How layers attend that compute in ``dtype``. window: keys that a query sees, its own too."""
-    machine = this_machine()
-    # Its attention is a module of its own, not a kernel.
-    others = replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
     case = AttentionCase(head_size, causal, window=window)
-    choice = choose_kernel(case, dtype, others)
-    slow = machine.capability is not None and choice.dense_mask
-    logger.log(logging.WARNING if slow else logging.INFO, "core attention, %s: %s", case, choice)
-    return LayerForm(choice.kernel, causal, window)
+    return LayerForm(own_kernel(case, dtype, this_machine()), causal, window)
 
 
 def by_kernel(
@@ -84,12 +71,6 @@ def by_kernel(
     if recompute:
         return checkpoint(form.attend, q, k, v, plan, scale, use_reentrant=False)
     return form.attend(q, k, v, plan, scale)
-
-
-@functools.lru_cache(maxsize=8)
-def _batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
-    copy = functools.partial(send, device=device)
-    return brought(form.plan((length,) * batch, ()), copy)
 
 
 def attend(
@@ -115,7 +96,7 @@ def attend(
     batch, _, length, head_size = query.shape
     form = layer_form(head_size, query.dtype, window=sliding_window)
     packed = segments.packed
-    plan = _batch_plan(form, length, batch, query.device) if packed is None else packed.plan(form)
+    plan = batch_plan(form, length, batch, query.device) if packed is None else packed.plan(form)
     scale = head_size**-0.5 if scaling is None else scaling
     out = by_kernel(form, plan, query, key, value, scale, segments.recompute)
     return out.unflatten(0, (batch, length)), None

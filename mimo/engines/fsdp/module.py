@@ -27,7 +27,7 @@ from mimo.engines.fsdp.sharding import (
     stored_dtype,
 )
 from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.segments import AttentionForm
+from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.piece import MASTER, Piece
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class FsdpModule:
         tp = self.ctx.tp
         return tp.size() if tp is not None and self.ctx.sequence_parallel else 1
 
-    def attention_forms(self) -> frozenset[AttentionForm]:
+    def attention_forms(self) -> frozenset[LayerForm]:
         """Of the wrapper."""
         return cast("Wrapper", self.whole).attention_forms()
 

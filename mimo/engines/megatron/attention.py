@@ -10,11 +10,8 @@ other.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,19 +23,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mimo.device import send
 from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
-from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm
-from mimo.engines.megatron.layers.context_parallel import gather_lane
-from mimo.engines.megatron.layers.kernel_choice import (
-    AttentionCase,
-    KernelChoice,
-    choose_kernel,
-)
+from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm, batch_plan
+from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel, own_kernel
+from mimo.engines.megatron.layers.rows import gather_lane
 from mimo.engines.megatron.layers.windows import WindowAttention
-from mimo.engines.megatron.segments import PackedSegments, brought
-
-logger = logging.getLogger(__name__)
+from mimo.engines.megatron.segments import PackedSegments
 
 
 def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:
@@ -59,18 +49,6 @@ def _case(
     return AttentionCase(
         config.kv_channels, causal, config.context_parallel_size, window, whole_items
     )
-
-
-@functools.cache
-def _say_once(case: AttentionCase, choice: KernelChoice, on_gpu: bool) -> None:
-    logger.info("core attention, %s: %s", case, choice)
-    if on_gpu and choice.dense_mask:
-        logger.warning(
-            "core attention, %s: no kernel here takes it without dense masks, which is slow (%s); "
-            "train in bf16 and install flash-attn",
-            case,
-            choice.reason,
-        )
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
@@ -110,26 +88,20 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.attn_mask_type = attn_mask_type
-        if softmax_scale is None:
-            assert config.kv_channels is not None, "Megatron's config fills in the head size"
-            self.scale = float(config.kv_channels**-0.5)
-        else:
-            self.scale = softmax_scale
-        self.cp = None
-        cp_rank = 0
-        if config.context_parallel_size > 1:
+        case = _case(
+            config,
+            causal=attn_mask_type == AttnMaskType.causal,
+            window=_window(config, layer_number),
+            whole_items=whole_items,
+        )
+        self.scale = float(case.head_size**-0.5) if softmax_scale is None else softmax_scale
+        self.cp, cp_rank = None, 0
+        if case.cp_size > 1:
             assert pg_collection is not None, "context parallelism needs its group"
             self.cp = pg_collection.cp
             cp_rank = self.cp.rank()
-        window = _window(config, layer_number)
-        causal = attn_mask_type == AttnMaskType.causal
-        machine = this_machine()
-        # Where it is installed, but not the best for all layers, ours take the next best.
-        own = replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
-        case = _case(config, causal, window, whole_items)
-        choice = choose_kernel(case, config.params_dtype, own)
-        _say_once(case, choice, machine.capability is not None)
-        self.form = LayerForm(choice.kernel, causal, window, config.context_parallel_size, cp_rank)
+        kernel = own_kernel(case, config.params_dtype, this_machine())
+        self.form = LayerForm(kernel, case.causal, case.window, case.cp_size, cp_rank)
 
     def forward(
         self,
@@ -145,35 +117,21 @@ class CoreAttention(nn.Module):
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("dense attention masks and biases are not supported; pack segments")
         assert attn_mask_type in (None, self.attn_mask_type), "a layer keeps its mask type"
-        form = self.form
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, PackedSegments), "packed metadata without lengths"
-            plan = packed_seq_params.plan(form)
-            return self._attend(form, query, key, value, plan)
+            return self._attend(query, key, value, packed_seq_params.plan(self.form))
         # A batch is ``batch`` segments of one length.
         length, batch = query.shape[:2]
-        plan = _batch_plan(form, length * form.cp_size, batch, query.device)
-        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = self._attend(form, q, k, v, plan)
+        plan = batch_plan(self.form, length * self.form.cp_size, batch, query.device)
+        out = self._attend(*(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)), plan)
         return out.flatten(1).unflatten(0, (batch, length)).transpose(0, 1).contiguous()
 
-    def _attend(
-        self, form: LayerForm, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         if plan.lane is not None:
             assert self.cp is not None, "plans of a lone rank have no lane"
             both = gather_lane(torch.cat((key, value), dim=1), plan.lane, self.cp)
             key, value = both.chunk(2, dim=1)
-        return form.attend(query, key, value, plan, self.scale)
-
-
-@functools.lru_cache(maxsize=8)
-def _batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
-    """Of ``batch`` segments of one ``length``; the same in all layers and mostly in all steps."""
-    plan: AttentionPlan = brought(
-        form.plan((length,) * batch, ()), functools.partial(send, device=device)
-    )
-    return plan
+        return self.form.attend(query, key, value, plan, self.scale)
 
 
 def forms_in(modules: Iterable[nn.Module]) -> frozenset[LayerForm]:

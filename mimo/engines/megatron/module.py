@@ -20,6 +20,7 @@ from mimo.engines.megatron.checkpoint import (
     set_steps,
 )
 from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.parallel import (
     MegatronOptimizer,
     finish_gradients,
@@ -36,7 +37,6 @@ from mimo.engines.megatron.schedule import (
     run_schedule,
     sum_losses,
 )
-from mimo.engines.megatron.segments import AttentionForm
 from mimo.engines.piece import Piece
 
 
@@ -73,7 +73,7 @@ class MegatronModule:
         """Its only chunk."""
         return self.raw[0]
 
-    def attention_forms(self) -> frozenset[AttentionForm]:
+    def attention_forms(self) -> frozenset[LayerForm]:
         """Of all layers here; Transformer Engine's need no plan."""
         return forms_in(self.raw)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy as copying
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -22,13 +22,8 @@ from torch import Tensor
 
 from mimo.device import send, send_together
 
-
-class AttentionForm(Hashable, Protocol):
-    """How layers attend: what their plan depends on besides the segments."""
-
-    def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> Any:
-        """A plan of host tensors, in frozen dataclasses and tuples, for such segments."""
-        ...
+if TYPE_CHECKING:
+    from mimo.engines.megatron.layers.attention_plan import LayerForm
 
 
 @dataclass(kw_only=True)
@@ -45,9 +40,7 @@ class PackedSegments(PackedSeqParams):
     lengths: tuple[int, ...]
     items: tuple[tuple[int, int], ...] = ()
     # Not handed on by `dataclasses.replace`: its tensors may be on another device.
-    plans: dict[AttentionForm, Any] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    plans: dict[LayerForm, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def from_lengths(
@@ -89,7 +82,7 @@ class PackedSegments(PackedSeqParams):
         )
 
     def prepare(
-        self, forms: Iterable[AttentionForm], copy: Callable[[Tensor], Tensor] | None = None
+        self, forms: Iterable[LayerForm], copy: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """Plan for the layers of these forms and bring the plans to the device, by one copy.
 
@@ -105,7 +98,7 @@ class PackedSegments(PackedSeqParams):
         found = tuple(form.plan(self.lengths, self.items) for form in missing)
         self.plans.update(zip(missing, brought(found, copy), strict=True))
 
-    def plan(self, form: AttentionForm) -> Any:
+    def plan(self, form: LayerForm) -> Any:
         """What layers of this form work by, with tensors on the device."""
         if form not in self.plans:
             self.prepare((form,))

@@ -6,15 +6,17 @@ D head size, B blocks in one dense call, L and K its longest block's queries and
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mimo.engines.megatron.layers.gather import gather_rows
+from mimo.engines.megatron.layers.rows import gather_rows
 from mimo.engines.megatron.segments import AttentionBlocks, bounds_of
 
 # Causal blocks of a bucket are padded to its longest; a shorter one may waste at most half.
@@ -220,14 +222,11 @@ class VarlenBlocks:
     window: tuple[int, int]
     causal: bool
 
-    def keys_of(self, x: Tensor) -> Tensor:
-        """Keys or values (T, G, D) of the lane -> those of the blocks end to end."""
-        return x if self.rows is None else gather_rows(x, self.rows)
-
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        """What every variable-length kernel takes first."""
-        keys, values, bounds = self.keys_of(k), self.keys_of(v), self.key_bounds
-        return q, keys, values, self.query_bounds, bounds, self.most_queries, self.most_keys
+        """What every variable-length kernel takes first. k, v: (T, G, D) of the lane."""
+        if self.rows is not None:
+            k, v = gather_rows(k, self.rows), gather_rows(v, self.rows)
+        return q, k, v, self.query_bounds, self.key_bounds, self.most_queries, self.most_keys
 
 
 def varlen_blocks(blocks: AttentionBlocks) -> VarlenBlocks:
@@ -248,15 +247,11 @@ def varlen_blocks(blocks: AttentionBlocks) -> VarlenBlocks:
     )
 
 
-def _flash_attn(
-    function: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: VarlenBlocks,
-    scale: float,
+def flash_attn(
+    module: str, q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float
 ) -> Tensor:
-    found = function(
+    """flash-attn's variable-length kernel in this module of a package (GPU only)."""
+    found = importlib.import_module(module).flash_attn_varlen_func(
         *blocks.arguments(q, k, v),
         softmax_scale=scale,
         causal=blocks.causal,
@@ -264,22 +259,6 @@ def _flash_attn(
     )
     # Early releases of version 3 also return the log-sum-exp.
     return found[0] if isinstance(found, tuple) else found
-
-
-def flash_attn_2(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
-    """flash-attn's variable-length kernel (GPU only)."""
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-
-    return _flash_attn(flash_attn_varlen_func, q, k, v, blocks, scale)
-
-
-def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
-    """The same of version 3 (Hopper only)."""
-    from flash_attn_interface import (  # type: ignore[import-not-found]
-        flash_attn_varlen_func,
-    )
-
-    return _flash_attn(flash_attn_varlen_func, q, k, v, blocks, scale)
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
@@ -312,7 +291,7 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     "sdpa": Kernel(dense_blocks, sdpa),
-    "flash_attn_2": Kernel(varlen_blocks, flash_attn_2),
-    "flash_attn_3": Kernel(varlen_blocks, flash_attn_3),
+    "flash_attn_2": Kernel(varlen_blocks, partial(flash_attn, "flash_attn")),
+    "flash_attn_3": Kernel(varlen_blocks, partial(flash_attn, "flash_attn_interface")),
     "torch_varlen": Kernel(varlen_blocks, torch_varlen),
 }

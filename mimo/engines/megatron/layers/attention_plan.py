@@ -8,19 +8,22 @@ Letters: Q query rows of this rank, T key rows of the lane, N heads, G key/value
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mimo.device import send
 from mimo.engines.megatron.layers.attention_kernels import KERNELS
-from mimo.engines.megatron.layers.gather import gather_rows
 from mimo.engines.megatron.layers.item_attention import item_blocks
+from mimo.engines.megatron.layers.rows import gather_rows
 from mimo.engines.megatron.segments import (
     AttentionBlocks,
     LaneOrder,
     attention_blocks,
+    brought,
     zigzag_order,
 )
 
@@ -52,9 +55,9 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """How a kind of layer attends (an `AttentionForm`). kernel: its name in `KERNELS`.
+    """How a kind of layer attends: what a plan depends on besides the segments.
 
-    window: keys that a query sees, its own included; None for all.
+    kernel: its name in `KERNELS`. window: keys that a query sees, its own included; None for all.
     """
 
     kernel: str
@@ -92,3 +95,10 @@ class LayerForm:
         ]
         packed = torch.cat(found) if len(found) > 1 else found[0]
         return packed if plan.back is None else packed.index_select(0, plan.back)
+
+
+@functools.lru_cache(maxsize=8)
+def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
+    """Of ``batch`` segments of one ``length``; the same in all layers and mostly in all steps."""
+    plan = form.plan((length,) * batch, ())
+    return brought(plan, functools.partial(send, device=device))

@@ -6,15 +6,18 @@ the whole table is tested without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+import logging
+from dataclasses import dataclass, replace
 
 import torch
 
 from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, Machine
 
-SDPA = "sdpa"
+logger = logging.getLogger(__name__)
 
+SDPA = "sdpa"
+_BEST_FIRST = (TRANSFORMER_ENGINE, "flash_attn_3", "flash_attn_2", "torch_varlen")
 _LARGEST_HEAD = 256
 _HOPPER = 9
 
@@ -70,52 +73,52 @@ def choose_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> 
     if machine.capability is None:
         return KernelChoice(SDPA, needs_mask, "no GPU")
     refusals = []
-    for name, refuses in _REFUSALS.items():
-        reason = None if name in machine.installed else "not installed"
-        reason = reason or _needs_other_inputs(case, dtype, machine.capability)
-        reason = reason or refuses(case, machine.capability)
+    for kernel in _BEST_FIRST:
+        reason = "not installed"
+        if kernel in machine.installed:
+            reason = _refusal(kernel, case, dtype, machine.capability)
         if reason is None:
-            return KernelChoice(
-                name, dense_mask=False, reason="; ".join(refusals) or "first choice"
-            )
-        refusals.append(f"{name}: {reason}")
+            return KernelChoice(kernel, False, "; ".join(refusals) or "first choice")
+        refusals.append(f"{kernel}: {reason}")
     return KernelChoice(SDPA, needs_mask, "; ".join(refusals))
 
 
-def _needs_other_inputs(
-    case: AttentionCase, dtype: torch.dtype, capability: tuple[int, int]
+def _refusal(
+    kernel: str, case: AttentionCase, dtype: torch.dtype, capability: tuple[int, int]
 ) -> str | None:
-    """Why none of the GPU's kernels takes these inputs."""
+    """Why a kernel cannot take a case on such a GPU; None if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes 16-bit inputs, not {dtype}"
     if capability < (8, 0):
         return f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"
     if case.head_size > _LARGEST_HEAD or case.head_size % 8:
         return f"takes heads of 8, 16, ... {_LARGEST_HEAD}, not {case.head_size}"
-    return None
-
-
-def _transformer_engine(case: AttentionCase, capability: tuple[int, int]) -> str | None:
-    if case.whole_items:
+    if kernel == "flash_attn_3" and capability[0] != _HOPPER:
+        return "runs on capability 9 (Hopper) only"
+    if kernel == TRANSFORMER_ENGINE and case.whole_items:
         return "cannot let the tokens of an item see each other"
-    if case.window is not None and case.cp_size > 1:
+    if kernel == TRANSFORMER_ENGINE and case.window is not None and case.cp_size > 1:
         # Its other forms of context parallelism refuse packed sequences or few heads.
         return "its ring exchange of keys refuses sliding windows"
     return None
 
 
-def _flash_attn_3(case: AttentionCase, capability: tuple[int, int]) -> str | None:
-    return None if capability[0] == _HOPPER else "runs on capability 9 (Hopper) only"
+@functools.cache
+def own_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> str:
+    """The best of `attention_kernels.KERNELS` for a layer; logged once.
 
-
-def _takes_all(case: AttentionCase, capability: tuple[int, int]) -> str | None:
-    return None
-
-
-# From the best to the last: why a kernel cannot take a case that it is installed for, or None.
-_REFUSALS: dict[str, Callable[[AttentionCase, tuple[int, int]], str | None]] = {
-    TRANSFORMER_ENGINE: _transformer_engine,
-    "flash_attn_3": _flash_attn_3,
-    "flash_attn_2": _takes_all,
-    "torch_varlen": _takes_all,
-}
+    Transformer Engine's attention is a module of its own: where that cannot be had, or not for all
+    layers, ours take the next best.
+    """
+    choice = choose_kernel(
+        case, dtype, replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
+    )
+    logger.info("core attention, %s: %s", case, choice)
+    if machine.capability is not None and choice.dense_mask:
+        logger.warning(
+            "core attention, %s: no kernel here takes it without dense masks, which is slow (%s); "
+            "train in bf16 and install flash-attn",
+            case,
+            choice.reason,
+        )
+    return choice.kernel

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mimo.engines.megatron.segments import AttentionForm, PackedSegments
+from mimo.engines.megatron.layers.attention_plan import LayerForm
+from mimo.engines.megatron.segments import PackedSegments
 
 
 @dataclass(kw_only=True)
@@ -38,7 +39,7 @@ class WindowedSegments(PackedSegments):
         return cls(**given, windows=inner)
 
     def prepare(
-        self, forms: Iterable[AttentionForm], copy: Callable[[Tensor], Tensor] | None = None
+        self, forms: Iterable[LayerForm], copy: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """For the layers that see whole segments and for those that see windows."""
         forms = tuple(forms)

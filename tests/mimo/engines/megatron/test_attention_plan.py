@@ -368,7 +368,7 @@ class Sums(TorchDispatchMode):
 def test_the_gradient_of_a_16_bit_row_asked_for_often_is_added_up_in_fp32(
     dtype: torch.dtype, sums: torch.dtype
 ) -> None:
-    from mimo.engines.megatron.layers.gather import gather_rows
+    from mimo.engines.megatron.layers.rows import gather_rows
 
     x = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
     out = gather_rows(x, torch.tensor([1] * 3000 + [2]))

@@ -14,6 +14,7 @@ from mimo.engines.megatron.layers.kernel_choice import (
     AttentionCase,
     KernelChoice,
     choose_kernel,
+    own_kernel,
 )
 
 CASES = {
@@ -134,7 +135,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch):
     from mimo.engines.megatron.attention import AttnMaskType
     from mimo.engines.megatron.config import TransformerConfig
 
-    attention._say_once.cache_clear()
+    own_kernel.cache_clear()
 
     def build(machine: Machine, window: int | None, **options):
         monkeypatch.setattr(attention, "this_machine", lambda: machine)

@@ -66,7 +66,7 @@ def test_a_machine_without_gpus_or_transformer_engine_is_refused(path: Path) -> 
 
 
 def test_buffers_are_made_anew_for_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mimo.engines.megatron.user_buffers import make_user_buffers
+    from mimo.engines.megatron.acceleration import make_user_buffers
 
     calls: list[Any] = []
     base = SimpleNamespace(
