@@ -15,14 +15,14 @@ from torch import Tensor
 from bridge import ItemRows
 from mimo.device import local_device
 from mimo.engines.draw import adapter_numbers, draw
-from mimo.engines.fsdp.context import Adapters, FsdpContext
+from mimo.engines.fsdp.context import Adapters, FsdpContext, Wrapper
 from mimo.engines.fsdp.language import LanguageModel
 from mimo.engines.fsdp.load import Reader, load
 from mimo.engines.fsdp.lora import adapt
 from mimo.engines.fsdp.module import FsdpModule
 from mimo.engines.fsdp.pieces import Names, Rows
 from mimo.engines.fsdp.sharding import shard
-from mimo.engines.fsdp.towers import TOWERS, Tower
+from mimo.engines.fsdp.towers import TOWERS
 from mimo.errors import RecipeError
 from mimo.families.dtypes import DTYPES
 from mimo.families.keymap import Weight, num_elements
@@ -77,7 +77,7 @@ def fsdp_module(
     )
     config = transformers_config(recipe)
     try:
-        wrapper: LanguageModel | Tower
+        wrapper: Wrapper
         if name == LANGUAGE:
             wrapper = LanguageModel(config, ctx)
         else:
@@ -142,7 +142,7 @@ def _reader(
     return read
 
 
-def _freeze(recipe: Recipe, name: str, wrapper: LanguageModel | Tower, names: Names) -> None:
+def _freeze(recipe: Recipe, name: str, wrapper: Wrapper, names: Names) -> None:
     learns = learning_names(recipe, name)
     for own, param in wrapper.named_parameters():
         found = {learns(ours) for ours in names.users(wrapper.hf_names[own])}

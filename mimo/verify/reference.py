@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from data.batch import pack_lane, plan_microbatch, sizes_in_order
 from data.packing import Used, packs_of_samples, packs_of_tokens
 from mimo.engines.contract import Module
+from mimo.engines.fsdp.context import Wrapper
 from mimo.engines.fsdp.module import FsdpModule
-from mimo.engines.fsdp.sharding import Held, Wrapper
+from mimo.engines.fsdp.sharding import Held
 from mimo.engines.piece import Piece
 from mimo.generate.one_rank import LocalModel
 from mimo.hf.initial import initial_weights

@@ -1,12 +1,17 @@
-"""What an fsdp module is built on."""
+"""What an fsdp module is built on, and made of."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from mimo.engines.megatron.layers.attention_plan import LayerForm
 
 DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
 """Names of the mesh's dimensions, outermost first."""
@@ -51,3 +56,53 @@ class FsdpContext:
         if self.mesh is None or self.mesh[TP].size() == 1:
             return None
         return self.mesh[TP]
+
+
+class _Call:
+    """What a sharded module is called with. FSDP2 does not look into it.
+
+    It would cast and copy what it finds, plans of attention included.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+class Wrapper(nn.Module, ABC):
+    """What an fsdp module is made of: parts of a model of transformers. Call it as `run` says.
+
+    Weights are on meta and in at least fp32, until `mimo.engines.fsdp.load`; buffers are right.
+
+    units: parts that are gathered one at a time, in forward order. hf_names: of every parameter
+    here, the name that transformers gives it in memory in the whole model. sums_over_tp: parameters
+    that every tensor-parallel rank has whole, but of whose gradient each has a part only.
+    """
+
+    units: list[nn.Module]
+    hf_names: dict[str, str]
+    sums_over_tp: frozenset[str] = frozenset()
+
+    def __init__(self, ctx: FsdpContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+
+    def name_as_in(self, whole: nn.Module) -> None:
+        """Set `hf_names`; all parameters here are parameters of ``whole``."""
+        names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        self.hf_names = {name: names[id(own)] for name, own in self.named_parameters()}
+
+    def attention_forms(self) -> frozenset[LayerForm]:
+        """Of its layers, for whoever plans attention ahead of its forward."""
+        return frozenset()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `run`, with what FSDP2 does before and after."""
+        return super().__call__(_Call(args, kwargs))
+
+    def forward(self, call: _Call) -> Any:
+        """For `torch.nn.Module`; see `run`."""
+        return self.run(*call.args, **call.kwargs)
+
+    @abstractmethod
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What it computes."""

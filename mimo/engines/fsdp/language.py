@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig
 
 from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form, windows
-from mimo.engines.fsdp.context import TP, FsdpContext
-from mimo.engines.fsdp.meta import Call, on_meta, restore_buffers
+from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
+from mimo.engines.fsdp.meta import on_meta, restore_buffers
 from mimo.engines.fsdp.plans import Border, embed, local, parallelize, problems, seeing_slices
 from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.layers.attention_plan import LayerForm
@@ -26,26 +26,20 @@ from mimo.engines.megatron.layers.cross_entropy import linear_cross_entropy
 from mimo.engines.megatron.segments import PackedSegments
 
 
-class LanguageModel(nn.Module):
-    """The text part of a model of transformers, with its head.
+class LanguageModel(Wrapper):
+    """The text part of a model of transformers, with its head; its units are the layers.
 
-    Weights are on meta and in at least fp32, until `mimo.engines.fsdp.load`; buffers are right.
     With tensor parallelism weights are DTensors as `plans` says. Without a mesh it is transformers'
     module with its own attention, and has its weights in the dtype of the computation.
-
-    units: its layers, in forward order. hf_names: parameter -> name in the whole model of
-    transformers. sums_over_tp: parameters whose gradients are to be summed over tp.
-    Call it as `run` says.
     """
 
     def __init__(self, config: PretrainedConfig, ctx: FsdpContext) -> None:
         """Raises ValueError for a model that cannot run so (`plans.problems`)."""
-        super().__init__()
+        super().__init__(ctx)
         tp = 1 if ctx.tp is None else ctx.tp.size()
         if found := problems(config, tp):
             raise ValueError("\n".join(found))
         whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, stored_dtype(ctx))
-        names = {id(parameter): name for name, parameter in whole.named_parameters()}
         self.text: Any = getattr(whole.model, "language_model", whole.model)
         if not self.text._supports_attention_backend:
             raise ValueError(
@@ -55,12 +49,9 @@ class LanguageModel(nn.Module):
         tied = whole.lm_head.weight is self.text.embed_tokens.weight
         self.head: nn.Linear | None = None if tied else whole.lm_head
         restore_buffers(self.text)
-        own = dict(self.named_parameters())
-        self.hf_names = {name: names[id(parameter)] for name, parameter in own.items()}
-        self.units: list[nn.Module] = list(self.text.layers)
-        self.ctx = ctx
+        self.name_as_in(whole)
+        self.units = list(self.text.layers)
         self.border = None
-        self.sums_over_tp: frozenset[str] = frozenset()
         if ctx.tp is not None:
             self.border = Border(ctx.tp, ctx.sequence_parallel)
             parallelize(self.text, self.head, self.border)
@@ -70,22 +61,13 @@ class LanguageModel(nn.Module):
             self.text.activation_checkpointing_enable({"use_reentrant": False})
 
     def attention_forms(self) -> frozenset[LayerForm]:
-        """Of its layers, for `PackedSegments.prepare`; transformers' attention needs no plan."""
+        """Of its layers; transformers' attention needs no plan."""
         if self.ctx.mesh is None:
             return frozenset()
         text = self.text.config
         head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return frozenset(
-            layer_form(head_size, self.ctx.dtype, window=window) for window in windows(text)
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `run`, with what FSDP2 does before and after."""
-        return super().__call__(Call(args, kwargs))
-
-    def forward(self, call: Call) -> Tensor:
-        """For `torch.nn.Module`; see `run`."""
-        return self.run(*call.args, **call.kwargs)
+        forms = (layer_form(head_size, self.ctx.dtype, window=one) for one in windows(text))
+        return frozenset(forms)
 
     def run(
         self,
@@ -142,13 +124,11 @@ class LanguageModel(nn.Module):
 
     def _embed(self, ids: Tensor, place: Callable[[Tensor], Tensor] | None) -> Tensor:
         """ids (B, S) -> the first layer's input (B, S', H)."""
-        if self.border is None:
-            text = self.text.embed_tokens(ids)
-        elif self.ctx.scatter_embedding or place is None:
-            text = embed(self.text.embed_tokens, ids, self.border)
-        else:
-            whole = Border(self.border.tp, sequence_parallel=False)
-            text = embed(self.text.embed_tokens, ids, whole)
+        border = self.border
+        if border is not None and place is not None and not self.ctx.scatter_embedding:
+            border = Border(border.tp, sequence_parallel=False)
+        words = self.text.embed_tokens
+        text = words(ids) if border is None else embed(words, ids, border)
         if place is None:
             return text
         return place(text.transpose(0, 1)).transpose(0, 1).contiguous()
@@ -190,11 +170,9 @@ class LanguageModel(nn.Module):
         if self.border is not None:
             shards = DTensor.from_local(logits, self.border.tp, [Shard(1)], run_check=False)
             logits = shards.full_tensor()
-        return (
-            logits[None]
-            if at is not None
-            else logits.unflatten(0, (-1, len(hidden))).transpose(0, 1)
-        )
+        if at is not None:
+            return logits[None]
+        return logits.unflatten(0, (-1, len(hidden))).transpose(0, 1)
 
 
 def _add_level(

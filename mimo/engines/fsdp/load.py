@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mimo.engines.fsdp.context import FsdpContext
-from mimo.engines.fsdp.sharding import Wrapper, held
+from mimo.engines.fsdp.context import FsdpContext, Wrapper
+from mimo.engines.fsdp.sharding import held
 
 Reader = Callable[[str, slice, slice], Tensor | None]
 """``(key, rows, columns)`` -> these rows of a tensor, by its name in transformers' memory, and of a

@@ -1,4 +1,4 @@
-"""Models of transformers without memory for their weights, and how FSDP2 is kept out of calls."""
+"""Models of transformers without memory for their weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
-
-
-class Call:
-    """What a sharded module is called with. FSDP2 does not look into it.
-
-    It would cast and copy what it finds, plans of attention included.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
 
 
 def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:

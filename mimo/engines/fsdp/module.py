@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Purpose
-from mimo.engines.fsdp.context import FsdpContext
+from mimo.engines.fsdp.context import FsdpContext, Wrapper
 from mimo.engines.fsdp.optimizer import build_optimizer, moments, set_steps
 from mimo.engines.fsdp.pieces import Names
 from mimo.engines.fsdp.sharding import (
     Held,
-    Wrapper,
     held,
     local_part,
     reduce_gradients,

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext
-from mimo.engines.megatron.layers.attention_plan import LayerForm
-
-
-class Wrapper(Protocol):
-    """What an fsdp module is made of, beside being an `nn.Module`.
-
-    units: parts that are gathered one at a time, in forward order. hf_names: of every parameter
-    here, the name that transformers gives it in memory in the whole model. sums_over_tp: parameters
-    that every tensor-parallel rank has whole, but of whose gradient each has a part only.
-    """
-
-    units: list[nn.Module]
-    hf_names: dict[str, str]
-    sums_over_tp: frozenset[str]
-
-    def attention_forms(self) -> frozenset[LayerForm]:
-        """Of its layers, for whoever plans attention ahead of its forward."""
-        ...
+from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext, Wrapper
 
 
 def stored_dtype(ctx: FsdpContext) -> torch.dtype:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +29,9 @@ from transformers.vision_utils import (
 
 from mimo.device import send
 from mimo.engines.fsdp.attention import by_kernel, layer_form
-from mimo.engines.fsdp.context import FsdpContext
-from mimo.engines.fsdp.meta import Call, on_meta, restore_buffers
+from mimo.engines.fsdp.context import FsdpContext, Wrapper
+from mimo.engines.fsdp.meta import on_meta, restore_buffers
 from mimo.engines.fsdp.sharding import stored_dtype
-from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.segments import PackedSegments, brought
 
 # transformers asks whether "flash" is in the name: then it attends over all segments in one call.
@@ -89,11 +88,11 @@ class PreparedItems:
     options: dict[str, Any]
 
 
-class Tower(nn.Module, ABC):
-    """A tower and its projector as they are in a model of transformers, on meta at first.
+class Tower(Wrapper):
+    """A tower and its projector as they are in a model of transformers; units are its layers.
 
-    make_rows: makes what `forward` returns of the rows (N, (1 + L)·H) and the rows of each item.
-    units, hf_names, sums_over_tp: as of `mimo.engines.fsdp.language.LanguageModel`.
+    It plans for its layers itself. make_rows: makes what `run` returns of the rows (N, (1 + L)·H)
+    and the rows of each item.
     """
 
     parts: tuple[str, ...]
@@ -102,9 +101,8 @@ class Tower(nn.Module, ABC):
     """Whether its attention is packed, by a kernel of ours."""
 
     def __init__(self, config: PretrainedConfig, ctx: FsdpContext, make_rows: MakeRows) -> None:
-        super().__init__()
+        super().__init__(ctx)
         whole = on_meta(config, "sdpa", stored_dtype(ctx))
-        names = {id(parameter): name for name, parameter in whole.named_parameters()}
         for part in self.parts:
             module = whole.get_submodule(part)
             restore_buffers(module)
@@ -112,27 +110,18 @@ class Tower(nn.Module, ABC):
             if self.packs and ctx.mesh is not None:
                 # By name alone: transformers would look for a package of that name.
                 module.config._attn_implementation = _PACKED
-        own = dict(self.named_parameters())
-        self.hf_names = {name: names[id(parameter)] for name, parameter in own.items()}
-        self.sums_over_tp: frozenset[str] = frozenset()
-        self.config, self.ctx, self.make_rows = config, ctx, make_rows
-        self.units: list[nn.Module] = list(self._layers())
+        self.name_as_in(whole)
+        self.config, self.make_rows = config, make_rows
+        self.units = list(self._layers())
         if ctx.recompute == "full":
             for module in self.children():
                 if isinstance(module, PreTrainedModel):
                     module.activation_checkpointing_enable({"use_reentrant": False})
 
-    def attention_forms(self) -> frozenset[LayerForm]:
-        """None: `prepare` plans for its layers."""
-        return frozenset()
-
     def values(self, patches: Any) -> Tensor:
         """`mimo.families.wire.WirePatches`, or their values -> (P, C) as the tower computes."""
-        return (
-            patches.to(self.ctx.dtype)
-            if isinstance(patches, Tensor)
-            else patches.values(self.ctx.dtype)
-        )
+        dtype = self.ctx.dtype
+        return patches.to(dtype) if isinstance(patches, Tensor) else patches.values(dtype)
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
         """All host work for items with these grids (I, 3) int64; for any thread.
@@ -141,36 +130,24 @@ class Tower(nn.Module, ABC):
         this rank takes part in all that its others do.
         """
         sizes = tuple(self._sizes(grids))
-        blank = torch.tensor([self._blank_grid()])
-        packed, options = self._pack(grids if len(grids) else blank)
-        made = PreparedItems(sizes, grids if len(grids) else blank, packed, options)
-        return brought(made, copy)
+        if not sizes:
+            grids = torch.tensor([self._blank_grid()])
+        packed, options = self._pack(grids)
+        return brought(PreparedItems(sizes, grids, packed, options), copy)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `encode`, with what FSDP2 does before and after."""
-        return super().__call__(Call(args, kwargs))
-
-    def forward(self, call: Call) -> Any:
-        """For `torch.nn.Module`; see `encode`."""
-        return self.encode(*call.args, **call.kwargs)
-
-    def encode(self, patches: Any, items: Any) -> Any:
+    def run(self, patches: Any, items: Any) -> Any:
         """patches: see `values`. items: as prepared, or their grids (I, 3).
 
         Returns what `make_rows` makes; without items of 0 rows that are part of the graph.
         """
+        device = next(self.parameters()).device
         if isinstance(items, Tensor):
-            items = self.prepare(items, partial(send, device=next(self.parameters()).device))
-        assert isinstance(items, PreparedItems)
-        if items.sizes:
-            values = self.values(patches)
-        else:
-            device = next(self.parameters()).device
-            count = math.prod(self._blank_grid())
-            values = torch.zeros(count, self._patch_size(), dtype=self.ctx.dtype, device=device)
-        rows = self._rows(values, items)
+            items = self.prepare(items, partial(send, device=device))
         if not items.sizes:
-            return self.make_rows(rows[:0], ())
+            shape = math.prod(self._blank_grid()), self._patch_size()
+            blank = torch.zeros(shape, dtype=self.ctx.dtype, device=device)
+            return self.make_rows(self._rows(blank, items)[:0], ())
+        rows = self._rows(self.values(patches), items)
         # Rows carry no names: items take theirs in turn, and what is too much is the last one's.
         ends = [min(end, len(rows)) for end in itertools.accumulate(items.sizes)]
         ends[-1] = len(rows)
