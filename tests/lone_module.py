@@ -321,7 +321,6 @@ def run_language_with_levels(
     that it adds, (k, n', H), n' of the n under sequence parallelism, with their numbers (n',).
     """
     from mimo.engines.megatron import PackedSegments
-    from mimo.engines.megatron.deepstack import level_inputs
     from mimo.languages import qwen3
 
     ctx = _context(tp, sp, recompute=recompute)
@@ -341,7 +340,7 @@ def run_language_with_levels(
         position_ids=positions[:, None, :],
         attention_mask=None,
         packed_seq_params=PackedSegments.from_lengths(lengths, ids.device),
-        extra_block_kwargs=level_inputs((rows, places[mine])),
+        levels=(rows, places[mine]),
     )[0]
     padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
     logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])

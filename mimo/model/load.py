@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 
-from mimo.engines.megatron.cut import Cut, as_matrix
+from mimo.engines.megatron.cut import Cut
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.initialize import global_name, stored_name
 from mimo.families.keymap import Weight
@@ -38,26 +37,12 @@ def load_weights(
         assert whole in by_name, f"the key map does not say what {whole} consists of"
         found.append((by_name[whole], param))
     for weight, param in sorted(found, key=lambda pair: checkpoint.order(pair[0])):
-        _fill(param, weight, checkpoint, groups.tp)
-
-
-def _fill(param: nn.Parameter, weight: Weight, checkpoint: HFCheckpoint, tp: ProcessGroup) -> None:
-    """Fill one parameter: its rows or, if columns are cut, this rank's columns of all rows."""
-    part, cut = as_matrix(param.data), Cut.of(param, tp)
-    for own in cut.rectangles():
-        columns = None
-        if cut.dim == 1:
-            columns = slice(own.column, own.column + own.columns)
-        _copy_rows(own.of(part), weight, checkpoint, own.row, columns)
-
-
-def _copy_rows(
-    own: Tensor, weight: Weight, checkpoint: HFCheckpoint, first: int, columns: slice | None
-) -> None:
-    """Copy the rows of ``weight`` from ``first`` on into ``own``; after the last comes padding."""
-    position = 0
-    for run in weight.rows(first, first + own.shape[0]):
-        rows = own[position : position + run.count]
-        rows.copy_(checkpoint.matrix(run, columns).view_as(rows))
-        position += run.count
-    own[position:].zero_()
+        cut = Cut.of(param, groups.tp)
+        for row, column, values in cut.rectangles(param.data.view(-1)):
+            columns = slice(column, column + values.shape[1]) if cut.dim == 1 else None
+            position = 0
+            for run in weight.rows(row, row + len(values)):
+                rows = values[position : position + run.count]
+                rows.copy_(checkpoint.matrix(run, columns).view_as(rows))
+                position += run.count
+            values[position:].zero_()  # padding

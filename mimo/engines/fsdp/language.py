@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form, windows
 from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
 from mimo.engines.fsdp.meta import on_meta, restore_buffers
-from mimo.engines.fsdp.plans import Border, embed, local, parallelize, problems, seeing_slices
+from mimo.engines.fsdp.plans import Border, embed, local, parallelize, seeing_slices
 from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.layers.cross_entropy import linear_cross_entropy
@@ -31,21 +31,13 @@ class LanguageModel(Wrapper):
 
     With tensor parallelism weights are DTensors as `plans` says. Without a mesh it is transformers'
     module with its own attention, and has its weights in the dtype of the computation.
+    `plans` says which models can run so.
     """
 
     def __init__(self, config: PretrainedConfig, ctx: FsdpContext) -> None:
-        """Raises ValueError for a model that cannot run so (`plans.problems`)."""
         super().__init__(ctx)
-        tp = 1 if ctx.tp is None else ctx.tp.size()
-        if found := problems(config, tp):
-            raise ValueError("\n".join(found))
         whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, stored_dtype(ctx))
         self.text: Any = getattr(whole.model, "language_model", whole.model)
-        if not self.text._supports_attention_backend:
-            raise ValueError(
-                f"language.engine = fsdp: {type(self.text).__name__} of transformers takes no "
-                f"attention functions, so packed segments would see each other"
-            )
         tied = whole.lm_head.weight is self.text.embed_tokens.weight
         self.head: nn.Linear | None = None if tied else whole.lm_head
         restore_buffers(self.text)

@@ -57,13 +57,6 @@ PLANS = {
 """By `model_type` of the text part's configuration."""
 
 
-def problems(config: Any, tp: int) -> list[str]:
-    """Why a language model of this configuration of transformers cannot run; one sentence each."""
-    return [f"language.grid.tp: {message}" for message in tp_problems(config, tp)] + [
-        f"language.engine = fsdp: {message}" for message in model_problems(config)
-    ]
-
-
 def tp_problems(config: Any, tp: int) -> Iterator[str]:
     """Why so many tensor-parallel ranks cannot share the model."""
     text = config.get_text_config()
@@ -210,7 +203,7 @@ def embed(embedding: nn.Embedding, ids: Tensor, border: Border) -> Tensor:
 def parallelize(text: Any, head: nn.Linear | None, border: Border) -> None:
     """Cut a text model of transformers and its head, in place; a tied head is None.
 
-    On a device or on meta. `problems` has found none.
+    On a device or on meta; `tp_problems` are none.
     """
     tp = border.tp
     plan = PLANS[text.config.model_type]

@@ -95,17 +95,13 @@ def _written_by(param: Tensor, order: int, rank: int, size: int) -> tuple[int, i
 def _pieces(
     key: str, shape: tuple[int, ...], cut: Cut, held: Tensor, start: int, part: tuple[int, int]
 ) -> Iterator[Piece]:
-    """The rectangles of the elements part[0] .. part[1] - 1 of a flat parameter.
+    """The elements part[0] .. part[1] - 1 of a flat parameter.
 
     held: its elements from ``start`` on, as many as are held here.
     """
-    position = part[0] - start
-    flat = held.view(-1)
-    for own in cut.rectangles(*part):
-        end = position + own.rows * own.columns
-        values = flat[position:end].view(own.rows, own.columns)
-        yield Piece(key, shape, own.row, own.column, values)
-        position = end
+    own = held.view(-1)[part[0] - start : part[1] - start]
+    for row, column, values in cut.rectangles(own, part[0]):
+        yield Piece(key, shape, row, column, values)
 
 
 def set_steps(optimizer: MegatronOptimizer, step: int) -> None:

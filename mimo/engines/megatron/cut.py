@@ -15,32 +15,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
-    """The same memory as (R', C'). tensor: contiguous, of at least one dimension."""
-    return tensor.view(tensor.shape[0], -1)
-
-
-@dataclass(frozen=True)
-class Rectangle:
-    """Some elements of a rank's part, and where they lie.
-
-    own_row, own_column: of the first element in the part. row, column: of the same element in the
-    whole matrix.
-    """
-
-    own_row: int
-    own_column: int
-    row: int
-    column: int
-    rows: int
-    columns: int
-
-    def of(self, part: Tensor) -> Tensor:
-        """These elements (rows, columns) of a part (R', C'), sharing its memory."""
-        rows = part[self.own_row : self.own_row + self.rows]
-        return rows[:, self.own_column : self.own_column + self.columns]
-
-
 @dataclass(frozen=True)
 class Cut:
     """How a parameter is cut over ``size`` tensor-parallel ranks, of which this is ``rank``.
@@ -59,7 +33,8 @@ class Cut:
     @classmethod
     def of(cls, param: Tensor, tp: ProcessGroup) -> Cut:
         """From what Megatron notes on its parameters."""
-        rows, columns = as_matrix(param.data).shape
+        rows = param.shape[0]
+        columns = param.numel() // rows
         dim, blocks = None, 1
         if tp.size() > 1 and getattr(param, "tensor_model_parallel", False):
             dim, blocks = (int(getattr(param, f"partition_{what}")) for what in ("dim", "stride"))
@@ -83,32 +58,26 @@ class Cut:
             return shape
         return tuple(n * self.size if dim == self.dim else n for dim, n in enumerate(shape))
 
-    def rectangles(self, start: int = 0, end: int | None = None) -> Iterator[Rectangle]:
-        """Those that make up the elements ``start`` .. ``end`` - 1 of the flat part.
+    def rectangles(self, held: Tensor, start: int = 0) -> Iterator[tuple[int, int, Tensor]]:
+        """Those that a stretch of the flat part is made of, its elements from ``start`` on.
 
-        In the order of these elements, so that each is a contiguous piece of them. The stretch is
-        the end of a row, whole rows, and the beginning of another; of stacked matrices it may have
-        rows of several.
+        held: (n,), contiguous. Gives row and column of the first element in the whole matrix, and
+        the elements (rows, columns), views of ``held`` in its order. The stretch is the end of a
+        row, whole rows, and the beginning of another; of stacked matrices it may have rows of
+        several.
         """
-        end = self.rows * self.columns if end is None else end
-        while start < end:
-            row, column = divmod(start, self.columns)
-            if column or end - start < self.columns:
-                rows, columns = 1, min(self.columns - column, end - start)
+        height, position = self.rows // self.blocks, 0
+        while position < len(held):
+            row, column = divmod(start + position, self.columns)
+            left = len(held) - position
+            if column or left < self.columns:
+                rows, columns = 1, min(self.columns - column, left)
             else:
-                height = self.rows // self.blocks
-                rows, columns = (
-                    min((end - start) // self.columns, height - row % height),
-                    self.columns,
-                )
-            yield self._rectangle(row, column, rows, columns)
-            start += rows * columns
-
-    def _rectangle(self, row: int, column: int, rows: int, columns: int) -> Rectangle:
-        whole_row, whole_column = row, column
-        if self.dim == 0:
-            height = self.rows // self.blocks
-            whole_row += (row // height * (self.size - 1) + self.rank) * height
-        elif self.dim == 1:
-            whole_column += self.rank * self.columns
-        return Rectangle(row, column, whole_row, whole_column, rows, columns)
+                rows, columns = min(left // self.columns, height - row % height), self.columns
+            end = position + rows * columns
+            if self.dim == 0:
+                row += (row // height * (self.size - 1) + self.rank) * height
+            elif self.dim == 1:
+                column += self.rank * self.columns
+            yield row, column, held[position:end].view(rows, columns)
+            position = end

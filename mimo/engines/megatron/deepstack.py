@@ -20,16 +20,6 @@ from torch import Tensor
 from mimo.engines.megatron.layers.rows import sequence_first
 
 
-def level_inputs(levels: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
-    """What `GPTModel` takes as `extra_block_kwargs`; nothing where there are no levels.
-
-    levels: rows (k, n, H), the first for the chunk's first layer, and so on; and positions (n,)
-    int64, the same for all levels. They count the tokens that this rank holds, under sequence
-    parallelism its slice: b·S + s is token s of sequence b. No position occurs twice.
-    """
-    return {} if levels is None else {"context": levels[0], "context_mask": levels[1]}
-
-
 class DeepStackLayer(TransformerLayer):
     """A decoder layer that adds the first level to its output and passes on the others.
 
@@ -44,9 +34,12 @@ class DeepStackLayer(TransformerLayer):
         context_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states (S, B, H), context (k, n, H), context_mask (n,) -> hidden states and the
-        levels that are left, or None.
+        """hidden_states (S, B, H), context (k, n, H) -> hidden states and the levels left, or None.
 
+        context: rows, the first for this layer, and so on. context_mask: (n,) int64 positions, the
+        same for all levels. They count the tokens that this rank holds, under sequence parallelism
+        its slice: b·S + s is token s of sequence b. No position occurs twice. Both go through
+        `GPTModel` as `extra_block_kwargs`, under names that it knows.
         Even with no rows the result depends on them, so that the backward reaches the bridge.
         """
         hidden = cast("Tensor", super().forward(*args, **kwargs)[0])

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import nn
 
 from mimo.engines.draw import adapter_numbers, draw, normal
-from mimo.engines.megatron.cut import Cut, as_matrix
+from mimo.engines.megatron.cut import Cut
 
 _ZERO_CENTERED = "zero_centered_gamma"  # of norms, ours and Transformer Engine's
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
@@ -72,6 +72,6 @@ def initialize_parameters(
             else:
                 residual = name.endswith(("linear_proj.weight", "mlp.linear_fc2.weight"))
                 numbers = normal(std / (2 * config.num_layers) ** 0.5 if residual else std)
-            part, shape = as_matrix(param.data), (cut.whole_rows, cut.whole_columns)
-            for own in cut.rectangles():
-                draw(own.of(part), own.row, own.column, shape, f"{seed}:{whole}", numbers)
+            shape = cut.whole_rows, cut.whole_columns
+            for row, column, values in cut.rectangles(param.data.view(-1)):
+                draw(values, row, column, shape, f"{seed}:{whole}", numbers)

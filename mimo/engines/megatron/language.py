@@ -13,7 +13,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from mimo.engines.megatron.config import ModuleContext
-from mimo.engines.megatron.deepstack import level_inputs
 from mimo.engines.megatron.head import Head, logits, losses
 from mimo.engines.megatron.lora import let_backward_into_layers
 from mimo.engines.megatron.stack import layers_here, stack_spec
@@ -53,7 +52,7 @@ class LanguageModel(GPTModel):
             text = self.embedding(input_ids=input_ids, position_ids=position_ids)
             given["decoder_input"] = place(text)
         if levels is not None:
-            given["extra_block_kwargs"] = level_inputs(levels)
+            given["extra_block_kwargs"] = {"context": levels[0], "context_mask": levels[1]}
         if labels is not None:
             given["output_processor"] = partial(losses, labels, loss_at)
         elif logits_at is not None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mimo.cli import app
-from mimo.engines.fsdp.plans import problems
+from mimo.engines.fsdp.plans import model_problems, tp_problems
 from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
@@ -112,10 +112,10 @@ def test_models_without_a_table_or_a_kernel_are_refused() -> None:
     from transformers import AutoConfig
 
     opt = AutoConfig.for_model("gpt2")
-    assert "no table for model_type 'gpt2'" in problems(opt, 2)[0]
-    assert problems(opt, 1) == []
+    assert "no table for model_type 'gpt2'" in next(tp_problems(opt, 2))
+    assert [*tp_problems(opt, 1), *model_problems(opt)] == []
     capped: Any = AutoConfig.for_model("gemma2", num_attention_heads=4, num_key_value_heads=4)
-    assert any("soft cap on attention" in one for one in problems(capped, 1))
+    assert any("soft cap on attention" in one for one in model_problems(capped))
 
 
 AUTO_MAP = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}

@@ -30,10 +30,10 @@ def test_every_stretch_is_made_of_rectangles_of_the_whole_matrix(
             if start >= end:
                 continue
             found = []
-            for own in cut.rectangles(start, end):
-                rows = WHOLE[own.row : own.row + own.rows]
-                found.append(rows[:, own.column : own.column + own.columns].flatten())
-                assert torch.equal(own.of(part).flatten(), found[-1])
+            for row, column, values in cut.rectangles(part.flatten()[start:end], start):
+                rows = WHOLE[row : row + values.shape[0]]
+                found.append(rows[:, column : column + values.shape[1]].flatten())
+                assert torch.equal(values.flatten(), found[-1])
             assert torch.equal(torch.cat(found), part.flatten()[start:end])
             # The rest of a row, whole rows, the beginning of one; whole rows once per matrix.
             assert len(found) <= 2 + blocks
