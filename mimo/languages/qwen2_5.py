@@ -28,7 +28,7 @@ class Settings(MRopeSettings):
 
     def rotary(self) -> nn.Module:
         """Each axis has its block of channels."""
-        return engine.ContiguousMRope(self.head_size, self.mrope_section, self.rotary_base)
+        return engine.MRope(engine.contiguous_axes(self.mrope_section), self.rotary_base)
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Settings(MRopeSettings):
 
     def rotary(self) -> nn.Module:
         """The axes take turns among the channels."""
-        return engine.InterleavedMRope(self.head_size, self.mrope_section, self.rotary_base)
+        return engine.MRope(engine.interleaved_axes(self.mrope_section), self.rotary_base)
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:

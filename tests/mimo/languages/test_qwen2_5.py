@@ -157,10 +157,12 @@ def test_logits_and_every_gradient_equal_those_of_transformers_per_segment(
 
 
 def test_blocks_of_rotary_channels_are_another_function_than_interleaved_ones() -> None:
-    from mimo.engines.megatron import ContiguousMRope, InterleavedMRope
+    from mimo.engines.megatron import MRope, contiguous_axes, interleaved_axes
 
-    shape = (16, SETTINGS["mrope_section"], 10_000.0)
-    blocks, interleaved = ContiguousMRope(*shape), InterleavedMRope(*shape)
+    blocks, interleaved = (
+        MRope(axes(SETTINGS["mrope_section"]), 10_000.0)
+        for axes in (contiguous_axes, interleaved_axes)
+    )
     images, text = (POSITIONS[kind]()[:, None] for kind in ("images", "text"))
     torch.testing.assert_close(blocks(text), interleaved(text))
     assert (blocks(images) - interleaved(images)).abs().max() > 0.1

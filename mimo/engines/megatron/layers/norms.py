@@ -20,17 +20,21 @@ def _parameter(config, hidden_size: int, value: float) -> nn.Parameter:
     return parameter
 
 
-class RMSNorm(nn.Module):
+class _Norm(nn.Module):
+    start = 1.0  # of the weight
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _parameter(config, hidden_size, self.start)
+
+
+class RMSNorm(_Norm):
     """Root-mean-square norm, computed in fp32: (..., H) -> (..., H), same dtype as its input.
 
     In 16 bits it is rounded before the factor is applied, as in transformers, so the factor is no
     argument of torch's fused norm, which would round once.
     """
-
-    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = _parameter(config, hidden_size, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) -> (..., H)."""
@@ -39,19 +43,15 @@ class RMSNorm(nn.Module):
         return self.weight * nn.functional.rms_norm(x, (x.shape[-1],), None, self.eps)
 
 
-class ZeroCenteredRMSNorm(nn.Module):
+class ZeroCenteredRMSNorm(_Norm):
     """`RMSNorm` whose factor is 1 + weight, so that weights start at 0, as in Gemma.
 
     The factor is applied in fp32, before the result is cast back. Source: transformers
     `Gemma3RMSNorm`.
     """
 
+    start = 0.0
     zero_centered_gamma = True  # the name of Transformer Engine's norms for it
-
-    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = _parameter(config, hidden_size, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) -> (..., H)."""
@@ -60,13 +60,11 @@ class ZeroCenteredRMSNorm(nn.Module):
         return nn.functional.rms_norm(wide, (x.shape[-1],), factor, self.eps).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     """Mean and variance norm with a bias: (..., H) -> (..., H), same dtype as its input."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = _parameter(config, hidden_size, 1.0)
+        super().__init__(config, hidden_size, eps)
         self.bias = _parameter(config, hidden_size, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,10 +72,7 @@ class LayerNorm(nn.Module):
         return nn.functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
-Norm = RMSNorm | ZeroCenteredRMSNorm | LayerNorm
-
-
-def norm_class(config) -> type[Norm]:
+def norm_class(config) -> type[_Norm]:
     """Our class for the norms of a stack with this `TransformerConfig`."""
     if config.normalization == "LayerNorm":
         return LayerNorm
