@@ -315,17 +315,14 @@ class Tower[P: PackedItems](nn.Module, ABC):
 
 def build_tower[T: Tower[Any]](
     make: Callable[[Any, engine.TransformerConfig, engine.ModuleContext, int], T],
+    stack: Callable[[EncoderSettings], engine.StackShape],
     settings: EncoderSettings,
-    shape: engine.StackShape,
     ctx: engine.ModuleContext,
     output_size: int,
     seed: int,
 ) -> T:
-    """A tower; weights that no checkpoint provides are drawn, the same in every layout.
-
-    make: its class.
-    """
-    config = engine.transformer_config(shape, ctx)
+    """As of `EncoderFamily.build`. make: the tower's class. stack: what its layers are."""
+    config = engine.transformer_config(stack(settings), ctx)
     tower = make(settings, config, ctx, output_size)
     std = settings.init_std
     engine.initialize_parameters(tower, config, ctx.groups, seed, std, provided=ctx.provided)

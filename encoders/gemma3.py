@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -195,11 +196,7 @@ class Gemma3Tower(PatchTower):
         return self.projector(hidden[0])
 
 
-def build(
-    settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
-) -> Gemma3Tower:
-    """The tower with freshly drawn weights, the same in every layout."""
-    return build_tower(Gemma3Tower, settings, gelu_stack(settings), ctx, output_size, seed)
+build = partial(build_tower, Gemma3Tower, gelu_stack)
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -210,11 +211,7 @@ class Qwen3VLTower(QwenTower):
         return torch.cat(rows, dim=-1)
 
 
-def build(
-    settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
-) -> Qwen3VLTower:
-    """The tower with freshly drawn weights, the same in every layout."""
-    return build_tower(Qwen3VLTower, settings, gelu_stack(settings), ctx, output_size, seed)
+build = partial(build_tower, Qwen3VLTower, gelu_stack)
 
 
 # Defaults of transformers' `Qwen3VLVideoProcessor`, for what a folder's file leaves out.

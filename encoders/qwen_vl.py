@@ -15,6 +15,7 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -172,11 +173,10 @@ class QwenVLTower(QwenTower):
         packed = super().pack(grids)
         if self.side is None:
             return packed
-        frames = packed.segments.lengths
-        order = WindowOrder.of(packed.places, frames, self.merge_size, self.side)
-        device = packed.places.device
-        segments = engine.WindowedSegments.from_both(frames, order.lengths, device)
-        return replace(packed, segments=segments, places=order.sort(packed.places), order=order)
+        places, segments = packed.places, packed.segments
+        order = WindowOrder.of(places, segments.lengths, self.merge_size, self.side)
+        segments.windows = engine.PackedSegments.from_lengths(order.lengths, places.device)
+        return replace(packed, places=order.sort(places), order=order)
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Hidden states (P', 1, D) -> rows (N', H)."""
@@ -194,11 +194,7 @@ class QwenVLTower(QwenTower):
         return rows[self.part.own(order.back, len(order.back))]
 
 
-def build(
-    settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
-) -> QwenVLTower:
-    """The tower with freshly drawn weights, the same in every layout."""
-    return build_tower(QwenVLTower, settings, gated_stack(settings), ctx, output_size, seed)
+build = partial(build_tower, QwenVLTower, gated_stack)
 
 
 # Defaults of transformers' `Qwen2VLVideoProcessor`, for what a folder's file leaves out.

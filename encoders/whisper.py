@@ -14,6 +14,7 @@ H language hidden. A prime marks this rank's part.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -201,12 +202,7 @@ class WhisperTower(Tower[PackedItems]):
         return self.projector(stacked)
 
 
-def build(
-    settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int
-) -> WhisperTower:
-    """The tower with freshly drawn weights, the same in every layout."""
-    shape = gelu_stack(settings, approximate="none")
-    return build_tower(WhisperTower, settings, shape, ctx, output_size, seed)
+build = partial(build_tower, WhisperTower, partial(gelu_stack, approximate="none"))
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:

@@ -1,14 +1,15 @@
 """Core attention of transformers' layers by the project's kernels, and the same by dense masks.
 
-The kernels stand in transformers' registry of attention functions under `NAME`. No function for
-masks is registered under it, and transformers then builds none. Segments of a packed sequence never
-see each other.
+The kernels stand in transformers' registry of attention functions under `NAME` and `TOWER_NAME`. No
+function for masks is registered under them, and transformers then builds none. Segments of a packed
+sequence never see each other.
 
 Letters: B sequences (1 for packed) of S tokens (T packed), N heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from mimo.engines.megatron.acceleration import this_machine
-from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm, batch_plan
+from mimo.engines.megatron.layers.attention_plan import LayerForm, batch_plan
 from mimo.engines.megatron.layers.kernel_choice import AttentionCase, own_kernel
 from mimo.engines.megatron.segments import PackedSegments
 
 NAME = "mimo_segments"
 """As `attn_implementation`."""
+TOWER_NAME = "mimo_flash_segments"
+"""Of towers: if "flash" is in it, transformers attends over all segments in one call."""
 
 # What transformers hands to attention functions and no kernel of ours computes.
 _REFUSED = {
@@ -36,14 +39,19 @@ _REFUSED = {
 class Segments:
     """Which tokens a forward pass attends over; goes through the layers by keyword.
 
-    packed: None for a batch, whose sequences are segments of one length. recompute: whether core
-    attention is computed again in the backward pass.
+    packings: the ways in which it packs its tokens, one in a language model; none for a batch,
+    whose sequences are segments of one length. recompute: whether core attention is computed again
+    in the backward pass.
     No dataclass: FSDP2 copies those in what a layer is called with, without the plans in them.
     """
 
-    def __init__(self, packed: PackedSegments | None, recompute: bool) -> None:
-        self.packed = packed
-        self.recompute = recompute
+    def __init__(self, packings: Iterable[PackedSegments], recompute: bool) -> None:
+        self.packings, self.recompute = tuple(packings), recompute
+
+    def of(self, bounds: Tensor | None) -> PackedSegments | None:
+        """The packing with these bounds; without any the only one, if there is one."""
+        own = (one for one in self.packings if bounds is None or one.cu_seqlens_q is bounds)
+        return next(own, None)
 
 
 def layer_form(
@@ -52,25 +60,6 @@ def layer_form(
     """How layers attend that compute in ``dtype``. window: keys that a query sees, its own too."""
     case = AttentionCase(head_size, causal, window=window)
     return LayerForm(own_kernel(case, dtype, this_machine()), causal, window)
-
-
-def by_kernel(
-    form: LayerForm,
-    plan: AttentionPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    recompute: bool,
-) -> Tensor:
-    """query (B, N, S, D), key and value (B, G, S, D) as transformers has them -> (B·S, N, D).
-
-    recompute: in the backward pass, so that nothing of it is kept.
-    """
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if recompute:
-        return checkpoint(form.attend, q, k, v, plan, scale, use_reentrant=False)
-    return form.attend(q, k, v, plan, scale)
 
 
 def attend(
@@ -83,25 +72,32 @@ def attend(
     segments: Segments,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query (B, N, S, D), key and value (B, G, S, D) of this rank's heads -> (B, S, N, D).
 
+    cu_seq_lens_q: from a tower's layer, whose tokens see their whole segment: the bounds of those.
     Raises ValueError for what no kernel computes, such as a soft cap.
     """
     for name, what in _REFUSED.items():
         if others.get(name):
-            raise ValueError(f"language.engine = fsdp: no kernel has {what} ({others[name]})")
+            raise ValueError(f"engine = fsdp: no kernel has {what} ({others[name]})")
     assert attention_mask is None, "what a query sees follows from the segments"
     batch, _, length, head_size = query.shape
-    form = layer_form(head_size, query.dtype, window=sliding_window)
-    packed = segments.packed
+    form = layer_form(head_size, query.dtype, cu_seq_lens_q is None, sliding_window)
+    packed = segments.of(cu_seq_lens_q)
     plan = batch_plan(form, length, batch, query.device) if packed is None else packed.plan(form)
     scale = head_size**-0.5 if scaling is None else scaling
-    out = by_kernel(form, plan, query, key, value, scale, segments.recompute)
+    given = *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)), plan, scale
+    if segments.recompute:
+        out = checkpoint(form.attend, *given, use_reentrant=False)
+    else:
+        out = form.attend(*given)
     return out.unflatten(0, (batch, length)), None
 
 
+AttentionInterface.register(TOWER_NAME, attend)
 AttentionInterface.register(NAME, attend)
 
 

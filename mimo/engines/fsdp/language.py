@@ -109,7 +109,7 @@ class LanguageModel(Wrapper):
 
     def _attention(self, packed: PackedSegments | None, device: torch.device) -> dict[str, Any]:
         if self.ctx.mesh is not None:
-            return {"segments": Segments(packed, self.ctx.recompute == "selective")}
+            return {"segments": Segments(filter(None, [packed]), self.ctx.recompute == "selective")}
         if packed is None:
             return {}
         return {"attention_mask": dense_masks(packed, self.text.config, device)}

@@ -4,7 +4,7 @@ What depends on the items' grids alone is worked out on the host, ahead of the f
 to transformers, which takes it instead of asking the device for it.
 
 Letters: I items, P patches of all items, C numbers of each, N rows, L levels, H hidden size of the
-language model, T tokens, N' heads, D head size.
+language model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
@@ -28,50 +28,13 @@ from transformers.vision_utils import (
 )
 
 from mimo.device import send
-from mimo.engines.fsdp.attention import by_kernel, layer_form
+from mimo.engines.fsdp.attention import TOWER_NAME, Segments, layer_form
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
 from mimo.engines.fsdp.meta import on_meta, restore_buffers
 from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.segments import PackedSegments, brought
 
-# transformers asks whether "flash" is in the name: then it attends over all segments in one call.
-_PACKED = "mimo_flash_segments"
 MakeRows = Callable[[Tensor, tuple[int, ...]], Any]
-
-
-class _Packings:
-    """The ways in which a forward packs its tokens, found again by the bounds of segments.
-
-    No dataclass: FSDP2 copies those in what a layer is called with, without the plans in them.
-    """
-
-    def __init__(self, packed: tuple[PackedSegments, ...], recompute: bool) -> None:
-        self.packed, self.recompute = packed, recompute
-
-    def of(self, bounds: Tensor) -> PackedSegments:
-        """The packing with these bounds."""
-        return next(one for one in self.packed if one.cu_seqlens_q is bounds)
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: Tensor,
-    packings: _Packings,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """query, key, value (1, N', T, D) -> (1, T, N', D); registered under `_PACKED`."""
-    form = layer_form(query.shape[-1], query.dtype, causal=False)
-    plan = packings.of(cu_seq_lens_q).plan(form)
-    return by_kernel(form, plan, query, key, value, scaling, packings.recompute)[None], None
-
-
-AttentionInterface.register(_PACKED, _attend)
 
 
 @dataclass(frozen=True)
@@ -109,7 +72,7 @@ class Tower(Wrapper):
             self.add_module(part.rpartition(".")[2], module)
             if self.packs and ctx.mesh is not None:
                 # By name alone: transformers would look for a package of that name.
-                module.config._attn_implementation = _PACKED
+                module.config._attn_implementation = TOWER_NAME
         self.name_as_in(whole)
         self.config, self.make_rows = config, make_rows
         self.units = list(self._layers())
@@ -237,7 +200,7 @@ class QwenTower(Tower):
     def _rows(self, values: Tensor, items: PreparedItems) -> Tensor:
         options = dict(items.options)
         if self.ctx.mesh is not None:
-            options["packings"] = _Packings(items.packed, self.ctx.recompute == "selective")
+            options["segments"] = Segments(items.packed, self.ctx.recompute == "selective")
         made = self.visual(values, grid_thw=items.grids, **options)
         levels = made.get("deepstack_features") or ()
         return torch.cat((made.pooler_output, *levels), dim=-1)

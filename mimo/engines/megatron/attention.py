@@ -11,7 +11,7 @@ other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
 from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm, batch_plan
 from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel, own_kernel
 from mimo.engines.megatron.layers.rows import gather_lane
-from mimo.engines.megatron.layers.windows import WindowAttention
 from mimo.engines.megatron.segments import PackedSegments
 
 
@@ -132,6 +131,26 @@ class CoreAttention(nn.Module):
             both = gather_lane(torch.cat((key, value), dim=1), plan.lane, self.cp)
             key, value = both.chunk(2, dim=1)
         return self.form.attend(query, key, value, plan, self.scale)
+
+
+class WindowAttention(nn.Module):
+    """The core attention of other layers, with `PackedSegments.windows` in place of segments.
+
+    A window is a part of a segment in which every token sees every other, such as a square of an
+    image's patches; tokens are ordered so that each window is a stretch of its segment.
+    """
+
+    def __init__(self, core: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.core = core(**options)
+
+    def forward(
+        self, *args: Any, packed_seq_params: PackedSegments | None = None, **kwargs: Any
+    ) -> Tensor:
+        """As the core attention of other layers."""
+        windows = packed_seq_params and packed_seq_params.windows
+        assert windows is not None, "window attention needs windows"
+        return self.core(*args, packed_seq_params=windows, **kwargs)
 
 
 def forms_in(modules: Iterable[nn.Module]) -> frozenset[LayerForm]:

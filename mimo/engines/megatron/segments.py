@@ -34,11 +34,13 @@ class PackedSegments(PackedSeqParams):
     that of the whole lane even under context parallelism; padding at the end is a separate segment.
     items: (start, length) in the lane, ascending, of the items whose tokens see each other in both
     directions; empty where attention is merely causal.
+    windows: the parts of segments that some layers attend inside; see `WindowAttention`.
     plans: by form, how core attention treats the segments; see `prepare`.
     """
 
     lengths: tuple[int, ...]
     items: tuple[tuple[int, int], ...] = ()
+    windows: PackedSegments | None = None
     # Not handed on by `dataclasses.replace`: its tensors may be on another device.
     plans: dict[LayerForm, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -90,7 +92,10 @@ class PackedSegments(PackedSeqParams):
         the layers that work. copy: brings a host tensor to the device, so that it is there before
         the layers run; None for a copy on the current stream.
         """
-        missing = [form for form in dict.fromkeys(forms) if form not in self.plans]
+        forms = dict.fromkeys(forms)
+        if self.windows is not None:
+            self.windows.prepare(forms, copy)
+        missing = [form for form in forms if form not in self.plans]
         if not missing:
             return
         assert self.cu_seqlens_q is not None, "made by from_lengths"

@@ -34,12 +34,11 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from mimo.engines.megatron.acceleration import layers_of
-from mimo.engines.megatron.attention import core_attention
+from mimo.engines.megatron.attention import WindowAttention, core_attention
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.deepstack import DeepStackLayer
 from mimo.engines.megatron.layers.norms import norm_class
 from mimo.engines.megatron.layers.self_attention import SelfAttention
-from mimo.engines.megatron.layers.windows import WindowAttention
 from mimo.engines.megatron.lora import (
     LoRAColumnParallelLinear,
     LoRARowParallelLinear,
@@ -92,7 +91,7 @@ def layer_spec(
 ) -> ModuleSpec:
     """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels.
 
-    lora: its adapters. windowed: it attends inside the windows of `WindowedSegments`.
+    lora: its adapters. windowed: it attends inside windows.
     """
     linears = _linears(config, lora)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
@@ -155,7 +154,7 @@ def build_stack(
     """The layers of one stage, or of one chunk of it: (S, B, H) -> (S, B, H).
 
     window_layers: those that attend inside windows, counted from 0 over all stages; only without
-        ``causal``. With any, a forward needs `WindowedSegments`.
+        ``causal``. With any, a forward needs `PackedSegments.windows`.
     """
     assert not (causal and window_layers), "windows of segments have no order to be causal in"
     layers = [

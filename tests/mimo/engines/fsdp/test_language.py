@@ -141,7 +141,7 @@ def test_problems_name_what_there_is() -> None:
 
 def test_kernels_refuse_a_soft_cap_by_name() -> None:
     q = torch.zeros(1, 2, 4, 8)
-    given = {"segments": Segments(None, recompute=False), "softcap": 30.0}
+    given = {"segments": Segments((), recompute=False), "softcap": 30.0}
     with pytest.raises(ValueError, match=r"a soft cap on attention scores \(30"):
         attend(nn.Module(), q, q, q, None, **given)
 

@@ -326,12 +326,13 @@ def test_another_copy_may_bring_plans_and_their_values_arrive() -> None:
     assert not replace(segments, max_seqlen_q=1).plans
 
 
-def test_windowed_segments_prepare_both() -> None:
+def test_segments_with_windows_prepare_both() -> None:
     from mimo.engines.megatron.layers.attention_plan import LayerForm
-    from mimo.engines.megatron.layers.windows import WindowedSegments
+    from mimo.engines.megatron.segments import PackedSegments
 
     form = LayerForm("torch_varlen", causal=False)
-    segments = WindowedSegments.from_both((6, 4), (2, 4, 4), torch.device("cpu"))
+    segments = PackedSegments.from_lengths((6, 4), torch.device("cpu"))
+    segments.windows = PackedSegments.from_lengths((2, 4, 4), torch.device("cpu"))
     segments.prepare([form])
     assert segments.plans[form].calls[0].blocks.query_bounds.tolist() == [0, 6, 10]
     assert segments.windows.plans[form].calls[0].blocks.query_bounds.tolist() == [0, 2, 6, 10]

@@ -184,8 +184,7 @@ def test_a_module_says_which_kernels_its_layers_got() -> None:
     from megatron.core.transformer.attention import SelfAttention
     from torch import nn
 
-    from mimo.engines.megatron.attention import kernels_in
-    from mimo.engines.megatron.layers.windows import WindowAttention
+    from mimo.engines.megatron.attention import WindowAttention, kernels_in
     from tests.mimo.engines.megatron.test_attention import core_attention
 
     cores = [
