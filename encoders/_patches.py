@@ -151,9 +151,7 @@ class PatchTower(Tower[PackedPatches]):
             if positions is not None:
                 self.pos_embed = positions()
                 self.part.sum_gradients(self.pos_embed)
-        self.blocks = engine.build_stack(
-            config, ctx, causal=False, final_norm=True, window_layers=window_layers
-        )
+        self.blocks = engine.build_stack(config, ctx, window_layers)
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
         """An image one row high."""

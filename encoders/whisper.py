@@ -153,7 +153,7 @@ class WhisperTower(Tower[PackedItems]):
             self.conv2 = ItemConvolution(size, size, 3, dtype=ctx.dtype)
             self.part.sum_gradients(self.conv1)
             self.part.sum_gradients(self.conv2)
-        self.blocks = engine.build_stack(config, ctx, causal=False, final_norm=True)
+        self.blocks = engine.build_stack(config, ctx)
         if ctx.is_last_stage:
             stacked = size * settings.tokens_per_row
             self.projector = engine.ParallelMLP(

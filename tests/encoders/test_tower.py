@@ -66,7 +66,7 @@ class SoundTower(Tower[Sounds]):
         if ctx.is_first_stage:
             self.stem = nn.Conv1d(NUM_MELS, size, 3, stride=2, padding=1, dtype=ctx.dtype)
             self.part.sum_gradients(self.stem)
-        self.blocks = engine.build_stack(config, ctx, causal=False)
+        self.blocks = engine.build_stack(config, ctx)
         if ctx.is_last_stage:
             self.projector = nn.Linear(size, output_size, dtype=ctx.dtype)
             self.part.sum_gradients(self.projector)

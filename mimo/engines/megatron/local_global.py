@@ -11,7 +11,6 @@ D head size, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -98,19 +97,11 @@ def local_global_layer_spec(config: TransformerConfig, lora: LoRA | None) -> Mod
     Its core attention is always ours: Transformer Engine's cannot let the tokens of an item see
     each other.
     """
-    plain = layer_spec(config, lora, causal=True)
-    add = ModuleSpec(module=NormedAdd, params={"config": config})
-    attention = plain.submodules.self_attention  # type: ignore[union-attr]
-    attention = replace(
-        attention,
-        submodules=replace(
-            attention.submodules, core_attention=partial(CoreAttention, whole_items=True)
-        ),
+    return layer_spec(
+        config,
+        lora,
+        causal=True,
+        core=partial(CoreAttention, whole_items=True),
+        add=ModuleSpec(module=NormedAdd, params={"config": config}),
+        layer=LocalGlobalLayer,
     )
-    submodules: Any = replace(
-        plain.submodules,  # type: ignore[type-var]
-        self_attention=attention,
-        self_attn_bda=add,
-        mlp_bda=add,
-    )
-    return ModuleSpec(module=LocalGlobalLayer, submodules=submodules)

@@ -87,20 +87,24 @@ def _adding_to_main_grad(linear: Any, *args: Any, config: TransformerConfig, **o
 
 
 def layer_spec(
-    config: TransformerConfig, lora: LoRA | None, causal: bool, windowed: bool = False
+    config: TransformerConfig,
+    lora: LoRA | None,
+    causal: bool,
+    core: Any = None,
+    add: Any = get_bias_dropout_add,
+    layer: type[TransformerLayer] | None = None,
 ) -> ModuleSpec:
     """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels.
 
-    lora: its adapters. windowed: it attends inside windows.
+    lora: its adapters. core: its core attention; None for the best. add: what adds attention and
+    MLP to the residual stream. layer: its class; None for the usual one.
     """
-    linears = _linears(config, lora)
+    linears, norm = _linears(config, lora), norm_of(config)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    norm = norm_of(config)
     qk_norm = norm if config.qk_layernorm else None
-    core = core_attention(config, causal)
     attention = SelfAttentionSubmodules(
         linear_qkv=linears["qkv"],
-        core_attention=partial(WindowAttention, core) if windowed else core,  # type: ignore[arg-type]
+        core_attention=core or core_attention(config, causal),
         linear_proj=linears["proj"],
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
@@ -111,16 +115,16 @@ def layer_spec(
         ffn_hidden_size=config.ffn_hidden_size,
     )
     return ModuleSpec(
-        module=DeepStackLayer if causal else TransformerLayer,
+        module=layer or (DeepStackLayer if causal else TransformerLayer),
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,  # type: ignore[arg-type]
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": mask}, submodules=attention
             ),
-            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+            self_attn_bda=add,
             pre_mlp_layernorm=norm,  # type: ignore[arg-type]
             mlp=mlp,  # type: ignore[arg-type]
-            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+            mlp_bda=add,
         ),
     )
 
@@ -145,26 +149,23 @@ def stack_spec(
 
 
 def build_stack(
-    config: TransformerConfig,
-    ctx: ModuleContext,
-    causal: bool,
-    final_norm: bool = True,
-    window_layers: Collection[int] = (),
+    config: TransformerConfig, ctx: ModuleContext, window_layers: Collection[int] = ()
 ) -> TransformerBlock:
-    """The layers of one stage, or of one chunk of it: (S, B, H) -> (S, B, H).
+    """The layers of one stage of a tower, whose tokens see their whole segment.
 
-    window_layers: those that attend inside windows, counted from 0 over all stages; only without
-        ``causal``. With any, a forward needs `PackedSegments.windows`.
+    (S, B, H) -> (S, B, H). window_layers: those that attend inside windows, counted from 0 over all
+    stages; with any, a forward needs `PackedSegments.windows`.
     """
-    assert not (causal and window_layers), "windows of segments have no order to be causal in"
+    windows = partial(WindowAttention, core_attention(config, causal=False))
     layers = [
-        layer_spec(config, ctx.lora, causal, windowed=number in window_layers)
+        layer_spec(
+            config, ctx.lora, causal=False, core=windows if number in window_layers else None
+        )
         for number in layers_here(config, ctx.groups, ctx.chunk)
     ]
     block = TransformerBlock(
         config,
         stack_spec(config, layers),
-        post_layer_norm=final_norm,
         pre_process=ctx.is_first_stage,
         post_process=ctx.is_last_stage,
         pg_collection=ctx.groups,
