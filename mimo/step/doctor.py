@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bridge import imbalance
 from data.index.lookup import column, items_of_samples
-from data.index.reader import SampleReader, UnreadableSample
+from data.index.reader import UnreadableSample
 from data.media.image_files import thumbnail_url
 from data.text.chat import ChatTokenizer, EncodedSample
 from mimo.errors import InputError
@@ -203,18 +203,6 @@ def largest(dataset: Dataset, looked: Looked) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A sample to look at. pieces: of its text, in order. pictures: uint8 (height, width, 3)."""
-
-    key: str
-    shard: str
-    tokens: int
-    loss_tokens: int
-    pieces: list[Piece]
-    pictures: list[np.ndarray] = field(repr=False)
-
-
-@dataclass(frozen=True)
 class Piece:
     """Tokens beside each other of one kind. learned: whether the loss counts them.
 
@@ -230,55 +218,53 @@ class Piece:
 def pieces(chat: ChatTokenizer, sample: EncodedSample) -> list[Piece]:
     """A sample's text as the model sees it."""
     ids = sample.input_ids
-    learned = np.append(False, sample.loss_mask[:-1] > 0)  # whether to write this token
-    special = np.array([chat.text([one], special=False) == "" for one in ids.tolist()], bool)
-    found = []
-    for key, run in itertools.groupby(
-        range(len(ids)), lambda i: (learned[i], special[i], ids[i] if special[i] else -1)
-    ):
-        own = ids[list(run)]
-        times = len(own) if key[1] else 1
-        text = chat.text(own[:1] if key[1] else own)
-        found.append(Piece(text, bool(key[0]), bool(key[1]), times))
+    learned = np.append(False, sample.loss_mask[:-1] > 0).tolist()  # whether to write this token
+    special = [chat.text([one], special=False) == "" for one in ids.tolist()]
+    kinds = zip(learned, special, np.where(special, ids, -1).tolist(), strict=True)
+    found, start = [], 0
+    for (is_learned, is_special, _), run in itertools.groupby(kinds):
+        times = len(list(run))
+        text = chat.text(ids[start : start + (1 if is_special else times)])
+        found.append(Piece(text, is_learned, is_special, times if is_special else 1))
+        start += times
     return found
 
 
-def read_some(dataset: Dataset, looked: Looked) -> tuple[list[Rendered], list[dict[str, Any]], int]:
+def read_some(
+    dataset: Dataset, looked: Looked
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
     """Samples in random places: the first readable ones, the unreadable ones, and how many of all.
 
-    Their files are decoded, which the index does not do.
+    Their files are decoded, which the index does not do. Of readable ones: key, shard, how many
+    tokens, and how many with a loss, pieces of the text, pictures uint8 (height, width, 3).
     """
     places = np.random.default_rng(_SEED).permutation(len(looked.sample))[:_READ]
-    shown, bad = list[Rendered](), list[dict[str, Any]]()
+    shown, bad = list[dict[str, Any]](), list[dict[str, Any]]()
     for place in places.tolist():
         reader, sample = dataset.readers[looked.source[place]], int(looked.sample[place])
+        index = reader.index
         try:
-            encoded, pictures = reader.sample(sample), list(_pictures(reader, sample))
+            encoded = reader.sample(sample)
+            pictures = [
+                reader.media(item).picture(reader.decoded(item, file))
+                for item in index.parts_of_sample(sample)
+                for file in index.files_of_part(item)
+            ]
         except UnreadableSample as error:
             bad.append(vars(error.sample))
             continue
         if len(shown) < _RENDERED:
-            index, learned = reader.index, int(encoded.loss_mask.sum())
-            where = index.key(sample), index.shard_of(sample)
-            own = pieces(reader.chat, encoded)
-            shown.append(Rendered(*where, len(encoded.input_ids), learned, own, pictures))
+            one = {"key": index.key(sample), "shard": index.shard_of(sample)}
+            one |= {"tokens": len(encoded.input_ids), "loss_tokens": int(encoded.loss_mask.sum())}
+            text = pieces(reader.chat, encoded)
+            shown.append(one | {"pieces": text, "pictures": pictures[:_PICTURES]})
     return shown, bad, len(places)
-
-
-def _pictures(reader: SampleReader, sample: int) -> Iterator[np.ndarray]:
-    """Decodes all files, and gives pictures of the first."""
-    number = itertools.count()
-    for item in reader.index.parts_of_sample(sample):
-        for file in reader.index.files_of_part(item):
-            picture = reader.media(item).picture(reader.decoded(item, file))
-            if next(number) < _PICTURES:
-                yield picture
 
 
 # ---------------------------------------------------------------------------- the whole
 
 
-def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list[Rendered]]:
+def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """All figures of a recipe's training data, as JSON takes them, and samples to look at.
 
     Builds the index where there is none. Raises RecipeError.
@@ -314,7 +300,7 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
     }, shown
 
 
-def render(reports: Sequence[tuple[str, tuple[dict[str, Any], list[Rendered]]]]) -> str:
+def render(reports: Sequence[tuple[str, tuple[dict[str, Any], list[dict[str, Any]]]]]) -> str:
     """The page of the reports of phases by title: figures and samples as of `examine`."""
     environment = Environment(
         loader=PackageLoader("mimo.step", ""),

@@ -25,7 +25,6 @@ from mimo.step.dataset import (
 )
 from mimo.step.doctor import (
     Piece,
-    Rendered,
     examine,
     histogram,
     look,
@@ -106,8 +105,8 @@ def test_figures_are_those_of_the_samples_themselves(recipe: Path) -> None:
         assert (of[name]["least"], of[name]["most"]) == (min(values), max(values))
 
     assert len(shown) == 12
-    assert {one.key for one in shown} == set(expected)
-    assert sum(len(one.pictures) for one in shown) == index.num_items
+    assert {one["key"] for one in shown} == set(expected)
+    assert sum(len(one["pictures"]) for one in shown) == index.num_items
     assert json.loads(json.dumps(got)) == got
 
 
@@ -220,7 +219,8 @@ def test_the_page_needs_no_other_file_and_escapes_what_strangers_wrote(
 def test_texts_and_keys_of_samples_are_escaped_and_cut(recipe: Path) -> None:
     figures, _ = examine(load_recipe(recipe), None)
     long = [Piece(HOSTILE, True), Piece("x" * 10_000, False), Piece("never shown", False)]
-    sample = Rendered(HOSTILE, HOSTILE, 3, 1, long, [np.zeros((9, 9, 3), np.uint8)])
+    sample = {"key": HOSTILE, "shard": HOSTILE, "tokens": 3, "loss_tokens": 1, "pieces": long}
+    sample["pictures"] = [np.zeros((9, 9, 3), np.uint8)]
     text = render([(HOSTILE, (figures, [sample])), ("second", (figures, []))])
     assert "<script" not in text
     assert "never shown" not in text
@@ -243,4 +243,4 @@ def test_unreadable_samples_are_named_beside_those_of_the_index(
     (one,) = got["bad"]["named"]
     assert (one["key"], one["item"]) == ("sample0000", 0)
     assert len(shown) == 3
-    assert "sample0000" not in {sample.key for sample in shown}
+    assert "sample0000" not in {sample["key"] for sample in shown}
