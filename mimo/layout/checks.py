@@ -4,9 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from mimo.engines.megatron.acceleration import fp8_multiple
-from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout, sequence_multiple
 from mimo.layout.levels import minimum_run_ahead
-from mimo.layout.padding import sequence_multiple
 from mimo.recipe.schema import Recipe, key_of
 
 

@@ -4,21 +4,12 @@ A grid is a block of consecutive ranks seen as `arange(size).view(pp, dp, cp, tp
 tp varies fastest, then cp, then dp, then pp. `mimo.layout.build` places the grids of a recipe.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mimo.layout.levels import Link, minimum_run_ahead
 from mimo.recipe.schema import LANGUAGE, Recipe
-
-__all__ = [
-    "LANGUAGE",
-    "Coords",
-    "GridSpec",
-    "Layout",
-    "num_microbatches",
-    "posted_ahead",
-    "run_ahead",
-]
 
 
 class Coords(NamedTuple):
@@ -159,3 +150,31 @@ def posted_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
 def _least_run_ahead(recipe: Recipe, layout: Layout) -> int:
     language, microbatches = layout.language, num_microbatches(recipe, layout)
     return minimum_run_ahead(language.pp, language.vpp, microbatches)
+
+
+def segment_multiple(cp: int) -> int:
+    """The multiple for the tokens of each segment of a packed sequence: it has 2·cp chunks."""
+    return 2 * cp if cp > 1 else 1
+
+
+def sequence_multiple(cp: int, tp: int, sp: bool, tokens_on_rank: int = 1) -> int:
+    """The multiple for the tokens of each whole sequence, packed or not.
+
+    Sequence parallelism cuts a context-parallel rank's share of the sequence into tp parts.
+    tokens_on_rank: the multiple for the part of it that a rank holds.
+    """
+    parts = tp if sp else 1
+    return math.lcm(segment_multiple(cp) * parts, tokens_on_rank * cp * parts)
+
+
+def fixed_tokens(recipe: Recipe, layout: Layout) -> int | None:
+    """Tokens that every packed sequence is padded to; None for those it needs.
+
+    User buffers have one size: `train.tp_comm_overlap`.
+    """
+    tokens = recipe.data.tokens_per_microbatch
+    if not recipe.train.tp_comm_overlap or tokens is None:
+        return None
+    grid = layout.language
+    multiple = sequence_multiple(grid.cp, grid.tp, grid.sp)
+    return -(-tokens // multiple) * multiple

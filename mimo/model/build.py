@@ -40,9 +40,8 @@ from mimo.families.registry import (
 )
 from mimo.hf.initial import InitialWeights
 from mimo.layout.defaults import overlap_of
-from mimo.layout.grids import LANGUAGE, encode_group, posted_ahead, run_ahead
+from mimo.layout.grids import LANGUAGE, encode_group, fixed_tokens, posted_ahead, run_ahead
 from mimo.layout.groups import Topology
-from mimo.layout.padding import fixed_tokens
 from mimo.model.flops import learning_names
 from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel

@@ -14,14 +14,12 @@ Letters: B batch (1 for packed), S sequence (T packed tokens), H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import Tensor
 
 from mimo.engines.megatron.groups import scatter_sequence
 from mimo.engines.megatron.segments import PackedSegments, zigzag_indices
-from mimo.layout.padding import sequence_multiple
+from mimo.layout.grids import sequence_multiple
 
 
 class PartitionAdapter:
@@ -47,7 +45,17 @@ class PartitionAdapter:
         packed_seq_params: the segments of a packed sequence; None for a batch.
         Raises ValueError, naming the recipe key, for lengths that do not divide.
         """
-        return self._scatter(self._cut(embeddings, 0, packed_seq_params))
+        embeddings = self._cut(embeddings, 0, packed_seq_params)
+        if not self.sequence_parallel:
+            return embeddings
+        cp, tp = self.cp.size(), self.tp.size()
+        tokens, multiple = embeddings.shape[0] * cp, sequence_multiple(cp, tp, sp=True)
+        if tokens % multiple:
+            raise ValueError(
+                f"language.grid.sp: a sequence of {tokens} tokens is not a multiple of {multiple} "
+                f"(language.grid.tp {tp}, cp {cp}); pad it"
+            )
+        return scatter_sequence(embeddings, group=self.tp)
 
     def slice_tokens(self, tokens: Tensor, packed_seq_params: PackedSegments | None) -> Tensor:
         """(B, S) -> (B, S/cp), CP only: labels, masks, positions, token ids before the lookup.
@@ -59,23 +67,11 @@ class PartitionAdapter:
     def _cut(self, tensor: Tensor, dim: int, packed_seq_params: PackedSegments | None) -> Tensor:
         if self.cp.size() == 1:
             return tensor
-        lengths: Sequence[int] = [tensor.shape[dim]]
+        lengths = (tensor.shape[dim],)
         if packed_seq_params is not None:
             lengths = packed_seq_params.lengths
             assert sum(lengths) == tensor.shape[dim], (
                 f"segments of {sum(lengths)} tokens for a sequence of {tensor.shape[dim]}"
             )
-        index = zigzag_indices(tuple(lengths), self.cp.size(), self.cp.rank())
+        index = zigzag_indices(lengths, self.cp.size(), self.cp.rank())
         return tensor.index_select(dim, index.to(tensor.device))
-
-    def _scatter(self, embeddings: Tensor) -> Tensor:
-        if not self.sequence_parallel:
-            return embeddings
-        cp, tp = self.cp.size(), self.tp.size()
-        tokens, multiple = embeddings.shape[0] * cp, sequence_multiple(cp, tp, sp=True)
-        if tokens % multiple:
-            raise ValueError(
-                f"language.grid.sp: a sequence of {tokens} tokens is not a multiple of {multiple} "
-                f"(language.grid.tp {tp}, cp {cp}); pad it"
-            )
-        return scatter_sequence(embeddings, group=self.tp)

@@ -16,9 +16,8 @@ from data.index.lookup import column
 from data.index.samples import Index
 from data.order import SampleOrder
 from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
-from mimo.layout.grids import Layout
+from mimo.layout.grids import Layout, segment_multiple, sequence_multiple
 from mimo.layout.levels import Link
-from mimo.layout.padding import segment_multiple, sequence_multiple
 from mimo.step.bridges import StepRows
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mimo.engines.megatron.acceleration import fp8_multiple
-from mimo.layout.grids import Layout, encode_group, num_microbatches
-from mimo.layout.padding import fixed_tokens
+from mimo.layout.grids import Layout, encode_group, fixed_tokens, num_microbatches
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, linear_tokens, token_budget
 from mimo.step.plan import StepPlanner

@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
-from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.layout.grids import LANGUAGE, GridSpec, Layout, sequence_multiple
 from mimo.layout.levels import minimum_run_ahead
-from mimo.layout.padding import sequence_multiple
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
 from mimo.recipe.source import dotted

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mimo.device import send
 from mimo.engines.megatron.layers.attention_kernels import KERNELS
-from mimo.engines.megatron.layers.item_attention import item_blocks
+from mimo.engines.megatron.layers.item_attention import item_calls, joined
 from mimo.engines.megatron.layers.rows import gather_rows
 from mimo.engines.megatron.segments import (
     AttentionBlocks,
@@ -77,11 +77,9 @@ class LayerForm:
             blocks = attention_blocks(lengths, self.causal, self.window, self.cp_size, self.cp_rank)
             return AttentionPlan(lane, (self._call(None, blocks),), None)
         assert self.causal, "without causal attention all tokens of a segment see each other"
-        found = item_blocks(lengths, items, self.window, self.cp_size, self.cp_rank)
-        calls = [(found.text_rows, found.text), (found.part_rows, found.parts)]
-        return AttentionPlan(
-            lane, tuple(self._call(rows, b) for rows, b in calls if b.queries), found.back
-        )
+        *calls, back = item_calls(lengths, items, self.window, self.cp_size, self.cp_rank)
+        found = (self._call(joined(one.rows), one.blocks) for one in calls if one.queries)
+        return AttentionPlan(lane, tuple(found), back)
 
     def _call(self, rows: Tensor | None, blocks: AttentionBlocks) -> KernelCall:
         return KernelCall(rows, KERNELS[self.kernel].prepare(blocks))

@@ -12,7 +12,7 @@ a key is read only by queries that see it, and a batch without items costs nothi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -21,41 +21,58 @@ from torch import Tensor
 from mimo.engines.megatron.segments import AttentionBlocks, check_divisible
 
 
-@dataclass(frozen=True)
-class ItemBlocks:
-    """What one rank computes, in two calls; Q are its query rows. Host tensors.
+@dataclass
+class ItemCall:
+    """What one rank computes in a call of the kernel, block by block as it is found. Host tensors.
 
-    text: causal blocks of the queries outside items. text_rows: (n,) int64, which of this rank's
-    rows they are.
-    parts: for each item and chunk of this rank that meet, a block of the queries there against all
-    keys that they see, up to the item's end. Not causal. part_rows: (m,) int64, as text_rows. With
-    a window a block's queries reach the item's end too, because windows are counted from there;
-    where another rank has those, the last of this rank's own is repeated.
-    back: (Q,) int64, brings the text rows followed by the parts' rows into order.
+    queries, keys, causal, window: as of `AttentionBlocks`. rows: for each block, which of this
+    rank's rows its queries are. counts: how many are real; then the last of them is repeated.
     """
 
-    text: AttentionBlocks
-    text_rows: Tensor
-    parts: AttentionBlocks
-    part_rows: Tensor
-    back: Tensor
+    causal: bool
+    window: int | None
+    queries: list[int] = field(default_factory=list)
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def add(self, row: int, count: int, padded: int, keys: tuple[int, int]) -> None:
+        """``count`` rows from ``row`` on, the last of them repeated up to ``padded``."""
+        self.rows.append(torch.arange(row, row + padded).clamp_(max=row + count - 1))
+        self.counts.append(count)
+        self.queries.append(padded)
+        self.keys.append(keys)
+
+    @property
+    def blocks(self) -> AttentionBlocks:
+        """As kernels take them."""
+        return AttentionBlocks(tuple(self.queries), tuple(self.keys), self.causal, self.window)
+
+    def places(self) -> Tensor:
+        """Where the real rows stand among the queries of the call."""
+        starts = accumulate(self.queries, initial=0)
+        return joined([torch.arange(a, a + n) for a, n in zip(starts, self.counts, strict=False)])
 
 
-def item_blocks(
+def item_calls(
     lengths: tuple[int, ...],
     items: tuple[tuple[int, int], ...],
     window: int | None,
     cp_size: int,
     cp_rank: int,
-) -> ItemBlocks:
+) -> tuple[ItemCall, ItemCall, Tensor]:
     """What rank ``cp_rank`` of ``cp_size`` computes for segments of these padded ``lengths``.
 
     items: (start, length) in the lane, ascending, each inside one segment. window: keys that a
     query sees, up to its own; None for all.
+    Returns the call of the queries outside items, causal; that of the parts of items, for each item
+    and chunk of this rank that meet a block of the queries there against all keys that they see, up
+    to the item's end; and (Q,) int64, which brings the rows of both into order. With a window the
+    parts' queries reach the item's end too, because windows are counted from there.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     check_divisible(lengths, cp_size)
-    text, parts = _Call(), _Call()
+    text, parts = ItemCall(True, window), ItemCall(False, window)
     start = row = 0
     for length in lengths:
         own = [(a, n) for a, n in items if start <= a < start + length]
@@ -74,49 +91,14 @@ def item_blocks(
                 row += count
         start += length
     back = torch.empty(row, dtype=torch.int64)
-    back[text.real()] = text.places()
-    back[parts.real()] = parts.places() + text.num_rows
-    return ItemBlocks(
-        text=AttentionBlocks(tuple(text.queries), tuple(text.keys), True, window),
-        text_rows=_joined(text.rows),
-        parts=AttentionBlocks(tuple(parts.queries), tuple(parts.keys), False, window),
-        part_rows=_joined(parts.rows),
-        back=back,
-    )
+    for call, before in ((text, 0), (parts, sum(text.queries))):
+        real = joined([rows[:n] for rows, n in zip(call.rows, call.counts, strict=True)])
+        back[real] = call.places() + before
+    return text, parts, back
 
 
-class _Call:
-    """The blocks of one call as they are found. rows: of this rank, one for each query."""
-
-    def __init__(self) -> None:
-        self.queries: list[int] = []
-        self.keys: list[tuple[int, int]] = []
-        self.rows: list[Tensor] = []
-        self.counts: list[int] = []
-
-    def add(self, row: int, count: int, padded: int, keys: tuple[int, int]) -> None:
-        """``count`` rows from ``row`` on, the last of them repeated up to ``padded``."""
-        self.rows.append(torch.arange(row, row + padded).clamp_(max=row + count - 1))
-        self.counts.append(count)
-        self.queries.append(padded)
-        self.keys.append(keys)
-
-    @property
-    def num_rows(self) -> int:
-        """Queries of the call, repeated ones included."""
-        return sum(self.queries)
-
-    def real(self) -> Tensor:
-        """The rows without repetitions."""
-        return _joined([rows[:n] for rows, n in zip(self.rows, self.counts, strict=True)])
-
-    def places(self) -> Tensor:
-        """Where these stand among the queries of the call."""
-        starts = accumulate(self.queries, initial=0)
-        return _joined([torch.arange(a, a + n) for a, n in zip(starts, self.counts, strict=False)])
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
+def joined(parts: list[Tensor]) -> Tensor:
+    """int64 tensors end to end; there may be none."""
     return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
 

@@ -26,7 +26,7 @@ from mimo.engines.megatron.acceleration import (
 from mimo.errors import RecipeError
 from mimo.generate.one_rank import one_rank_recipe
 from mimo.hf.recipes import load_recipe
-from mimo.layout.padding import sequence_multiple
+from mimo.layout.grids import sequence_multiple
 from mimo.model.recipe_checks import check_device, check_recipe
 from tests import language_steps
 from tests.conftest import RunRanks

@@ -135,15 +135,15 @@ def packed_lanes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int
 
 @given(packed_lanes(), st.none() | st.integers(1, 12))
 def test_the_blocks_of_all_ranks_are_the_mask(lane: Any, window: int | None) -> None:
-    from mimo.engines.megatron.layers.item_attention import item_blocks
+    from mimo.engines.megatron.layers.item_attention import item_calls, joined
     from mimo.engines.megatron.segments import zigzag_indices
 
     lengths, items, cp = lane
     mask = visible(lengths, items, window)
     for rank in range(cp):
         mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
-        found = item_blocks(lengths, items, window, cp, rank)
-        calls = [(found.text, found.text_rows), (found.parts, found.part_rows)]
+        *found, back = item_calls(lengths, items, window, cp, rank)
+        calls = [(call.blocks, joined(call.rows)) for call in found]
         # What each query of both calls sees, by what blocks and windows mean.
         seen = []
         for blocks, rows in calls:
@@ -157,8 +157,8 @@ def test_the_blocks_of_all_ranks_are_the_mask(lane: Any, window: int | None) -> 
                     sees = sees & (key > own - blocks.window)
                 seen.append(sees.expand(count, -1))
         rows = torch.cat([rows for _, rows in calls])
-        assert torch.equal(rows[found.back], torch.arange(len(mine)))
-        assert torch.equal(torch.cat(seen)[found.back], mask[mine])
+        assert torch.equal(rows[back], torch.arange(len(mine)))
+        assert torch.equal(torch.cat(seen)[back], mask[mine])
 
 
 def test_seeing_items_whole_changes_the_output() -> None:

@@ -15,7 +15,7 @@ from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, Machine, over
 from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
-from mimo.layout.padding import fixed_tokens
+from mimo.layout.grids import fixed_tokens
 from mimo.model.recipe_checks import check_device, check_recipe
 from tests.conftest import RunRanks
 from tests.mimo import tiny
