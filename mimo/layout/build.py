@@ -139,11 +139,13 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
     for name, grid in grids.items():
         if name not in placed:
             starts = sorted({0, *(other.ranks.stop for other in placed.values())})
-            blocks = (replace(grid, rank_offset=start) for start in starts)
             placed[name] = next(
                 block
-                for block in blocks
-                if not any(block.shared_with(other) for other in placed.values())
+                for block in (replace(grid, rank_offset=start) for start in starts)
+                if all(
+                    block.ranks.stop <= other.ranks.start or other.ranks.stop <= block.ranks.start
+                    for other in placed.values()
+                )
             )
     return placed
 

@@ -1,7 +1,7 @@
 """What a layout must fulfil: how it uses ranks, and which sizes of a recipe they must divide."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from mimo.engines.megatron.acceleration import fp8_multiple
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout, sequence_multiple
@@ -121,8 +121,7 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     grids = {name: grid for name, grid in layout.grids.items() if name not in layout.colocated}
     places = ", ".join(f"{name} {_text(grid.ranks)}" for name, grid in grids.items())
     moved = [name for name in grids if recipe.module(name).grid.rank_offset]
-    culprit = moved[-1] if moved else LANGUAGE
-    overlaps = [one.shared_with(other) for one, other in combinations(grids.values(), 2)]
+    offset = (*key_of(moved[-1] if moved else LANGUAGE), "grid", "rank_offset")
     needed = sum(grid.size for grid in grids.values())
     if layout.world_size != needed:
         sizes = ", ".join(f"{name}: {grid}" for name, grid in grids.items())
@@ -131,29 +130,21 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"got {layout.world_size} ranks, but the grids need {needed} ({sizes}); "
             f"start {needed}, or change dp",
         )
-    for shared in filter(None, overlaps):
+    used = Counter(rank for grid in grids.values() for rank in grid.ranks)
+    twice = sorted(rank for rank, times in used.items() if times > 1)
+    unused = sorted(set(range(needed)) - used.keys())
+    if twice:
         yield recipe.problem(
-            (*key_of(culprit), "grid", "rank_offset"),
-            f"{_text(shared)} would be used twice ({places}), but disjoint grids share none; "
+            offset,
+            f"{_text(twice)} would be used twice ({places}), but disjoint grids share none; "
             f"remove rank_offset",
         )
-    if layout.world_size == needed and not any(overlaps):
-        unused = _unused(grids.values(), needed)
-        if unused:
-            yield recipe.problem(
-                (*key_of(culprit), "grid", "rank_offset"),
-                f"{_text(unused)} of {needed} would be used by no module ({places}); "
-                f"remove rank_offset",
-            )
-
-
-def _unused(grids: Iterable[GridSpec], needed: int) -> list[int]:
-    """The first and last of the `needed` ranks that no grid has; grids do not overlap."""
-    placed = sorted((grid.ranks for grid in grids), key=lambda ranks: ranks.start)
-    starts = [0, *(ranks.stop for ranks in placed)]
-    stops = [*(min(ranks.start, needed) for ranks in placed), needed]
-    gaps = [range(*pair) for pair in zip(starts, stops, strict=True) if pair[0] < pair[1]]
-    return sorted({gaps[0][0], gaps[-1][-1]}) if gaps else []
+    elif unused and layout.world_size == needed:
+        yield recipe.problem(
+            offset,
+            f"{_text(unused)} of {needed} would be used by no module ({places}); "
+            f"remove rank_offset",
+        )
 
 
 def _overlap_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:

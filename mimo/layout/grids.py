@@ -55,11 +55,6 @@ class GridSpec:
         """The module's ranks, as global ids."""
         return range(self.rank_offset, self.rank_offset + self.size)
 
-    def shared_with(self, other: "GridSpec") -> range:
-        """The ranks that both grids use."""
-        start = max(self.ranks.start, other.ranks.start)
-        return range(start, max(start, min(self.ranks.stop, other.ranks.stop)))
-
     def rank(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """The global id of the rank at these coordinates. Raises IndexError outside the grid."""
         for axis, index in (("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp)):
