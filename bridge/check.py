@@ -55,5 +55,4 @@ def check_plans(
 
 
 def _fingerprint(keys: Sequence[str]) -> int:
-    """63 bits, equal on all ranks for equal keys."""
     return int.from_bytes(hashlib.sha256(repr(list(keys)).encode()).digest()[:8], "big") >> 1

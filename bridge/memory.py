@@ -42,7 +42,6 @@ class RowMemory:
         return torch.from_numpy(lease).view(dtype).view(num_rows, hidden_size)
 
     def _take(self, num_bytes: int) -> np.ndarray:
-        """The smallest free block that is large enough, or a new one."""
         # A lease may end at any moment, on any thread that collects garbage: blocks that come back
         # meanwhile go to a list of their own.
         free, self._free = self._free, []

@@ -257,7 +257,6 @@ def _share_out(
 
 
 def _by_peer(exchange: Exchange) -> list[Ints]:
-    """The exchange's index, message by message."""
     bounds = offsets(ints(exchange.counts))[1:-1]
     return np.split(exchange.index, bounds) if exchange.peers else []
 
@@ -278,7 +277,6 @@ def on_device(index: Ints, device: torch.device) -> Tensor:
 
 
 def _together(index: Ints) -> bool:
-    """Whether (n,) places, n > 0, are consecutive."""
     return bool(index[-1] - index[0] == index.size - 1 and (np.diff(index) == 1).all())
 
 
@@ -316,7 +314,6 @@ def _start(
     sent: Sequence[tuple[int, Tensor]] = (),
     received: Sequence[tuple[int, Tensor]] = (),
 ) -> list[Message]:
-    """Start messages, each with its peer, as one batch."""
     calls = [(dist.irecv, part, peer) for peer, part in received]
     calls += [(dist.isend, part, peer) for peer, part in sent]
     operations = [dist.P2POp(operation, part, peer, group) for operation, part, peer in calls]

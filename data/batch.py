@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data.index.lookup import column, items_of_samples, rows_of_samples
-from data.index.samples import Index
+from data.index.samples import Index, column, items_of_samples
 from data.order import SampleOrder
 from data.packing import Sizes
 from data.positions import mrope_position_ids
@@ -126,12 +125,8 @@ class GlobalMicrobatch:
 
     def items_of_media(self, *media: str) -> np.ndarray:
         """Numbers in this microbatch of the items of these media, in order."""
-        return np.flatnonzero(self.is_of_media(*media))
-
-    def is_of_media(self, *media: str) -> np.ndarray:
-        """(m,) bool: which items are of these media."""
         numbers = [self.media.index(one) for one in media if one in self.media]
-        return np.isin(self.item_media, numbers)
+        return np.flatnonzero(np.isin(self.item_media, numbers))
 
     def without(self, unusable: Collection[int]) -> GlobalMicrobatch:
         """The same microbatch with some samples blanked: no items and no loss, tokens kept.
@@ -204,13 +199,15 @@ def sizes_in_order(indexes: Sequence[Index], order: SampleOrder) -> Sizes:
     def sizes(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         source, sample = order.at(positions)
         tokens = column(indexes, "token_length", source, sample)
-        return tokens, rows_of_samples(indexes, source, sample)
+        item, item_sample = items_of_samples(indexes, source, sample)
+        rows = column(indexes, "item_rows", source[item_sample], item)
+        of_samples = np.bincount(item_sample, weights=rows, minlength=len(sample))
+        return tokens, of_samples.astype(np.int64)
 
     return sizes
 
 
 def _up(length: np.ndarray, multiple: int) -> np.ndarray:
-    """The next multiple."""
     return -(-length // multiple) * multiple
 
 

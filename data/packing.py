@@ -139,7 +139,6 @@ class _Window:
         return [self._position[one] for one in sorted(pack)]
 
     def _fill(self) -> None:
-        """Let samples wait, in order, until the window is full."""
         keys, by_length, beside = self._key, self._by_length, self._rows_by_length
         for one in range(self._entered, self._entered + self.budget.window - self._waiting):
             if one == len(keys):

@@ -8,7 +8,6 @@ text only, in whole runs, so that every path of a multimodal run is used. No dow
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -21,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from data.digits.text import image_conversation, text_conversation, write_tokenizer
+from data.media.image_files import png_bytes
 
 FORMAT_VERSION = 1
 SAMPLES_PER_SHARD = 2000
@@ -77,7 +77,7 @@ def prepare_digits(
                 for position, scan in enumerate(chosen):
                     canvas = _weighted(rng, CANVASES)
                     image = draw_digit(scans[scan], canvas, rng, augment=split == "train")
-                    files[f"{position}.png"] = _png(image)
+                    files[f"{position}.png"] = png_bytes(np.asarray(image))
                 messages = image_conversation(digits[chosen].tolist(), rng)
             answer = messages[1]["content"][0]["text"]
             return files, {"messages": messages, "answer": answer, "images": len(files)}
@@ -141,7 +141,6 @@ def write_data_set(
 
 
 def _is_prepared(directory: Path, settings: Mapping[str, object]) -> bool:
-    """Whether the folder holds complete data of exactly these settings."""
     try:
         return json.loads((directory / _MARKER).read_text(encoding="utf-8")) == settings
     except (OSError, ValueError):
@@ -216,12 +215,6 @@ def draw_digit(
     matrix = (cos, sin, middle - cos * x - sin * y, -sin, cos, middle + sin * x - cos * y)
     way, method = tuple(map(float, matrix)), Image.Resampling.BICUBIC
     return Image.fromarray(scan).transform(canvas, Image.Transform.AFFINE, way, method)
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def _weighted[T](rng: random.Random, weights: dict[T, int]) -> T:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from data.digits.shards import Draw, write_data_set
-from data.digits.text import conversation, text_conversation, write_tokenizer
+from data.digits.text import conversation, spaced, text_conversation, write_tokenizer
 from data.media.audio import wav_bytes
 
 FORMAT_VERSION = 1
@@ -71,7 +71,7 @@ def prepare_spoken_digits(
                 return {}, {"messages": text_conversation(rng)}
             digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
             clip = wav_bytes(speak(digits, rng.choice(voices), rng), _RATE)
-            messages = conversation(["audio"], rng.choice(_QUESTIONS), digits)
+            messages = conversation(["audio"], rng.choice(_QUESTIONS), spaced(digits))
             return {"0.wav": clip}, {"messages": messages}
 
         return draw

@@ -207,6 +207,5 @@ def _inside(block: int, offset: int, size: int) -> tuple[int, int]:
 
 
 def _checksums(data: bytes) -> bytes:
-    """uint32 of each part."""
     parts = [zlib.crc32(data[first : first + _PART]) for first in range(0, len(data), _PART)]
     return np.array(parts, "<u4").tobytes()

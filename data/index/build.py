@@ -164,7 +164,6 @@ def index_shard(
 
 
 def _suffixes(processors: Processors) -> list[str]:
-    """Of the names of items."""
     return sorted({suffix for one in processors.values() for suffix in one.suffixes})
 
 

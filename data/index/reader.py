@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,11 @@ class SampleReader:
         # Nothing kept refers to the reader, so that its files are closed when it goes.
         self._shard = lru_cache(most)(lambda number: ShardFile(index.state(number), cache))
         by_number = [processors[name] for name in index.media]
-        self._plan = lru_cache(_MAX_PLANS)(partial(_plan_of, by_number))  # one of a long video
+
+        def plan(media: int, width: int, height: int, frames: int, fps: float) -> PartPlan:
+            return by_number[media].plan(Part((width, height), frames, fps))
+
+        self._plan = lru_cache(_MAX_PLANS)(plan)  # one of a long video
         self._kept: tuple[int, Any] | None = None  # the last file with several items, decoded
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,7 +172,6 @@ class SampleReader:
         self._kept = None
 
     def _read(self, sample: int, file: int | None) -> bytes:
-        """A file of a sample, or its JSON."""
         what, number = ("json", sample) if file is None else ("file", file)
         offset = int(self.index.column(f"{what}_offset", number))
         size = int(self.index.column(f"{what}_size", number))
@@ -190,12 +193,6 @@ class SampleReader:
             self._shard(int(index.column("shard", sample))).check()
         item = None if file is None else file - index.files_of_sample(sample).start
         return UnreadableSample(index.shard_of(sample), index.key(sample), item, reason)
-
-
-def _plan_of(
-    processors: Sequence[Media[Any]], media: int, width: int, height: int, frames: int, fps: float
-) -> PartPlan:
-    return processors[media].plan(Part((width, height), frames, fps))
 
 
 def plans_of_items(

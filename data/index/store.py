@@ -201,7 +201,6 @@ def _absolute_root(pattern: str) -> str:
 
 
 def _inside(root: str, path: str) -> str:
-    """A shard's path inside the root."""
     if is_remote(root):
         return path.removeprefix(root).lstrip("/")
     return os.path.relpath(path, root)

@@ -160,6 +160,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
 
+def png_bytes(pixels: np.ndarray) -> bytes:
+    """A PNG of uint8 (height, width, 3), or (height, width) in grey."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def thumbnail_url(picture: np.ndarray, side: int) -> str:
     """A `data:` URL of a uint8 (height, width, 3) picture that is shrunk into a square."""
     image, buffer = Image.fromarray(picture), io.BytesIO()

@@ -7,7 +7,6 @@ Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +16,14 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 from PIL import Image
 
-from data.media.image_files import IMAGE_SUFFIXES, full_size, image_size, open_image, to_rgb
+from data.media.image_files import (
+    IMAGE_SUFFIXES,
+    full_size,
+    image_size,
+    open_image,
+    png_bytes,
+    to_rgb,
+)
 from data.media.processor import Part, PartPlan, Size, WireForm, encoding_cost
 from data.text.item_text import ITEM_SLOT
 
@@ -90,9 +96,7 @@ class StillImages(ABC):
         """A PNG of noise: 1 to 4 rows, one to three side by side."""
         columns, lines = _RANDOM_ROWS[int(rng.integers(len(_RANDOM_ROWS)))]
         shape = lines * self.row_pixels, columns * self.row_pixels
-        buffer = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(buffer, "PNG")
-        return buffer.getvalue()
+        return png_bytes(rng.integers(0, 256, shape, dtype=np.uint8))
 
     # ------------------------------------------------------------------------------ items
 

@@ -219,7 +219,6 @@ class _Writer:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """End the last shard; leave none half written."""
         try:
             if kind is None:
                 self._end()
@@ -231,7 +230,6 @@ class _Writer:
                     self._temporary.unlink()
 
     def write(self, sample: dict[str, str | bytes]) -> None:
-        """Append a sample to the shard, or to a new one where that is full."""
         from webdataset.writer import TarWriter  # here: it imports torch
 
         members = [value for value in sample.values() if isinstance(value, bytes)]

@@ -126,6 +126,5 @@ class SpecialTokens:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches the longest of these texts."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -289,7 +289,6 @@ def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
 
 
 def _grid(module: str, text: str) -> GridSpec:
-    """A module's grid from shorthand."""
     words = text.split()
     sizes: Any = {a: int(n) for a, n in re.findall(r"\b(tp|cp|pp|vpp|dp)(\d+)", text)}
     copies = re.search(r"replicate(\d+)", text)

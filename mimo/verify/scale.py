@@ -215,14 +215,12 @@ def _grid(layout: Layout, module: str) -> dict[str, Any]:
 
 
 def _scaled(settings: Any, grid: GridSpec) -> dict[str, Any]:
-    """The family's tiny settings for a grid, with few different depths and widths."""
     usual = _USUAL_STAGES if grid.module == LANGUAGE else _USUAL_ENCODER_STAGES
     stages = _multiple(usual, grid.pp * grid.vpp)
     return settings.scaled_down(stages, _multiple(_USUAL_TP, grid.tp)).model_dump(mode="json")
 
 
 def _multiple(usual: int, size: int) -> int:
-    """``usual`` if ``size`` divides it, else ``size``."""
     return usual if usual % size == 0 else size
 
 
@@ -281,7 +279,6 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
 
 
 def _validated(data: dict[str, Any]) -> Recipe:
-    """The recipe with these keys. Raises RecipeError."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
