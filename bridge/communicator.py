@@ -1,11 +1,9 @@
 """Moves rows forward and their gradients back, as two autograd operations.
 
 On the encoder, `BridgeSender.send` turns rows into a scalar token whose backward waits for the
-rows' gradients. On the language model's stage of its link, `BridgeReceiver.receive` yields
-rows whose backward sends their gradients. So each module runs an unmodified pipeline schedule.
-
-Both ends know all counts from the plan: no shapes are exchanged, a peer without rows gets no
-message, and there is one contiguous message per peer and direction.
+rows' gradients. On the language model's stage of its link, `BridgeReceiver.receive` yields rows
+whose backward sends their gradients. Both ends know all counts from the plan: no shapes are
+exchanged, a peer without rows gets no message, others one per direction.
 
 Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 """
@@ -79,10 +77,10 @@ class BridgeSender:
     def send(self, microbatch: int, rows: FlatEmbeddings) -> Tensor:
         """Send this lane's rows (N, H); returns a scalar token.
 
-        Called by every tensor-parallel rank of the lane with equal rows; each sends its share.
-        The token's backward waits for the gradients of that share and gathers the lane's other
-        shares, so that every replica gets the complete gradient (N, H). Under sequence
-        parallelism each rank calls it with its own part, and gets the gradient of that part.
+        Called by every tensor-parallel rank of the lane with equal rows; each sends its share. The
+        token's backward waits for the gradients of that share and gathers the others, so that every
+        replica gets the complete gradient (N, H). Under sequence parallelism each rank calls it
+        with its own part, and gets the gradient of that part.
 
         Raises UnexpectedRows when the rows are not those that the plan expects, BridgeError when
         they require a gradient that will not come, or none although one will.
@@ -126,11 +124,9 @@ class BridgeSender:
 class BridgeReceiver:
     """The language model's end, on every rank of the pipeline stage of its link.
 
-    run_ahead: the encoder's.
-    posted_ahead: microbatches whose rows are asked for before they are needed, so that transfer
-        overlaps compute. If it is at most what the encoder's run-ahead has beyond the least that
-        cannot deadlock, these rows arrive whatever this rank does later. So even a wait for the
-        whole device ends.
+    run_ahead: the encoder's. posted_ahead: microbatches whose rows are asked for before they are
+    needed, so that transfer overlaps compute. If it is at most what the encoder's run-ahead has
+    beyond the least that cannot deadlock, these rows arrive whatever this rank does later.
     """
 
     def __init__(self, end: BridgeEnd, run_ahead: int, posted_ahead: int) -> None:

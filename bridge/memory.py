@@ -1,8 +1,7 @@
 """Memory for rows that arrive on a CPU, used again as soon as nobody holds it.
 
-A fresh buffer of some tens of megabytes is mapped page by page while it fills, which takes as
-long as the transfer itself. A device's own allocator keeps its memory, so only the host needs
-this.
+A fresh buffer of some tens of megabytes is mapped page by page while it fills, which takes as long
+as the transfer itself. A device's own allocator keeps its memory.
 
 Letters: n rows, H hidden.
 """

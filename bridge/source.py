@@ -1,9 +1,9 @@
 """Which encoder rank holds which row, and which of them sends it, in pure integers.
 
-Every source has ``parts``: over how many of its ranks a lane's rows are cut, 1 when each rank holds
-all; and ``held``: (L,) rows that each rank of a lane holds, padding included.
+Every source has ``parts``: over how many of its ranks a lane's rows are cut, 1 when each holds all;
+and ``held``: (L,) rows that each rank of a lane holds, padding included. A row's owner does not
+include a CP rank: encoder context parallelism is not planned.
 
-Encoder context parallelism is not planned: a row's owner does not include a CP rank.
 Letters: L encoder lanes, Q pieces of consecutive rows.
 """
 

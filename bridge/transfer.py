@@ -1,7 +1,6 @@
 """Messages between the two ends of a bridge: what they carry, how they start and end.
 
-A message that is a run of consecutive rows, as most are, is sent and received in place, without a
-copy.
+A run of consecutive rows, as most messages are, is sent and received in place, without a copy.
 
 Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 """
@@ -239,11 +238,8 @@ def _share_out(
     """Complete ``buffer`` (N, H) on every rank of ``group``; each of them calls it.
 
     shares: per rank of the group the places (n,) of the rows that it has already, the same on all
-        ranks; no two ranks have the same row. Not differentiable: the caller knows which
-        gradient counts.
-
-    Each share goes straight to its place. An all-gather of padded shares that are put together
-    afterwards costs twice as much.
+    ranks, no row twice. Not differentiable: the caller knows which gradient counts. Each share goes
+    straight to its place; an all-gather of padded shares would cost twice as much.
     """
     held = dict(zip(dist.get_process_group_ranks(group), shares, strict=True))
     mine = held.pop(end.rank)

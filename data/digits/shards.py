@@ -1,9 +1,7 @@
 """The quickstart's data: handwritten digits to read aloud, made from scikit-learn's bundled scans.
 
 A sample shows one to four images of one digit each, asks for them, and answers "3 7 1". Some are
-text only, in whole runs, so that every path of a multimodal run is used. No download.
-
-`write_data_set` is what all generators of example data share.
+text only, in whole runs. `write_data_set` is what all generators of example data share.
 """
 
 from __future__ import annotations
@@ -52,12 +50,11 @@ def prepare_digits(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write train-*.tar, validation-*.tar, test-*.tar and tokenizer/ into `directory`.
+    """Write train-*.tar, validation-*.tar, test-*.tar and tokenizer/ into `directory`; returns it.
 
     The scans of the three splits are disjoint, and equal arguments give equal files. Does nothing
-    when the folder already holds the same data. It appears complete or not at all. Returns it.
-
-    progress(done, total) counts samples.
+    when the folder already holds the same data. It appears complete or not at all. progress(done,
+    total) counts samples.
 
     Raises ValueError for a folder that holds something else (it is never deleted), or bad counts.
     """

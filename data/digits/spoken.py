@@ -1,9 +1,8 @@
 """Digits as short synthetic sounds to write down: no recordings, no download.
 
-Each digit glides from one vowel to another, ten of the twelve pairs of four vowels. A vowel is what
-makes it one in speech, two resonances of a voice whose pitch is its own. A clip has one to four
-digits by one voice, in its tempo, with pauses and noise; the voices of the splits are disjoint.
-Some samples are text only, in whole runs. Clips are written at 8 kHz.
+Each digit glides between two of four vowels, two resonances of a voice each. A clip has one to four
+digits by one voice, in its tempo, with pauses and noise, at 8 kHz; the voices of the splits are
+disjoint. Some samples are text only, in whole runs.
 """
 
 from __future__ import annotations

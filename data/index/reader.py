@@ -39,10 +39,8 @@ class UnreadableSample(Exception):
 class SampleReader:
     """Samples and items of an index. Safe to use from several threads at once.
 
-    Keeps the files of up to 256 shards open, and one decoded file: the media bounds its memory.
-    All that reads a shard also raises ShardChangedError.
-
-    cache: of `ShardFile`.
+    Keeps the files of up to 256 shards open, and one decoded file. All that reads a shard also
+    raises ShardChangedError. cache: of `ShardFile`.
     """
 
     def __init__(

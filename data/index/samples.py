@@ -1,11 +1,9 @@
 """The index of a source: everything the batches are planned from, without decoding.
 
-A shard has a file of columns, a source one small catalog of these files (shard_index.py; store.py
-keeps both beside the shards). `Index` is the view of a source: it numbers the
-samples, items and files of all shards through, and maps a shard's file when it is first asked for.
-So the ranks of a machine share one copy, and none of them reads more than it plans.
-
-A content part takes files and becomes items: see processor.py. The index knows both.
+A shard has a file of columns, a source one small catalog of these files (shard_index.py). `Index`
+is the view of a source: it numbers the samples, items and files of all shards through, and maps a
+shard's file when it is first asked for. So the ranks of a machine share one copy, and none of them
+reads more than it plans. How a content part's files become items is in processor.py.
 
 Letters: `n` samples, `m` items, in order of mention, and `f` files of all shards; `S` shards.
 """
@@ -89,9 +87,9 @@ class Index:
     def column(self, name: str, numbers: np.ndarray | slice | int = slice(None)) -> np.ndarray:
         """The entries of a column for these samples, items or files, whichever it is of.
 
-        numbers: any shape, which the answer has, too. int64, or float64 for `item_fps`. See
-        `shard_index.COLUMNS`; besides, `shard` is (n,) the shard of a sample, and `item_start`
-        has an entry more than samples. Raises IndexError, DamagedFileError.
+        numbers: any shape, which the answer has, too. int64, or float64 for `item_fps`. name: of
+        `shard_index.COLUMNS`, or `shard` (n,), the shard of a sample; `item_start` has an entry
+        more than samples. Raises IndexError, DamagedFileError.
         """
         of = "samples" if name == "shard" else COLUMNS[name]
         starts = self._starts[of]

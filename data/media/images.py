@@ -40,9 +40,8 @@ class StillImages(ABC):
 
     Sizes are (width, height) in pixels. patch_size: P, pixels. merge_size: M, patches per side that
     become one row. mean, std: per RGB channel, for values in 0..1. tower_width: hidden size of the
-    tower that encodes the patches; only the cost depends on it. jpeg_draft: whether a JPEG that
-    will shrink to a half or less is decoded at a smaller size, which is faster and changes its
-    pixels.
+    tower; only the cost depends on it. jpeg_draft: whether a JPEG that will shrink to a half or
+    less is decoded at a smaller size, which is faster and changes its pixels.
     """
 
     KIND: ClassVar[str]
@@ -144,10 +143,9 @@ class StillImages(ABC):
 class ImageProcessor(StillImages):
     """Qwen2-VL preprocessing: resize to whole merge blocks, cut into patches, normalise.
 
-    temporal_patch_size: T, frames per patch; a still image is repeated T times.
-    min_pixels, max_pixels: bounds on the pixels of the resized image.
-
-    Raises ValueError when built with bounds that nothing can meet.
+    temporal_patch_size: T, frames per patch; a still image is repeated T times. min_pixels,
+    max_pixels: bounds on the pixels of the resized image. Raises ValueError for bounds that nothing
+    can meet.
     """
 
     patch_size: int = 14
@@ -182,9 +180,8 @@ class ImageProcessor(StillImages):
         """The size at which an image becomes patches, within the pixel bounds.
 
         The aspect ratio is kept as well as the multiples allow. A very long image may end above
-        `max_pixels`, because a side is never shorter than one merge block.
-
-        Raises ValueError for an aspect ratio above 200.
+        `max_pixels`, because a side is never shorter than one merge block. Raises ValueError for an
+        aspect ratio above 200.
         """
         return self._bounded(width, height, 1, 1)
 

@@ -1,8 +1,7 @@
 """`Media`: all that the index, the readers and the training loop need from a kind of item.
 
-A content part takes one or more files and becomes one or more items: an image is one item of one
-file, an image with crops is several items of one file, and a video is one item of many files, or
-one item for every few files. All items of a part have the same size.
+A content part takes one or more files and becomes one or more items, all of one size: an image with
+crops is several items of one file, a video one item of many files, or one for every few files.
 
 Letters: `P` patches of one item, `C` numbers per patch, `W` those of them that are sent to the
 device, `t, h, w` a grid of frames, lines, columns.

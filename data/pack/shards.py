@@ -76,8 +76,8 @@ def pack(
 ) -> Packed:
     """Write the rows of JSON, JSON Lines or Parquet files as shards into the folder `out`.
 
-    media_root: the folder that files are named in; default: that of `source`. No file outside of it
-    is read. A row that cannot be used is left out and listed in `out`/bad_samples.jsonl.
+    media_root: the folder that files are named in, outside of which none is read; default: that of
+    `source`. A row that cannot be used is left out and listed in `out`/bad_samples.jsonl.
     overwrite: replace what a former call wrote. progress(done, total) counts thousandths of files.
 
     Raises ValueError for a folder that is not empty, a source that cannot be read on, or too many

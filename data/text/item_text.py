@@ -59,11 +59,10 @@ def write_items(
 ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text with the k-th token that the template wrote replaced by the k-th part.
 
-    It is finished by `finish`. Also where each part is in it: characters [start, end).
-    parts: (media, text of the part) in order of mention. key: names the sample in errors.
-
-    Raises PlaceholderError when tokens and parts differ in number, and MessagesError when the
-    template writes them in another order.
+    It is finished by `finish`. Also where each part is in it: characters [start, end). parts:
+    (media, text of the part) in order of mention. key: names the sample in errors. Raises
+    PlaceholderError when tokens and parts differ in number, MessagesError when they are in another
+    order.
     """
     media_of = {text.written: media for media, text in media_text.items()}
     # The longest first: one may be contained in another.
