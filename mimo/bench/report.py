@@ -49,8 +49,8 @@ class Report:
 
     notes: what a reader must know to judge it. contests: with ratios in the table and the picture.
     columns: of the contests' table: name -> a contestant's cell. figure: of `Run`, whose ratios are
-    drawn. tables: further ones, by title: records with the same names each; of a list, median and
-    largest are shown. others: further figures for the JSON file, by name.
+    drawn. tables: further ones, by title: records with equal names; of a list, median and largest
+    are shown. others: further figures for the JSON file, by name.
     """
 
     title: str

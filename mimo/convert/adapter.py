@@ -36,8 +36,7 @@ def convert(run: Path, target: Path) -> None:
     """Write the folder ``target``: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint, which must
-    still be there: every weight is compared with it, so that nothing learned is lost. The
-    folder appears complete or not at all.
+    still be there: every weight is compared with it, so that nothing learned is lost.
 
     Raises InputError for a checkpoint without adapters, and RecipeError where the folder it started
     from does not fit or where other weights have learned than adapters and a projector's.

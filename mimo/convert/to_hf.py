@@ -32,8 +32,7 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
     the largest size of a file; a larger tensor has one of its own. Where the language model was
     trained without the checkpoint's tower, the tower goes along as it was, from the folder that the
-    recipe starts from. The folder appears complete or not at all. Encoders that the format has no
-    place for are left out, and named on the console.
+    recipe starts from. Encoders that the format has no place for are named on the console.
 
     Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
     missing, unknown or has another shape.

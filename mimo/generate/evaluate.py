@@ -94,13 +94,11 @@ def answer_split(
 ) -> Iterator[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
-    Samples are read as they are answered, about `BATCH_TOKENS` at a time and at least one sample.
-    max_new_tokens: where an answer is cut; None for the length of the longest expected answer.
-    No prompt and answer together exceed `data.sequence_length`, which fits every expected answer.
-    Prints how many expected answers are too long for `max_new_tokens`; which samples are left out
-    because they cannot be read or do not end with an answer in text; and at the end how many.
-    Raises RecipeError if the recipe names no shards for the split, InputError with the name of a
-    sample that cannot be answered.
+    Samples are read as they are answered, about `BATCH_TOKENS` at a time. max_new_tokens: where an
+    answer is cut; None for the length of the longest expected answer. No prompt and answer together
+    exceed `data.sequence_length`. Prints how many expected answers are too long for
+    `max_new_tokens`, and which samples are left out and why. Raises RecipeError if the recipe names
+    no shards for the split, InputError with the name of a sample that cannot be answered.
     """
     if split not in ("validation", "test"):
         raise RecipeError(f"--split {split}: choose validation or test")

@@ -42,11 +42,10 @@ class KeyLayout:
 class Architecture:
     """A kind of model, as ``model_type`` in ``config.json``.
 
-    language, encoder: families that compute it; a text-only model has no encoder.
-    tower_prefixes: how names of the encoder's tensors begin in memory. encoder_keys: recipe keys of
-    the encoder's section that follow from the chat template and the processor. layouts: the first
-    is what transformers writes. language_prefix: how names of the language model's tensors begin
-    in memory, except its head's.
+    language, encoder: families that compute it; a text-only model has no encoder. tower_prefixes,
+    language_prefix: how names of tensors begin in memory, except the head's. encoder_keys: recipe
+    keys of the encoder's section that follow from the chat template and the processor. layouts: the
+    first is what transformers writes.
     """
 
     model_type: str

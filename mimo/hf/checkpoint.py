@@ -24,9 +24,8 @@ class HFCheckpoint:
     """Tensors of a folder under the names of the key map, whatever they are called on disk.
 
     weights: what is to be read, by module. Building it reads headers only (and a head that is
-    stored beside the embedding that it is tied to).
-
-    Raises RecipeError with every tensor that is missing, unknown or has another shape.
+    stored beside the embedding that it is tied to). Raises RecipeError with every tensor that is
+    missing, unknown or has another shape.
     """
 
     def __init__(

@@ -23,9 +23,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 class WeightsFolder:
     """The tensors of a checkpoint in Hugging Face format; one file is open at a time.
 
-    shapes, dtypes: by key. Building it reads the headers only.
-    bytes_read: of tensors, so far.
-
+    shapes, dtypes: by key. bytes_read: of tensors, so far. Building it reads the headers only.
     Raises InputError for a folder without safetensors, an incomplete one, or a damaged file.
     """
 

@@ -49,10 +49,8 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     """Write config, weights, tokenizer and processor files; returns the number of weights.
 
     Equal settings give equal bytes. The folder appears complete or not at all; one that an earlier
-    call wrote is replaced.
-
-    Raises InputError for an unknown family or shard size, and for a folder that holds something
-    else.
+    call wrote is replaced. Raises InputError for an unknown family or shard size, and for a folder
+    that holds something else.
     """
     if settings.family not in FAMILIES:
         raise InputError(

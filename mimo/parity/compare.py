@@ -140,8 +140,8 @@ def whole_points(
 ) -> dict[str, np.ndarray]:
     """What a layout's ranks have, as whole tensors in forward order, to compare ``others`` with.
 
-    Of replicas the last rank's counts; of the vocabulary, only what both sides have.
-    Raises IncomparableError if the ranks together do not have a whole tensor.
+    Of replicas the last rank's counts; of the vocabulary, only what both sides have. Raises
+    IncomparableError if the ranks together do not have a whole tensor.
     """
     mine, found = _by_point(results), {}
     for point in sorted(mine, key=_forward_order):

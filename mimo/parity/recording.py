@@ -3,8 +3,8 @@
 Both engines reach the same points. Megatron's tensors are sequence first (S, 1, H); those of
 transformers' modules batch first (1, S, H), or flat in a tower.
 
-Letters: n rows of a tensor on this rank, k columns, P patches, S local tokens, H hidden,
-V vocabulary.
+Letters: n rows of a tensor on this rank, k columns, P patches, S local tokens, H hidden, V
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Phases: one job that trains the same model several times in a row, each time differently.
 
 A recipe may have a list `phases`; each entry has a name and any keys of a recipe, which override
-the keys outside the list. So freezing, learning rates, data and layout can differ between phases,
-and each phase starts from the weights that the previous one left. A recipe without the list is one
-phase.
+the keys outside the list. Each phase starts from the weights that the previous one left. A recipe
+without the list is one phase.
 
 Mappings merge key by key at every depth; lists and plain values replace what was there. A mapping
 over a list changes entries of it, by their numbers or by their paths.

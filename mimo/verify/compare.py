@@ -115,10 +115,9 @@ class Comparison:
     """Errors of a layout against one rank.
 
     scalars: error by step and name. gradients, weights: by parameter, the worst error of all ranks
-    in each step.
-    first: the first difference above the tolerance; within a step gradients come before weights,
-    both in model order. largest: the largest difference of the same step and kind. An error in the
-    forward pass reaches every gradient, and the largest is often nearer to its origin.
+    in each step. first: the first difference above the tolerance; within a step gradients come
+    before weights, both in model order. largest: of the same step and kind; an error in the forward
+    pass reaches every gradient, and the largest is often nearer to its origin.
     """
 
     scalars: list[dict[str, float]] = field(default_factory=list)
@@ -171,8 +170,8 @@ def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
     """How far the optimizer moves a weight in one step for a gradient at `gradient_floor`.
 
     SGD moves it by rate · g, Adam by about rate · g / (g + eps). A weight that starts at zero is
-    the sum of its updates, so the sum over all steps is its floor: it is judged no more strictly
-    than the gradients that moved it. gradient_norm: of all modules. eps: Adam's, None for SGD.
+    the sum of its updates, so the sum over all steps is its floor. gradient_norm: of all modules.
+    eps: Adam's, None for SGD.
     """
     floor = _NOISE * gradient_norm
     return rate * floor if eps is None else rate * floor / (floor + eps)

@@ -176,7 +176,7 @@ def _source_weights(recipe: Recipe) -> tuple[float, ...]:
 def _scaled_rate(recipe: Recipe, own: float | None) -> float:
     """A module's learning rate, scaled so that the largest of all modules makes weights move.
 
-    The others keep their ratio to it, down to `_SMALLEST_RATE`. own: the module's rate, or None for
+    The others keep their ratio to it, down to `_SMALLEST_RATE`. own: None for
     `train.learning_rate`.
     """
     train = recipe.train

@@ -1,6 +1,6 @@
 """The tiny checkpoint that a stand-in starts from if one of its modules has `engine: fsdp`.
 
-Such a module is that of transformers in a folder. So the stand-in gets a folder of the recipe's
+Such a module is that of transformers in a folder. So the stand-in gets one of the recipe's
 architecture, with layers of every kind, and the modules of Megatron start from it too.
 """
 

@@ -44,8 +44,8 @@ class CellResult:
     """comparison: None if the run failed; then ``failure`` says how.
 
     repeated: the same layout in fp64, if fp32 left open whether the error is rounding; it decides.
-    plain: the recipe's distributed optimizer has no fp64, so if the fp64 run had to do without
-    it, this compares the layout with it to the layout without, in fp32; it decides too.
+    plain: the distributed optimizer has no fp64, so where the fp64 run had to do without it, this
+    compares the layout with it to the layout without, in fp32; it decides too.
     """
 
     cell: Cell
@@ -101,9 +101,8 @@ class Verifier:
     def _compare(self, result: CellResult, fault: Fault | None) -> None:
         """Fill in the comparisons.
 
-        A difference in fp32 between the tolerance and `DOUBTFUL` tolerances is either rounding or
-        a small bug. Then everything runs again in fp64: rounding shrinks, the effect of a bug does
-        not.
+        A difference in fp32 between the tolerance and `DOUBTFUL` tolerances is rounding or a small
+        bug. Then everything runs again in fp64: rounding shrinks, the effect of a bug does not.
         """
         cell = result.cell
         scaled = scale_recipe(cell.recipe, cell.layout, self.folder, self.precision)
