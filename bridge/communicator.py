@@ -87,7 +87,7 @@ class BridgeSender:
         """
         end, here = self.end, range(microbatch, microbatch + 1)
         check_rows(end, here, [self._plans[microbatch]], self.lane, rows)
-        token = _Send.apply(rows.values, self, microbatch)
+        token = _Crossing.apply(rows.values, self, microbatch)
         _check_gradient_path(end, microbatch, token, self._expects_gradients)
         return token
 
@@ -102,7 +102,7 @@ class BridgeSender:
             self._without_gradient.add(microbatch)
         return values.new_zeros(())
 
-    def _backward(self, microbatch: int) -> Tensor:
+    def _backward(self, microbatch: int, token: Tensor) -> Tensor:
         plan, end = self._plans[microbatch], self.end
         held = int(plan.held_rows[self.lane])
         gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
@@ -171,13 +171,13 @@ class BridgeReceiver:
         bridge: copies of a row on other ranks hold equal gradients and must not add up.
         """
         if self._expects_gradients:
-            rows = _Receive.apply(self._anchor, self, microbatch)
+            rows = _Crossing.apply(self._anchor, self, microbatch)
         else:
-            rows = self._forward(microbatch)
+            rows = self._forward(microbatch, self._anchor)
         _check_gradient_path(self.end, microbatch, rows, self._expects_gradients)
         return rows, self.end.positions(self._plans[microbatch])
 
-    def _forward(self, microbatch: int) -> Tensor:
+    def _forward(self, microbatch: int, anchor: Tensor) -> Tensor:
         end = self.end
         self._post(microbatch + 1)
         transfer = self._rows.pop(microbatch)
@@ -206,24 +206,14 @@ class BridgeReceiver:
         assert not self._rows, "rows were announced but never received"
 
 
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values: Tensor, sender: BridgeSender, microbatch: int) -> Tensor:
-        ctx.sender, ctx.microbatch = sender, microbatch
-        return sender._forward(microbatch, values)
+class _Crossing(torch.autograd.Function):
+    """Forward and backward are those of an end of the bridge."""
 
     @staticmethod
-    def backward(ctx, *unused: Tensor):  # type: ignore[override]
-        return ctx.sender._backward(ctx.microbatch), None, None
-
-
-class _Receive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, anchor: Tensor, receiver: BridgeReceiver, microbatch: int) -> Tensor:
-        ctx.receiver, ctx.microbatch = receiver, microbatch
-        return receiver._forward(microbatch)
+    def forward(ctx, tensor: Tensor, end: BridgeSender | BridgeReceiver, microbatch: int) -> Tensor:
+        ctx.end, ctx.microbatch = end, microbatch
+        return end._forward(microbatch, tensor)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):  # type: ignore[override]
-        ctx.receiver._backward(ctx.microbatch, gradients[0])
-        return None, None, None
+        return ctx.end._backward(ctx.microbatch, gradients[0]), None, None

@@ -58,13 +58,11 @@ class ReplicatedSource:
         shares = lane_start[:-1, None] + np.arange(tp) * num_sent[:, None] // tp
         shares = ShardMap(lane_start, shares.reshape(-1), self.ranks.reshape(-1), ints(shares))
         run, cut, length_sent, rank, _ = shares.cut(offsets(lengths)[:-1], lengths)
-        piece = sent[run]
-        if sent.size < lane.size:
-            here = np.flatnonzero(copied)
-            piece = np.concatenate((piece, here))
-            cut = np.concatenate((cut, np.zeros_like(here)))
-            length_sent = np.concatenate((length_sent, length[here]))
-            rank = np.concatenate((rank, destination[here]))
+        here = np.flatnonzero(copied)
+        piece = np.concatenate((sent[run], here))
+        cut = np.concatenate((cut, np.zeros_like(here)))
+        length_sent = np.concatenate((length_sent, length[here]))
+        rank = np.concatenate((rank, destination[here]))
         return piece, cut, length_sent, rank, row[piece] + cut
 
 

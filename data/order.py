@@ -22,17 +22,9 @@ from data.mixing import Mixing
 from data.permutation import permutation
 
 _EPOCH_STREAM = 2
+# A small source is shuffled sample by sample. Of a large one, a batch of 512 samples reads 16 runs
+# of 32 neighbours, which cost hardly more than 16 samples; an epoch has thousands of them.
 _LARGE_SOURCE, _BLOCK_OF_LARGE = 2**16, 32
-
-
-def automatic_block(num_samples: int) -> int:
-    """Samples of a source that stay together if nobody says how many.
-
-    A small source is shuffled sample by sample. Of a large one, a batch of 512 samples reads 16
-    runs of 32 neighbours, which cost hardly more than 16 samples; still, an epoch has thousands of
-    them, so batches differ.
-    """
-    return _BLOCK_OF_LARGE if num_samples >= _LARGE_SOURCE else 1
 
 
 @dataclass(frozen=True)
@@ -136,9 +128,9 @@ class SampleOrder:
 
     num_samples: samples per source. weights: relative share of each source, 0 turns it off. seed:
     any integer. block: samples that stay together; a source has as many positions at a time.
-    Without it, blocks are the `automatic_block` of each source, and a turn is one position. names:
-    of the sources, for a run that goes on with others. Raises ValueError for weights or counts that
-    cannot work.
+    Without it, blocks are of one sample, or of 32 of a large source, and a turn is one position.
+    names: of the sources, for a run that goes on with others. Raises ValueError for weights or
+    counts that cannot work.
     """
 
     def __init__(
@@ -156,8 +148,9 @@ class SampleOrder:
                 "weight per source"
             )
         given = zip(names, map(int, num_samples), map(float, weights), strict=True)
+        blocks = [_BLOCK_OF_LARGE if size >= _LARGE_SOURCE else 1 for size in num_samples]
         streams = tuple(
-            Stream(name, size, weight, automatic_block(size) if block is None else block, number)
+            Stream(name, size, weight, blocks[number] if block is None else block, number)
             for number, (name, size, weight) in enumerate(given)
         )
         turn = 1 if block is None else block

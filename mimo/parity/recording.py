@@ -10,7 +10,6 @@ vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -82,7 +81,16 @@ def _record_chunk(gpt: Any) -> Recording:
         own.keep_output(f"language.layers.{layer.layer_number - 1}", layer)
     if gpt.post_process:
         own.keep_output("language.norm", gpt.decoder.final_layernorm)
-        gpt.output_layer.register_forward_pre_hook(partial(_keep_logits, own))
+
+        def keep_logits(head: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
+            """Keep logits (S, 1, V/tp) of all tokens, which a step does not compute.
+
+            args: hidden states and the head's weight if it is tied. A collective of tp.
+            """
+            with torch.no_grad():
+                own.keep(LOGITS, head.forward(*args)[0][:, 0])
+
+        gpt.output_layer.register_forward_pre_hook(keep_logits)
     return own
 
 
@@ -104,16 +112,6 @@ def _keep_first_input(own: Recording, point: str, blocks: nn.Module) -> None:
     blocks.register_forward_pre_hook(
         lambda _, __, given: own.keep(point, given["hidden_states"][:, 0]), with_kwargs=True
     )
-
-
-def _keep_logits(own: Recording, head: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
-    """Keep the logits (S, 1, V/tp) of all tokens, which a step does not compute.
-
-    args: hidden states and the head's weight if it is tied. Every rank of the tensor-parallel
-    group calls it.
-    """
-    with torch.no_grad():
-        own.keep(LOGITS, head.forward(*args)[0][:, 0])
 
 
 # ------------------------------------------------------------------------------ fsdp

@@ -116,7 +116,10 @@ class Verifier:
         result.repeated = compare(_run(exact, fault), expected, TOLERANCE["fp64"])
         if scaled.recipe.train.distributed_optimizer:
             floors = {name: one.weight_floors for name, one in reference.parameters.items()}
-            plain = assembled(_run(_undistributed(scaled), fault), floors)
+            off = {"distributed_optimizer": False, "overlap_param_gather": False}
+            train = scaled.recipe.train.model_copy(update=off)
+            without = replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
+            plain = assembled(_run(without, fault), floors)
             result.plain = compare(got, plain, self.tolerance)
 
     def _reference(self, scaled: ScaledRecipe) -> Reference:
@@ -131,9 +134,3 @@ class Verifier:
 def _run(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps]:
     args = (scaled.recipe, scaled.layout, NUM_STEPS, fault)
     return run_on_cpu(_LAYOUT, args, scaled.layout.world_size, _TIMEOUT_SECONDS)
-
-
-def _undistributed(scaled: ScaledRecipe) -> ScaledRecipe:
-    plain = {"distributed_optimizer": False, "overlap_param_gather": False}
-    train = scaled.recipe.train.model_copy(update=plain)
-    return replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
