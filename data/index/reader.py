@@ -71,7 +71,7 @@ class SampleReader:
 
         Raises UnreadableSample.
         """
-        data = self._read(sample, None)
+        data = self.read(sample, None)
         try:
             return parse_messages(data)
         except ValueError as error:
@@ -114,10 +114,6 @@ class SampleReader:
         """The media of an item."""
         return self.processors[self.index.media[int(self.index.column("item_media", item))]]
 
-    def file_bytes(self, file: int, sample: int) -> bytes:
-        """A file of a sample, not decoded. Raises UnreadableSample."""
-        return self._read(sample, file)
-
     def decoded(self, item: int, file: int) -> Any:
         """A file of the part that an item belongs to, as its media decodes it.
 
@@ -127,7 +123,7 @@ class SampleReader:
         if kept is not None and kept[0] == file:
             return kept[1]
         sample, media = self.index.sample_of_item(item), self.media(item)
-        data = self.file_bytes(file, sample)
+        data = self.read(sample, file)
         try:
             decoded = media.decode(data)
         except ValueError as error:
@@ -169,7 +165,8 @@ class SampleReader:
         self._shard.cache_clear()
         self._kept = None
 
-    def _read(self, sample: int, file: int | None) -> bytes:
+    def read(self, sample: int, file: int | None) -> bytes:
+        """A file of a sample, not decoded, or its JSON. Raises UnreadableSample."""
         what, number = ("json", sample) if file is None else ("file", file)
         offset = int(self.index.column(f"{what}_offset", number))
         size = int(self.index.column(f"{what}_size", number))
