@@ -67,9 +67,9 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
     every = {LANGUAGE: language_settings(recipe), **settings}
     models = {name: _scaled(own, layout.grids[name]) for name, own in every.items()}
-    start = stand_in(recipe, layout, folder)
-    data["init_from"] = start and str(start.folder)
-    models |= start.models if start else {}
+    start, in_it = stand_in(recipe, layout, folder)
+    data["init_from"] = start and str(start)
+    models |= in_it
     data["language"] |= {"grid": _grid(layout, LANGUAGE), "model": models[LANGUAGE]}
     for name, encoder in recipe.encoders.items():
         model, placeholder = models[name], f"<|{name}_pad|>"
