@@ -1,9 +1,7 @@
 """Which encoder lane encodes which item.
 
-Any item may be encoded on any lane, because the plan routes rows. Items are assigned largest
-first to the least loaded lane (longest processing time first; R. L. Graham, Bounds on
-multiprocessing timing anomalies, 1969: at most 4/3 of the best possible maximum).
-
+Items are assigned largest first to the least loaded lane (longest processing time first; R. L.
+Graham, Bounds on multiprocessing timing anomalies, 1969: at most 4/3 of the best possible maximum).
 The rule is sequential, but as long as no lane that has got an item is the least loaded again, the
 next items go to the next lanes, whatever they cost: these are assigned at once, round after round.
 """

@@ -21,10 +21,8 @@ def check_plans(
 ) -> None:
     """Compare all ranks' plans, and the samples they are for; every rank of the bridge calls it.
 
-    sample_keys: given on all ranks or on none.
-
-    Raises BridgeError naming the ranks and the first microbatch that differ: the ranks then read
-    different data indexes, and rows would be mispaired silently.
+    sample_keys: given on all ranks or on none. Raises BridgeError naming the ranks and the first
+    microbatch that differ: rows would be mispaired silently.
     """
     prints = [
         (plan.digest, _fingerprint(sample_keys(m)) if sample_keys else 0)
@@ -55,5 +53,4 @@ def check_plans(
 
 
 def _fingerprint(keys: Sequence[str]) -> int:
-    """63 bits, equal on all ranks for equal keys."""
     return int.from_bytes(hashlib.sha256(repr(list(keys)).encode()).digest()[:8], "big") >> 1

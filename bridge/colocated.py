@@ -1,11 +1,10 @@
 """The bridge where encoder and language model share their ranks.
 
 The rows of a whole group of microbatches are exchanged at once, before the language model's
-schedule runs on them, and their gradients at once after it. Both directions are one batch of
-sends and receives: as separate calls, ordered transports could wait for each other.
+schedule runs on them, and their gradients at once after it.
 
-Letters: n rows of this rank's messages, N rows of this rank's encoder lane over a whole group,
-H hidden.
+Letters: n rows of this rank's messages, N rows of this rank's encoder lane over a whole group, H
+hidden.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ def _shifted(exchanges: Sequence[Exchange], starts: Ints) -> list[Ints]:
 class ColocatedBridge:
     """Both ends of a bridge on one rank; every rank of the two modules has one.
 
-    end.gather: the language model's tensor-parallel group if all of its ranks need a lane's
-    rows. encoder_gather: the encoder's tensor-parallel group if it has several ranks
-    that hold the same rows.
-    receives: whether this rank is on the language model's stage of its link.
+    end.gather: the language model's tensor-parallel group if all of its ranks need a lane's rows.
+    encoder_gather: the encoder's if several ranks hold the same rows. receives: whether this rank
+    is on the language model's stage of its link.
     """
 
     def __init__(
@@ -73,9 +71,9 @@ class ColocatedBridge:
     def deliver(self, microbatches: range, rows: FlatEmbeddings) -> None:
         """Exchange the rows (N, H) of this lane's items of ``microbatches``; all ranks call it.
 
-        Under sequence parallelism each rank of the encoder gives its part of them. The rows
-        become leaves: their way back is `collect`, not autograd.
-        Raises UnexpectedRows when the rows are not those that the plans expect.
+        Under sequence parallelism each rank of the encoder gives its part of them. The rows become
+        leaves: their way back is `collect`, not autograd. Raises UnexpectedRows when the rows are
+        not those that the plans expect.
         """
         if not self._expects_gradients:
             self._leaves.clear()  # no `collect` takes those of the group before

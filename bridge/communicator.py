@@ -1,26 +1,26 @@
 """Moves rows forward and their gradients back, as two autograd operations.
 
 On the encoder, `BridgeSender.send` turns rows into a scalar token whose backward waits for the
-rows' gradients. On the language model's stage of its link, `BridgeReceiver.receive` yields
-rows whose backward sends their gradients. So each module runs an unmodified pipeline schedule.
-
-Both ends know all counts from the plan: no shapes are exchanged, a peer without rows gets no
-message, and there is one contiguous message per peer and direction.
+rows' gradients. On the language model's stage of its link, `BridgeReceiver.receive` yields rows
+whose backward sends their gradients. Both ends know all counts from the plan: no shapes are
+exchanged, a peer without rows gets no message, others one per direction.
 
 Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bridge.flat import FlatEmbeddings, check_rows
-from bridge.memory import RowMemory
 from bridge.plan import BridgePlan
 from bridge.runs import ItemRuns, ints
 from bridge.transfer import (
@@ -32,6 +32,9 @@ from bridge.transfer import (
     start_sending,
 )
 from bridge.waiting import BridgeError
+
+_LEAST_BYTES = 1 << 20  # smaller buffers come from the heap, whose pages stay mapped
+_MOST_FREE = 4  # blocks that are kept, unused, when another one is taken
 
 
 def _check_gradient_path(
@@ -79,17 +82,17 @@ class BridgeSender:
     def send(self, microbatch: int, rows: FlatEmbeddings) -> Tensor:
         """Send this lane's rows (N, H); returns a scalar token.
 
-        Called by every tensor-parallel rank of the lane with equal rows; each sends its share.
-        The token's backward waits for the gradients of that share and gathers the lane's other
-        shares, so that every replica gets the complete gradient (N, H). Under sequence
-        parallelism each rank calls it with its own part, and gets the gradient of that part.
+        Called by every tensor-parallel rank of the lane with equal rows; each sends its share. The
+        token's backward waits for the gradients of that share and gathers the others, so that every
+        replica gets the complete gradient (N, H). Under sequence parallelism each rank calls it
+        with its own part, and gets the gradient of that part.
 
         Raises UnexpectedRows when the rows are not those that the plan expects, BridgeError when
         they require a gradient that will not come, or none although one will.
         """
         end, here = self.end, range(microbatch, microbatch + 1)
         check_rows(end, here, [self._plans[microbatch]], self.lane, rows)
-        token = _Send.apply(rows.values, self, microbatch)
+        token = _Crossing.apply(rows.values, self, microbatch)
         _check_gradient_path(end, microbatch, token, self._expects_gradients)
         return token
 
@@ -104,7 +107,7 @@ class BridgeSender:
             self._without_gradient.add(microbatch)
         return values.new_zeros(())
 
-    def _backward(self, microbatch: int) -> Tensor:
+    def _backward(self, microbatch: int, token: Tensor) -> Tensor:
         plan, end = self._plans[microbatch], self.end
         held = int(plan.held_rows[self.lane])
         gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
@@ -126,11 +129,9 @@ class BridgeSender:
 class BridgeReceiver:
     """The language model's end, on every rank of the pipeline stage of its link.
 
-    run_ahead: the encoder's.
-    posted_ahead: microbatches whose rows are asked for before they are needed, so that transfer
-        overlaps compute. If it is at most what the encoder's run-ahead has beyond the least that
-        cannot deadlock, these rows arrive whatever this rank does later. So even a wait for the
-        whole device ends.
+    run_ahead: the encoder's. posted_ahead: microbatches whose rows are asked for before they are
+    needed, so that transfer overlaps compute. If it is at most what the encoder's run-ahead has
+    beyond the least that cannot deadlock, these rows arrive whatever this rank does later.
     """
 
     def __init__(self, end: BridgeEnd, run_ahead: int, posted_ahead: int) -> None:
@@ -175,13 +176,13 @@ class BridgeReceiver:
         bridge: copies of a row on other ranks hold equal gradients and must not add up.
         """
         if self._expects_gradients:
-            rows = _Receive.apply(self._anchor, self, microbatch)
+            rows = _Crossing.apply(self._anchor, self, microbatch)
         else:
-            rows = self._forward(microbatch)
+            rows = self._forward(microbatch, self._anchor)
         _check_gradient_path(self.end, microbatch, rows, self._expects_gradients)
         return rows, self.end.positions(self._plans[microbatch])
 
-    def _forward(self, microbatch: int) -> Tensor:
+    def _forward(self, microbatch: int, anchor: Tensor) -> Tensor:
         end = self.end
         self._post(microbatch + 1)
         transfer = self._rows.pop(microbatch)
@@ -210,24 +211,56 @@ class BridgeReceiver:
         assert not self._rows, "rows were announced but never received"
 
 
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values: Tensor, sender: BridgeSender, microbatch: int) -> Tensor:
-        ctx.sender, ctx.microbatch = sender, microbatch
-        return sender._forward(microbatch, values)
+class _Crossing(torch.autograd.Function):
+    """Forward and backward are those of an end of the bridge."""
 
     @staticmethod
-    def backward(ctx, *unused: Tensor):  # type: ignore[override]
-        return ctx.sender._backward(ctx.microbatch), None, None
-
-
-class _Receive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, anchor: Tensor, receiver: BridgeReceiver, microbatch: int) -> Tensor:
-        ctx.receiver, ctx.microbatch = receiver, microbatch
-        return receiver._forward(microbatch)
+    def forward(ctx, tensor: Tensor, end: BridgeSender | BridgeReceiver, microbatch: int) -> Tensor:
+        ctx.end, ctx.microbatch = end, microbatch
+        return end._forward(microbatch, tensor)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):  # type: ignore[override]
-        ctx.receiver._backward(ctx.microbatch, gradients[0])
-        return None, None, None
+        return ctx.end._backward(ctx.microbatch, gradients[0]), None, None
+
+
+class RowMemory:
+    """Hands out uninitialised buffers of rows, used again as soon as nobody holds them.
+
+    A fresh buffer of some tens of megabytes on a CPU is mapped page by page while it fills, which
+    takes as long as the transfer itself. A device's own allocator keeps its memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[np.ndarray] = []
+
+    def empty(self, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """(n, H) on the device, not initialised.
+
+        Its memory is free again when the last tensor that shares it is gone, views and what
+        autograd has saved included.
+        """
+        num_bytes = num_rows * hidden_size * dtype.itemsize
+        if self.device.type != "cpu" or num_bytes < _LEAST_BYTES:
+            return torch.empty(num_rows, hidden_size, dtype=dtype, device=self.device)
+        block = self._take(num_bytes)
+        lease = block[:num_bytes]  # a separate object, which the tensor's storage keeps alive
+        weakref.finalize(lease, self._give_back, block).atexit = False
+        return torch.from_numpy(lease).view(dtype).view(num_rows, hidden_size)
+
+    def _take(self, num_bytes: int) -> np.ndarray:
+        # A lease may end at any moment, on any thread that collects garbage: blocks that come back
+        # meanwhile go to a list of their own.
+        free, self._free = self._free, []
+        fitting = [block for block in free if block.nbytes >= num_bytes]
+        if fitting:
+            taken = min(fitting, key=len)
+        else:  # microbatches differ in size: a little more fits most of the next ones too
+            taken = np.empty(math.ceil(num_bytes * 1.125), np.uint8)
+        rest = sorted((block for block in free if block is not taken), key=len)
+        self._free.extend(rest[-_MOST_FREE:])
+        return taken
+
+    def _give_back(self, block: np.ndarray) -> None:
+        self._free.append(block)

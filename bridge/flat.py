@@ -1,7 +1,7 @@
 """What a tower produces, and what of it a bridge moves.
 
 A tower counts rows per item (`ItemRows`); a bridge moves rows of samples (`FlatEmbeddings`). Where
-one becomes the other, what was produced is compared with what was planned, item by item.
+one becomes the other, what was produced is compared with what was planned.
 
 Letters: N rows of one lane, H language hidden size, L feature levels beside the embeddings.
 """
@@ -24,11 +24,10 @@ from bridge.waiting import UnexpectedRows
 class ItemRows:
     """What a tower made of its items, or one rank's part of it.
 
-    values: (N, (1 + L)·H), the rows of the items one after the other; under sequence parallelism
-        (ceil(N / parts), (1 + L)·H), this rank's part of them, padding at the end included.
-    rows_per_item: of all items of the lane, in the order in which their rows stand: counted on what
-        the tower computed, never taken from a plan. Their sum is N.
-    parts: over how many ranks the rows are cut.
+    values: (N, (1 + L)·H), rows of the items one after the other; under sequence parallelism this
+    rank's part, (ceil(N / parts), (1 + L)·H), padding at the end included. rows_per_item: of all
+    items of the lane, in that order, counted on what the tower computed; their sum is N. parts:
+    over how many ranks the rows are cut.
     """
 
     values: Tensor
@@ -38,16 +37,12 @@ class ItemRows:
 
 @dataclass(frozen=True)
 class FlatEmbeddings:
-    """Rows of one encoder lane for one global microbatch, or one rank's part of them.
+    """Rows of one encoder lane for one global microbatch, or for several that follow each other.
 
-    values: (N, H), the rows of the lane's items one after the other, in plan order; under sequence
-        parallelism (ceil(N / parts), H), this rank's part of them, padding at the end included.
-    split_sizes: rows per sample of the global microbatch, in sample order; zero for a sample
-        without items on this lane (a text-only one always). Their sum is N.
-    parts: over how many ranks the rows are cut.
-
-    When several microbatches are encoded in one go, their rows and samples follow each other.
-    Raises ValueError when they disagree.
+    values: (N, H), in plan order; under sequence parallelism this rank's part, (ceil(N / parts),
+    H), padding at the end included. split_sizes: rows per sample of the global microbatch, zero for
+    a sample without items on this lane; their sum is N. parts: over how many ranks the rows are
+    cut. Raises ValueError when they disagree.
     """
 
     values: Tensor
@@ -76,9 +71,8 @@ def split_sizes_of(
     """Rows per item of an encoder lane -> rows per sample, zeros included.
 
     runs: what was planned for each of the microbatches from ``first_microbatch`` on that the lane
-        encoded in one go; its items follow each other, and so do the samples of the result.
-    Raises UnexpectedRows naming encoder, microbatch, item, sample and both numbers of rows when the
-    items are others than planned, or in another order.
+    encoded in one go. Raises UnexpectedRows naming encoder, microbatch, item, sample and both
+    numbers of rows when the items are others than planned, or in another order.
     """
     mine = [np.flatnonzero(own.source_lane == lane) for own in runs]
     ends = np.cumsum([len(items) for items in mine])

@@ -1,10 +1,10 @@
 """Several feature levels over one bridge: their rows stand side by side in every message.
 
-A level is one more vector per row, for a deeper layer of the language model. A message carries
-(n, k·H) for the k levels that its receiver needs.
+A level is one more vector per row, for a deeper layer of the language model. A message carries (n,
+k·H) for the k levels that its receiver needs.
 
-Letters: n rows of this rank's messages, N rows of a whole lane, H hidden, k levels of a message,
-L levels of an encoder, the embeddings among them, j levels of one chunk.
+Letters: n rows of a message, N of a whole lane, H hidden, k levels of a message, L levels of an
+encoder, the embeddings among them, j levels of one chunk.
 """
 
 from __future__ import annotations
@@ -59,12 +59,10 @@ class _Held:
 class LevelReceiver:
     """Gives the rows of a receiver to the chunks of its rank that need them.
 
-    chunks: ascending, the chunk that needs each of a message's levels.
-
-    Chunks run forward and backward at different times, but one message brings the rows of all of
-    them and one takes their gradients. So rows are kept until the last chunk has taken its own,
-    the graph is cut before each chunk, and the message with the gradients leaves when those
-    of the last chunk to run backward are there.
+    chunks: ascending, the chunk that needs each of a message's levels. Chunks run forward and
+    backward at different times, but one message brings the rows of all and one takes their
+    gradients. So rows are kept until the last chunk has taken its own, the graph is cut before each
+    chunk, and the gradients leave when those of the last chunk to run backward are there.
     """
 
     def __init__(self, receiver: BridgeReceiver, chunks: Sequence[int]) -> None:

@@ -1,11 +1,9 @@
 """Who sends which rows to whom: a row permutation between two layouts, in pure integers.
 
-Both sides compute the same plan from the data index alone, without communication, so they know
-all counts and need no handshake. The plan works on runs of consecutive rows (an item, cut where
-a slice ends), vectorised with numpy, not on single rows.
-
-There is one implementation for every layout: a destination is a `ShardMap` (`shard_map.py`), a
-source says which ranks hold a row (`source.py`). A rank may be on both sides (colocated).
+Both sides compute the same plan from the data index alone, so they know all counts and need no
+handshake. It works on runs of consecutive rows (an item, cut where a slice ends), vectorised with
+numpy. There is one implementation for every layout: a destination is a `ShardMap` (`shard_map.py`),
+a source says which ranks hold a row (`source.py`). A rank may be on both sides.
 """
 
 from __future__ import annotations
@@ -112,10 +110,9 @@ class BridgePlan:
         """Cut every item's run at the borders of the destination, then share out the sending.
 
         returning: needed when ``destination`` has copies (`delivery: replicated`): the map of one
-            copy, whose rank at a position sends back the gradient of the row there. With
-            `sharded_destination(..., sequence_parallel=False, ...)` that is, as each position's
-            gradient is complete on every TP rank of its CP rank, one of these, taken in even
-            shares. The gradient goes to the replica that sent that copy.
+        copy, whose rank at a position sends back the gradient of the row there, to the replica that
+        sent that copy. With `sharded_destination(..., sequence_parallel=False, ...)` that is one TP
+        rank of its CP rank (each has the complete gradient), in even shares.
         """
         assert destination.copies == 1 or returning is not None, "copies need a returning map"
         copies = destination.copies

@@ -1,10 +1,9 @@
 """Which rank holds which position: the destinations of a bridge, in pure integers.
 
 A `ShardMap` says which rank holds which stretch of the line of all language lanes. Any sharding
-is just another map, so another one (contiguous shards of a DTensor, a later pipeline stage) needs
-another builder here and nothing else.
+(contiguous shards of a DTensor, a later pipeline stage) is just another builder here. Ranks come as
+an array `ranks[lane, cp, tp]`, so builders never loop over ranks or lanes.
 
-Ranks come as an array `ranks[lane, cp, tp]`, so builders never loop over ranks or lanes.
 Letters: L language lanes, G packed segments, K stretches.
 """
 

@@ -1,9 +1,9 @@
 """Which encoder rank holds which row, and which of them sends it, in pure integers.
 
-Every source has ``parts``: over how many of its ranks a lane's rows are cut, 1 when each rank holds
-all; and ``held``: (L,) rows that each rank of a lane holds, padding included.
+Every source has ``parts``: over how many of its ranks a lane's rows are cut, 1 when each holds all;
+and ``held``: (L,) rows that each rank of a lane holds, padding included. A row's owner does not
+include a CP rank: encoder context parallelism is not planned.
 
-Encoder context parallelism is not planned: a row's owner does not include a CP rank.
 Letters: L encoder lanes, Q pieces of consecutive rows.
 """
 
@@ -58,13 +58,11 @@ class ReplicatedSource:
         shares = lane_start[:-1, None] + np.arange(tp) * num_sent[:, None] // tp
         shares = ShardMap(lane_start, shares.reshape(-1), self.ranks.reshape(-1), ints(shares))
         run, cut, length_sent, rank, _ = shares.cut(offsets(lengths)[:-1], lengths)
-        piece = sent[run]
-        if sent.size < lane.size:
-            here = np.flatnonzero(copied)
-            piece = np.concatenate((piece, here))
-            cut = np.concatenate((cut, np.zeros_like(here)))
-            length_sent = np.concatenate((length_sent, length[here]))
-            rank = np.concatenate((rank, destination[here]))
+        here = np.flatnonzero(copied)
+        piece = np.concatenate((sent[run], here))
+        cut = np.concatenate((cut, np.zeros_like(here)))
+        length_sent = np.concatenate((length_sent, length[here]))
+        rank = np.concatenate((rank, destination[here]))
         return piece, cut, length_sent, rank, row[piece] + cut
 
 

@@ -1,7 +1,6 @@
 """Messages between the two ends of a bridge: what they carry, how they start and end.
 
-A message that is a run of consecutive rows, as most are, is sent and received in place, without a
-copy.
+A run of consecutive rows, as most messages are, is sent and received in place, without a copy.
 
 Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 """
@@ -239,11 +238,8 @@ def _share_out(
     """Complete ``buffer`` (N, H) on every rank of ``group``; each of them calls it.
 
     shares: per rank of the group the places (n,) of the rows that it has already, the same on all
-        ranks; no two ranks have the same row. Not differentiable: the caller knows which
-        gradient counts.
-
-    Each share goes straight to its place. An all-gather of padded shares that are put together
-    afterwards costs twice as much.
+    ranks, no row twice. Not differentiable: the caller knows which gradient counts. Each share goes
+    straight to its place; an all-gather of padded shares would cost twice as much.
     """
     held = dict(zip(dist.get_process_group_ranks(group), shares, strict=True))
     mine = held.pop(end.rank)
@@ -257,7 +253,6 @@ def _share_out(
 
 
 def _by_peer(exchange: Exchange) -> list[Ints]:
-    """The exchange's index, message by message."""
     bounds = offsets(ints(exchange.counts))[1:-1]
     return np.split(exchange.index, bounds) if exchange.peers else []
 
@@ -278,7 +273,6 @@ def on_device(index: Ints, device: torch.device) -> Tensor:
 
 
 def _together(index: Ints) -> bool:
-    """Whether (n,) places, n > 0, are consecutive."""
     return bool(index[-1] - index[0] == index.size - 1 and (np.diff(index) == 1).all())
 
 
@@ -316,7 +310,6 @@ def _start(
     sent: Sequence[tuple[int, Tensor]] = (),
     received: Sequence[tuple[int, Tensor]] = (),
 ) -> list[Message]:
-    """Start messages, each with its peer, as one batch."""
     calls = [(dist.irecv, part, peer) for peer, part in received]
     calls += [(dist.isend, part, peer) for peer, part in sent]
     operations = [dist.P2POp(operation, part, peer, group) for operation, part, peer in calls]

@@ -17,10 +17,9 @@ _GLANCE_SECONDS = 0.001
 class BridgeError(RuntimeError):
     """The two ends of a bridge cannot go on.
 
-    microbatch: where it happened, None if it concerns several.
-    waits_for: ranks whose messages did not come or were not taken. When such a rank reports an
-        error of its own, that one is nearer to the cause.
-    sample: its number in the microbatch, where the error is about a single one.
+    microbatch: where it happened, None if it concerns several. waits_for: ranks whose messages did
+    not come or were not taken; an error of their own is nearer to the cause. sample: its number in
+    the microbatch, where the error is about a single one.
     """
 
     def __init__(

@@ -1,12 +1,9 @@
 """Ends a rank whose transfers take too long, where waiting for them does not block the host.
 
-On a GPU `work.wait()` only queues a wait on the device, so the host goes on and gets stuck later,
-in a call that knows nothing of the bridge, until the backend's own watchdog aborts with a message
-that names neither edge nor rows. Nothing can be raised in a thread that is stuck there. So a
-separate thread looks at what is under way and, when time is up, raises the same BridgeError as a
-rank on the CPU does. Whoever runs the ranks has to end a rank when one of its threads fails.
-
-Transfers are watched from their start, as the host may get stuck before it waits for them.
+On a GPU `work.wait()` only queues a wait on the device: the host goes on and gets stuck later, in a
+call that knows nothing of the bridge, until the backend's watchdog aborts. So a separate thread
+looks at what is under way, from its start, and raises the same BridgeError as a rank on the CPU
+does when time is up. Whoever runs the ranks has to end a rank when one of its threads fails.
 """
 
 from __future__ import annotations
@@ -66,10 +63,9 @@ class TransferWatch:
     ) -> Watched:
         """Watch ``messages``, which have just been started; ``what`` begins with their edge.
 
-        Their time begins when they are started, again when they are waited for, and again when
-        the transfer before them on their edge is done: one that is posted ahead of its use has
-        its turn only then. It includes what the device still has to do before it, so it must be
-        longer than a step.
+        Their time begins when they are started, again when they are waited for, and again when the
+        transfer before them on their edge is done. It includes what the device still has to do
+        before, so it must be longer than a step.
         """
         watched = Watched(messages, what, microbatch, timeout_seconds, time.monotonic())
         self._new.put(watched)

@@ -1,11 +1,9 @@
 """From the order of samples to packed microbatches.
 
 What every rank needs to know of a global microbatch comes from the index alone
-(`GlobalMicrobatch`); what a rank owns is read and packed separately (`pack_lane`).
-
-Samples are packed one after the other into one sequence per lane, each a segment of its own. With
-packing off, every sample is a sequence of its own and a lane's sequences are equally long; they
-are still concatenated, so positions mean the same either way.
+(`GlobalMicrobatch`); what a rank owns is read and packed separately (`pack_lane`): one sequence per
+lane, each sample a segment. With packing off, every sample is a sequence of its own and a lane's
+sequences are equally long; they are still concatenated, so positions mean the same either way.
 
 Letters: n samples and m items of one global microbatch, L language lanes, T tokens of one lane.
 """
@@ -18,8 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data.index.lookup import column, items_of_samples, rows_of_samples
-from data.index.samples import Index
+from data.index.samples import Index, column, items_of_samples
 from data.order import SampleOrder
 from data.packing import Sizes
 from data.positions import mrope_position_ids
@@ -126,18 +123,14 @@ class GlobalMicrobatch:
 
     def items_of_media(self, *media: str) -> np.ndarray:
         """Numbers in this microbatch of the items of these media, in order."""
-        return np.flatnonzero(self.is_of_media(*media))
-
-    def is_of_media(self, *media: str) -> np.ndarray:
-        """(m,) bool: which items are of these media."""
         numbers = [self.media.index(one) for one in media if one in self.media]
-        return np.isin(self.item_media, numbers)
+        return np.flatnonzero(np.isin(self.item_media, numbers))
 
     def without(self, unusable: Collection[int]) -> GlobalMicrobatch:
         """The same microbatch with some samples blanked: no items and no loss, tokens kept.
 
-        unusable: sample numbers in this microbatch. Every rank must blank the same ones. Shapes
-        do not change, and no other sample sees the difference, since segments are separate.
+        unusable: sample numbers in this microbatch. Every rank must blank the same ones. Shapes do
+        not change, and segments are separate, so no other sample sees the difference.
         """
         if not unusable:
             return self
@@ -156,12 +149,10 @@ def plan_microbatch(
     packs: Sequence[np.ndarray],
     padding: Padding = Padding(),
 ) -> GlobalMicrobatch:
-    """The microbatch of the samples at these positions of the order.
+    """The microbatch of the samples at these positions of the order, the same on every rank.
 
     packs: the positions of each lane's samples, at least one; equally many if each sample is a
-    sequence of its own.
-    A pure function of its arguments, so every rank plans the same. All ``indexes`` have the same
-    media.
+    sequence of its own. All ``indexes`` have the same media.
     """
     source, sample = order.at(np.concatenate(packs))
     item, item_sample = items_of_samples(indexes, source, sample)
@@ -204,13 +195,15 @@ def sizes_in_order(indexes: Sequence[Index], order: SampleOrder) -> Sizes:
     def sizes(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         source, sample = order.at(positions)
         tokens = column(indexes, "token_length", source, sample)
-        return tokens, rows_of_samples(indexes, source, sample)
+        item, item_sample = items_of_samples(indexes, source, sample)
+        rows = column(indexes, "item_rows", source[item_sample], item)
+        of_samples = np.bincount(item_sample, weights=rows, minlength=len(sample))
+        return tokens, of_samples.astype(np.int64)
 
     return sizes
 
 
 def _up(length: np.ndarray, multiple: int) -> np.ndarray:
-    """The next multiple."""
     return -(-length // multiple) * multiple
 
 
@@ -253,11 +246,10 @@ def pack_lane(
 ) -> PackedLane:
     """Lay a lane's samples one after the other into ``num_tokens`` tokens.
 
-    grids: per sample, the (t, h, w) of its items in rows. time_steps: per sample, positions between
-    frames of its items, as of `mrope_position_ids`. loss_tokens: per sample; a sample
-    planned with none (blanked) has its whole loss mask cleared. segment_lengths: per sample, its
-    tokens with padding; without them there is padding at the end only.
-    Positions restart in every segment; padding never counts in the loss.
+    grids: per sample, the (t, h, w) of its items in rows. time_steps: per sample, as of
+    `mrope_position_ids`. loss_tokens: per sample; one planned with none (blanked) has its whole
+    loss mask cleared. segment_lengths: per sample, its tokens with padding; without them there is
+    padding at the end only. Positions restart in every segment; padding never counts in the loss.
     """
     real = np.array([len(sample.input_ids) for sample in samples])
     padded = real if segment_lengths is None else np.asarray(segment_lengths)

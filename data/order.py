@@ -1,12 +1,12 @@
 """The order of samples: a pure function of (seed, position), the same on any number of ranks.
 
 Positions 0, 1, 2, ... count samples of the whole run. Sources take turns of so many positions, by
-weight (mixing.py). A source hands out its samples epoch after epoch, and in an epoch its own blocks
-of neighbouring samples come in a random order (permutation.py). Samples inside a block stay
-together and in order, so reading a shard stays local.
+weight (mixing.py). A source hands out its samples epoch after epoch, in an epoch its own blocks of
+neighbouring samples in a random order (permutation.py); inside a block they stay in order, so
+reading a shard stays local.
 
-A run may go on with other sources. Then another mixture begins at the position that it has reached:
-the positions before stay what they were, and each source that stays goes on where it stood.
+A run may go on with other sources: another mixture then begins at the position that it has reached,
+and each source that stays goes on where it stood.
 """
 
 from __future__ import annotations
@@ -22,17 +22,9 @@ from data.mixing import Mixing
 from data.permutation import permutation
 
 _EPOCH_STREAM = 2
+# A small source is shuffled sample by sample. Of a large one, a batch of 512 samples reads 16 runs
+# of 32 neighbours, which cost hardly more than 16 samples; an epoch has thousands of them.
 _LARGE_SOURCE, _BLOCK_OF_LARGE = 2**16, 32
-
-
-def automatic_block(num_samples: int) -> int:
-    """Samples of a source that stay together if nobody says how many.
-
-    A small source is shuffled sample by sample. Of a large one, a batch of 512 samples reads 16
-    runs of 32 neighbours, which cost hardly more than 16 samples; still, an epoch has thousands of
-    them, so batches differ.
-    """
-    return _BLOCK_OF_LARGE if num_samples >= _LARGE_SOURCE else 1
 
 
 @dataclass(frozen=True)
@@ -134,12 +126,11 @@ class Mixture:
 class SampleOrder:
     """Which sample of which source is at a position of the run.
 
-    num_samples: samples per source. weights: relative share of each source, 0 turns it off.
-    seed: any integer. block: samples that stay together; shuffling is done on blocks, and a source
-    has as many positions at a time. Without it, blocks are the `automatic_block` of each source,
-    and a turn is one position. names: of the sources, for a run that goes on with others.
-
-    Raises ValueError for weights or counts that cannot work.
+    num_samples: samples per source. weights: relative share of each source, 0 turns it off. seed:
+    any integer. block: samples that stay together; a source has as many positions at a time.
+    Without it, blocks are of one sample, or of 32 of a large source, and a turn is one position.
+    names: of the sources, for a run that goes on with others. Raises ValueError for weights or
+    counts that cannot work.
     """
 
     def __init__(
@@ -157,8 +148,9 @@ class SampleOrder:
                 "weight per source"
             )
         given = zip(names, map(int, num_samples), map(float, weights), strict=True)
+        blocks = [_BLOCK_OF_LARGE if size >= _LARGE_SOURCE else 1 for size in num_samples]
         streams = tuple(
-            Stream(name, size, weight, automatic_block(size) if block is None else block, number)
+            Stream(name, size, weight, blocks[number] if block is None else block, number)
             for number, (name, size, weight) in enumerate(given)
         )
         turn = 1 if block is None else block
@@ -177,9 +169,8 @@ class SampleOrder:
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """positions int (n,), from 0 -> (source int64 (n,), sample int64 (n,) inside that source).
 
-        Any order, repeated or not: an answer does not depend on what was asked before. The source
-        is -1 where it is gone, or has another number of samples now.
-        Raises ValueError for a negative position.
+        Any order, repeated or not. The source is -1 where it is gone, or has another number of
+        samples now. Raises ValueError for a negative position.
         """
         positions = np.asarray(positions, dtype=np.int64).reshape(-1)
         if len(positions) and positions.min() < 0:

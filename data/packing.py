@@ -5,10 +5,8 @@ follow from the order and from what is used of it, and from nothing that depends
 
 By budget, packs are filled by best fit, among the first so many unused samples of the order (the
 window). The oldest of them go first, until half of the budget is used; then, again and again, the
-longest that still fits. So none is left over for long, and hardly any room is lost.
-
-A budget counts tokens of samples. What a layout pads them to comes on top: it is less than two
-tokens of a sample on each context-parallel rank, and other layouts have the same packs.
+longest that still fits. A budget counts tokens of samples: what a layout pads them to, less than
+two tokens of a sample on each context-parallel rank, comes on top.
 """
 
 from __future__ import annotations
@@ -139,7 +137,6 @@ class _Window:
         return [self._position[one] for one in sorted(pack)]
 
     def _fill(self) -> None:
-        """Let samples wait, in order, until the window is full."""
         keys, by_length, beside = self._key, self._by_length, self._rows_by_length
         for one in range(self._entered, self._entered + self.budget.window - self._waiting):
             if one == len(keys):

@@ -54,8 +54,6 @@ def permutation(size: int, *salts: int) -> _Sorted | _Feistel:
 
 
 class _Sorted:
-    """By a table."""
-
     def __init__(self, size: int, salts: tuple[int, ...]) -> None:
         order = np.argsort(mix64(np.arange(size), *salts), kind="stable")
         self._order = order.astype(np.uint16)  # many are kept

@@ -19,15 +19,14 @@ def mrope_position_ids(
 ) -> np.ndarray:
     """int64 (3, T): temporal, height and width position of each token of its sequence.
 
-    A text token has three equal positions, one more than the largest before it. The rows of an
-    item lie on a grid that starts there: time, height and width counting up. The text after an
-    item goes on from its height and width alone, however long it lasts.
-    Source: `get_rope_index` of Qwen2.5-VL and Qwen3-VL in transformers.
+    A text token has three equal positions, one more than the largest before it. The rows of an item
+    lie on a grid that starts there: time, height and width counting up. The text after an item goes
+    on from its height and width alone. Source: `get_rope_index` of Qwen2.5-VL and Qwen3-VL in
+    transformers.
 
-    lengths: tokens of each sequence. item_offsets: (I,) first placeholder of each item among all
-    T tokens, ascending. grids: (I, 3) grids (t, h, w) in rows, after merging.
-    time_steps: (I,) positions from one frame of an item to the next, cut down to whole ones; None
-    for 1 each.
+    lengths: tokens of each sequence. item_offsets: (I,) first placeholder of each item among all T
+    tokens, ascending. grids: (I, 3) grids (t, h, w) in rows, after merging. time_steps: (I,)
+    positions from one frame of an item to the next, cut down to whole ones; None for 1 each.
 
     Raises ValueError when items overlap, stick out of their sequence, or have an unusable grid.
     """

@@ -73,7 +73,6 @@ def main(descriptor: int, folder: Path) -> None:
 
 
 def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
-    """Start a worker, and give the rank its end of a connection to it."""
     to_rank, to_worker = Pipe()
     nursery, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -97,7 +96,6 @@ def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
 
 
 def _bury(pid: int) -> str:
-    """How a worker ended that has closed its connection."""
     try:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:  # a child of a nursery that has died
@@ -108,7 +106,6 @@ def _bury(pid: int) -> str:
 
 
 def _work(pipe: Connection, readers: Sequence[SampleReader]) -> None:
-    """Decode what the rank asks for, until it leaves."""
     while True:
         reader, kind, number, path = pipe.recv()
         try:

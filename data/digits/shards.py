@@ -1,14 +1,11 @@
 """The quickstart's data: handwritten digits to read aloud, made from scikit-learn's bundled scans.
 
 A sample shows one to four images of one digit each, asks for them, and answers "3 7 1". Some are
-text only, in whole runs, so that every path of a multimodal run is used. No download.
-
-`write_data_set` is what all generators of example data share.
+text only, in whole runs. `write_data_set` is what all generators of example data share.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -21,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from data.digits.text import image_conversation, text_conversation, write_tokenizer
+from data.media.image_files import png_bytes
 
 FORMAT_VERSION = 1
 SAMPLES_PER_SHARD = 2000
@@ -52,12 +50,11 @@ def prepare_digits(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write train-*.tar, validation-*.tar, test-*.tar and tokenizer/ into `directory`.
+    """Write train-*.tar, validation-*.tar, test-*.tar and tokenizer/ into `directory`; returns it.
 
     The scans of the three splits are disjoint, and equal arguments give equal files. Does nothing
-    when the folder already holds the same data. It appears complete or not at all. Returns it.
-
-    progress(done, total) counts samples.
+    when the folder already holds the same data. It appears complete or not at all. progress(done,
+    total) counts samples.
 
     Raises ValueError for a folder that holds something else (it is never deleted), or bad counts.
     """
@@ -77,7 +74,7 @@ def prepare_digits(
                 for position, scan in enumerate(chosen):
                     canvas = _weighted(rng, CANVASES)
                     image = draw_digit(scans[scan], canvas, rng, augment=split == "train")
-                    files[f"{position}.png"] = _png(image)
+                    files[f"{position}.png"] = png_bytes(np.asarray(image))
                 messages = image_conversation(digits[chosen].tolist(), rng)
             answer = messages[1]["content"][0]["text"]
             return files, {"messages": messages, "answer": answer, "images": len(files)}
@@ -141,7 +138,6 @@ def write_data_set(
 
 
 def _is_prepared(directory: Path, settings: Mapping[str, object]) -> bool:
-    """Whether the folder holds complete data of exactly these settings."""
     try:
         return json.loads((directory / _MARKER).read_text(encoding="utf-8")) == settings
     except (OSError, ValueError):
@@ -216,12 +212,6 @@ def draw_digit(
     matrix = (cos, sin, middle - cos * x - sin * y, -sin, cos, middle + sin * x - cos * y)
     way, method = tuple(map(float, matrix)), Image.Resampling.BICUBIC
     return Image.fromarray(scan).transform(canvas, Image.Transform.AFFINE, way, method)
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def _weighted[T](rng: random.Random, weights: dict[T, int]) -> T:

@@ -1,9 +1,8 @@
 """Digits as short synthetic sounds to write down: no recordings, no download.
 
-Each digit glides from one vowel to another, ten of the twelve pairs of four vowels. A vowel is what
-makes it one in speech, two resonances of a voice whose pitch is its own. A clip has one to four
-digits by one voice, in its tempo, with pauses and noise; the voices of the splits are disjoint.
-Some samples are text only, in whole runs. Clips are written at 8 kHz.
+Each digit glides between two of four vowels, two resonances of a voice each. A clip has one to four
+digits by one voice, in its tempo, with pauses and noise, at 8 kHz; the voices of the splits are
+disjoint. Some samples are text only, in whole runs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data.digits.shards import Draw, write_data_set
-from data.digits.text import conversation, text_conversation, write_tokenizer
+from data.digits.text import conversation, spaced, text_conversation, write_tokenizer
 from data.media.audio import wav_bytes
 
 FORMAT_VERSION = 1
@@ -71,7 +70,7 @@ def prepare_spoken_digits(
                 return {}, {"messages": text_conversation(rng)}
             digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
             clip = wav_bytes(speak(digits, rng.choice(voices), rng), _RATE)
-            messages = conversation(["audio"], rng.choice(_QUESTIONS), digits)
+            messages = conversation(["audio"], rng.choice(_QUESTIONS), spaced(digits))
             return {"0.wav": clip}, {"messages": messages}
 
         return draw

@@ -84,7 +84,7 @@ def image_conversation(digits: Sequence[int], rng: random.Random) -> list[dict[s
     plain = _ASK_ONE if len(digits) == 1 else _ASK_MANY
     counted = len(digits) > 1 and rng.random() < 0.4
     question = rng.choice(_ASK_COUNTED if counted else plain).format(count=len(digits))
-    return conversation(["image"] * len(digits), question, digits)
+    return conversation(["image"] * len(digits), question, spaced(digits))
 
 
 def text_conversation(rng: random.Random) -> list[dict[str, Any]]:
@@ -92,22 +92,25 @@ def text_conversation(rng: random.Random) -> list[dict[str, Any]]:
     kind = rng.randrange(3)
     if kind == 0:
         digit = rng.randrange(9)
-        return conversation([], rng.choice(_ASK_NEXT).format(a=digit), [digit + 1])
+        return conversation([], rng.choice(_ASK_NEXT).format(a=digit), str(digit + 1))
     if kind == 1:
         digit = rng.randrange(1, 10)
-        return conversation([], rng.choice(_ASK_PREVIOUS).format(a=digit), [digit - 1])
+        return conversation([], rng.choice(_ASK_PREVIOUS).format(a=digit), str(digit - 1))
     digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
-    listed = " then ".join(str(digit) for digit in digits)
-    return conversation([], rng.choice(_ASK_COPY).format(list=listed), digits)
+    question = rng.choice(_ASK_COPY).format(list=" then ".join(map(str, digits)))
+    return conversation([], question, spaced(digits))
 
 
-def conversation(
-    items: Sequence[str], question: str, digits: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Chat messages: items of these media and a question, and digits as the answer."""
+def spaced(digits: Sequence[int]) -> str:
+    """Digits as an answer names them."""
+    return " ".join(map(str, digits))
+
+
+def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[str, Any]]:
+    """Chat messages: items of these media and a question, and its answer."""
     content = [{"type": media} for media in items] + [{"type": "text", "text": question}]
-    answer = [{"type": "text", "text": " ".join(str(digit) for digit in digits)}]
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    told = [{"type": "text", "text": answer}]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": told}]
 
 
 def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLDERS) -> None:

@@ -1,12 +1,10 @@
 """Blocks of remote shards on a local disk, shared by all processes of a host.
 
-Samples are drawn in random order, and shards are large: so blocks of a few MiB are kept, not whole
-shards. A block is about what arrives in the time that a request takes anyway. Each is a file of its
-own, named after the shard, its version and the block, so that a changed shard never gets old bytes.
-It ends with checksums of its parts; one that does not fit is fetched again.
-
-No process needs another one to go on: blocks appear by renaming, and locks are the kernel's, which
-drops those of a dead process.
+Samples are drawn in random order, and shards are large: so blocks of a few MiB are kept, about what
+arrives in the time that a request takes anyway. Each is a file named after the shard, its version
+and the block, so that a changed shard never gets old bytes. It ends with checksums of its parts;
+one that does not fit is fetched again. Blocks appear by renaming, and locks are the kernel's, so no
+process needs another one to go on.
 """
 
 from __future__ import annotations
@@ -207,6 +205,5 @@ def _inside(block: int, offset: int, size: int) -> tuple[int, int]:
 
 
 def _checksums(data: bytes) -> bytes:
-    """uint32 of each part."""
     parts = [zlib.crc32(data[first : first + _PART]) for first in range(0, len(data), _PART)]
     return np.array(parts, "<u4").tobytes()

@@ -113,9 +113,8 @@ def index_shard(
 ) -> Problems:
     """Tokenize every sample of a shard, read every item's header, and write its index file.
 
-    A sample with malformed JSON or messages, no answer, missing items or unreadable headers is left
-    out, with its reason. processors: of the same media as the placeholders of `chat`.
-    progress(position) now and then: bytes of the shard that are done.
+    A sample that cannot be used is left out, with its reason. processors: of the same media as the
+    placeholders of `chat`. progress(position) now and then: bytes of the shard that are done.
 
     Returns its problems; with any, no file is written. Raises OSError when that cannot be.
     """
@@ -164,7 +163,6 @@ def index_shard(
 
 
 def _suffixes(processors: Processors) -> list[str]:
-    """Of the names of items."""
     return sorted({suffix for one in processors.values() for suffix in one.suffixes})
 
 

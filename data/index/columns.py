@@ -4,8 +4,8 @@
     the header, JSON: facts and where each column is
     the columns, each in the narrowest dtype that holds it, from a multiple of 64 bytes
 
-A column of equal steps (a constant, or 0, 1, 2, ...) is in the header alone. Whatever is in a file
-is trusted once its checksums fit.
+A column of equal steps (a constant, or 0, 1, 2, ...) is in the header alone. What is in a file is
+trusted once its checksums fit.
 """
 
 from __future__ import annotations

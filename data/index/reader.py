@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,8 @@ class UnreadableSample(Exception):
 class SampleReader:
     """Samples and items of an index. Safe to use from several threads at once.
 
-    Keeps the files of up to 256 shards open, and one decoded file: the media bounds its memory.
-    All that reads a shard also raises ShardChangedError.
-
-    cache: of `ShardFile`.
+    Keeps the files of up to 256 shards open, and one decoded file. All that reads a shard also
+    raises ShardChangedError. cache: of `ShardFile`.
     """
 
     def __init__(
@@ -57,7 +55,11 @@ class SampleReader:
         # Nothing kept refers to the reader, so that its files are closed when it goes.
         self._shard = lru_cache(most)(lambda number: ShardFile(index.state(number), cache))
         by_number = [processors[name] for name in index.media]
-        self._plan = lru_cache(_MAX_PLANS)(partial(_plan_of, by_number))  # one of a long video
+
+        def plan(media: int, width: int, height: int, frames: int, fps: float) -> PartPlan:
+            return by_number[media].plan(Part((width, height), frames, fps))
+
+        self._plan = lru_cache(_MAX_PLANS)(plan)  # one of a long video
         self._kept: tuple[int, Any] | None = None  # the last file with several items, decoded
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,7 +71,7 @@ class SampleReader:
 
         Raises UnreadableSample.
         """
-        data = self._read(sample, None)
+        data = self.read(sample, None)
         try:
             return parse_messages(data)
         except ValueError as error:
@@ -112,10 +114,6 @@ class SampleReader:
         """The media of an item."""
         return self.processors[self.index.media[int(self.index.column("item_media", item))]]
 
-    def file_bytes(self, file: int, sample: int) -> bytes:
-        """A file of a sample, not decoded. Raises UnreadableSample."""
-        return self._read(sample, file)
-
     def decoded(self, item: int, file: int) -> Any:
         """A file of the part that an item belongs to, as its media decodes it.
 
@@ -125,7 +123,7 @@ class SampleReader:
         if kept is not None and kept[0] == file:
             return kept[1]
         sample, media = self.index.sample_of_item(item), self.media(item)
-        data = self.file_bytes(file, sample)
+        data = self.read(sample, file)
         try:
             decoded = media.decode(data)
         except ValueError as error:
@@ -167,8 +165,8 @@ class SampleReader:
         self._shard.cache_clear()
         self._kept = None
 
-    def _read(self, sample: int, file: int | None) -> bytes:
-        """A file of a sample, or its JSON."""
+    def read(self, sample: int, file: int | None) -> bytes:
+        """A file of a sample, not decoded, or its JSON. Raises UnreadableSample."""
         what, number = ("json", sample) if file is None else ("file", file)
         offset = int(self.index.column(f"{what}_offset", number))
         size = int(self.index.column(f"{what}_size", number))
@@ -190,12 +188,6 @@ class SampleReader:
             self._shard(int(index.column("shard", sample))).check()
         item = None if file is None else file - index.files_of_sample(sample).start
         return UnreadableSample(index.shard_of(sample), index.key(sample), item, reason)
-
-
-def _plan_of(
-    processors: Sequence[Media[Any]], media: int, width: int, height: int, frames: int, fps: float
-) -> PartPlan:
-    return processors[media].plan(Part((width, height), frames, fps))
 
 
 def plans_of_items(

@@ -1,8 +1,8 @@
 """Shards that have a URL: what they are and ranged reads of them, through fsspec.
 
 Every request is tried a fixed number of times and has a time limit; every answer is checked for its
-length. HTTP is asked here, over fsspec's session: its own reads check neither the range that was
-answered nor whether the file is still the same.
+length. HTTP is asked here, over fsspec's session: its own reads check neither the answered range
+nor whether the file is still the same.
 """
 
 from __future__ import annotations

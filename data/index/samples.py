@@ -1,11 +1,9 @@
 """The index of a source: everything the batches are planned from, without decoding.
 
-A shard has a file of columns, a source one small catalog of these files (shard_index.py; store.py
-keeps both beside the shards). `Index` is the view of a source: it numbers the
-samples, items and files of all shards through, and maps a shard's file when it is first asked for.
-So the ranks of a machine share one copy, and none of them reads more than it plans.
-
-A content part takes files and becomes items: see processor.py. The index knows both.
+A shard has a file of columns, a source one small catalog of these files (shard_index.py). `Index`
+is the view of a source: it numbers the samples, items and files of all shards through, and maps a
+shard's file when it is first asked for. So the ranks of a machine share one copy, and none of them
+reads more than it plans. How a content part's files become items is in processor.py.
 
 Letters: `n` samples, `m` items, in order of mention, and `f` files of all shards; `S` shards.
 """
@@ -17,7 +15,7 @@ import json
 import zlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -89,9 +87,9 @@ class Index:
     def column(self, name: str, numbers: np.ndarray | slice | int = slice(None)) -> np.ndarray:
         """The entries of a column for these samples, items or files, whichever it is of.
 
-        numbers: any shape, which the answer has, too. int64, or float64 for `item_fps`. See
-        `shard_index.COLUMNS`; besides, `shard` is (n,) the shard of a sample, and `item_start`
-        has an entry more than samples. Raises IndexError, DamagedFileError.
+        numbers: any shape, which the answer has, too. int64, or float64 for `item_fps`. name: of
+        `shard_index.COLUMNS`, or `shard` (n,), the shard of a sample; `item_start` has an entry
+        more than samples. Raises IndexError, DamagedFileError.
         """
         of = "samples" if name == "shard" else COLUMNS[name]
         starts = self._starts[of]
@@ -261,6 +259,31 @@ def open_index(path: Path, root: str, identity: str) -> Index:
     return Index(catalog)
 
 
+def column(
+    indexes: Sequence[Index], name: str, source: np.ndarray, number: np.ndarray
+) -> np.ndarray:
+    """source, number (k,) -> int64 (k,): the entries of the sources' column ``name``."""
+    found = np.empty(len(number), np.int64)
+    for one in np.flatnonzero(np.bincount(source)).tolist():
+        own = source == one
+        found[own] = indexes[one].column(name, number[own])
+    return found
+
+
+def items_of_samples(
+    indexes: Sequence[Index], source: np.ndarray, sample: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """source, sample (n,) -> item (m,), its number in its source's index, and item_sample (m,).
+
+    In the order of the samples and of their items; item_sample counts the given samples.
+    """
+    first = column(indexes, "item_start", source, sample)
+    count = column(indexes, "item_start", source, sample + 1) - first
+    item_sample = np.repeat(np.arange(len(sample)), count)
+    before = np.cumsum(count) - count
+    return np.arange(len(item_sample)) + (first - before)[item_sample], item_sample
+
+
 def _starts(counts: np.ndarray) -> np.ndarray:
     """int64 (S + 1,): how many there are before each shard, and all together."""
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
@@ -273,37 +296,29 @@ def settings_fingerprint(chat: ChatTokenizer, processors: Processors) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def check_lengths(index: Index, sequence_length: int) -> None:
-    """Raise ValueError when samples are longer than `sequence_length` tokens.
+def check_sizes(index: Index, sequence_length: int, rows_per_microbatch: int | None) -> None:
+    """Raise ValueError when samples have more tokens or rows than these (None: any number).
 
     They are never truncated: a cut item has fewer placeholders than rows.
     """
     if index.most_tokens > sequence_length:
-        found = index.above("tokens", sequence_length)
-        raise _too_large(index, *found, sequence_length, "are longer than", "sequence_length")
-
-
-def check_rows(index: Index, rows_per_microbatch: int | None) -> None:
-    """Raise ValueError when samples have more rows than a microbatch may have (None: any)."""
+        what = "are longer than sequence_length"
+        raise _too_large(index, "tokens", sequence_length, what)
     if rows_per_microbatch is not None and index.most_rows > rows_per_microbatch:
-        found = index.above("rows", rows_per_microbatch)
-        what = "have more rows than", "rows_per_microbatch"
-        raise _too_large(index, *found, rows_per_microbatch, *what)
+        what = "have more rows than rows_per_microbatch"
+        raise _too_large(index, "rows", rows_per_microbatch, what)
 
 
-def _too_large(
-    index: Index, large: np.ndarray, sizes: np.ndarray, limit: int, what: str, key: str
-) -> ValueError:
-    """The error to raise. large: samples (n,) above the limit. sizes: (n,) of these."""
-    unit = "tokens" if key == "sequence_length" else "rows"
+def _too_large(index: Index, unit: str, limit: int, what: str) -> ValueError:
+    large, sizes = index.above(unit, limit)
     lines = [
         f"{index.shard_of(i)}: {index.key(i)}: {size} {unit}"
         for i, size in zip(large[:_SHOWN].tolist(), sizes[:_SHOWN].tolist(), strict=True)
     ]
     return ValueError(
-        f"{len(large)} of {len(index)} samples {what} {key} {limit}; the most are {sizes.max()} "
-        f"{unit}:\n  {listed(lines, len(large))}\nraise data.{key}, let an encoder's items have "
-        "fewer rows, or leave them out of the shards (samples are never truncated)"
+        f"{len(large)} of {len(index)} samples {what} {limit}; the most are {sizes.max()} "
+        f"{unit}:\n  {listed(lines, len(large))}\nraise data.{what.split()[-1]}, let an encoder's "
+        "items have fewer rows, or leave them out of the shards (samples are never truncated)"
     )
 
 

@@ -1,7 +1,6 @@
 """Shards: which files a pattern names, what tells one version of a file from another, reading them.
 
-Nothing else of ours opens a shard. It is a file of this machine, or has a URL (remote.py); what is
-read of the latter may be kept on a local disk (block_cache.py).
+Nothing else of ours opens a shard. It is a file of this machine, or has a URL (remote.py).
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
     """The shards that a pattern names, sorted by path.
 
     pattern: a path or a URL, with wildcards (`*`, `?`, `[...]`, `**`) and braces (`{000..123}`,
-    `{a,b}`) or without. A path that exists is taken as it is.
-
-    Raises ValueError when there are none, any that braces name is missing, or a URL cannot be used.
+    `{a,b}`) or without. A path that exists is taken as it is. Raises ValueError when there are
+    none, any that braces name is missing, or a URL cannot be used.
     """
     remote.check_url(pattern)
     texts = [pattern] if os.path.isfile(pattern) else _without_braces(pattern)
@@ -132,11 +130,9 @@ def pattern_root(pattern: str) -> str:
 class ShardFile:
     """An open shard. Safe to use from several threads, and in a forked process.
 
-    A file closes itself once nobody uses it: another thread may still be reading from it when it
-    is pushed out of a cache.
-
-    shard: what it has to be, or only its path. cache: where blocks of a remote shard are kept.
-    Raises OSError when it cannot be opened, ShardChangedError when it is something else.
+    It closes itself once nobody uses it: another thread may still be reading when it is pushed out
+    of a cache. shard: what it has to be, or only its path. cache: where blocks of a remote shard
+    are kept. Raises OSError when it cannot be opened, ShardChangedError when it is something else.
     """
 
     def __init__(self, shard: Shard | str, cache: BlockCache | None = None) -> None:

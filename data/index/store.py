@@ -119,10 +119,9 @@ def load_or_build_index(
 ) -> Index:
     """The index of the shards that `pattern` names; what is missing of it is built and stored.
 
-    cache: a folder for the indexes of sources whose own folder cannot be written. Where that
-    cannot be either, the index is built each time in this process, with a warning. build: how else.
-
-    Raises ValueError as `survey` and `build_here` do.
+    cache: a folder for the indexes of sources whose own folder cannot be written. Where that cannot
+    be either, the index is built each time in this process, with a warning. build: how else. Raises
+    ValueError as `survey` and `build_here` do.
     """
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
     found = find_survey(pattern, settings, media, cache)
@@ -201,7 +200,6 @@ def _absolute_root(pattern: str) -> str:
 
 
 def _inside(root: str, path: str) -> str:
-    """A shard's path inside the root."""
     if is_remote(root):
         return path.removeprefix(root).lstrip("/")
     return os.path.relpath(path, root)

@@ -1,13 +1,12 @@
 """Webdataset tar shards: the samples in one file, by byte offset.
 
 A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
-items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention, whatever their media. Members
-are stored uncompressed, so that any of them can be read later by one seek. Nothing is ever
-unpacked; even so, a name that leaves its folder (`../x.json`) makes a sample unusable.
+items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention, stored uncompressed. Nothing
+is ever unpacked; even so, a name that leaves its folder (`../x.json`) makes a sample unusable.
 
-Headers may be hostile. Known are ustar, GNU long names, and the PAX keywords `path` and `size`.
-Python's `tarfile` would follow negative sizes in circles, hold a header of any size in memory, and
-nest as deep as the file says.
+Headers may be hostile: Python's `tarfile` would follow negative sizes in circles, hold a header of
+any size in memory, and nest as deep as the file says. Known are ustar, GNU long names, and the PAX
+keywords `path` and `size`.
 """
 
 from __future__ import annotations

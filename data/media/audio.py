@@ -1,8 +1,8 @@
 """Audio clips: from WAV files to log-mel spectrograms like Whisper's.
 
-A clip is one file and one item. It is mixed to mono at 16 kHz, padded with silence to whole
-rows, and cut into frames of 25 ms every 10 ms; a frame is a patch of one number per mel band.
-Source: transformers `WhisperFeatureExtractor`, which pads every clip to 30 s.
+A clip is one file and one item. It is mixed to mono at 16 kHz, padded with silence to whole rows,
+and cut into frames of 25 ms every 10 ms; a frame is a patch of one number per mel band. Source:
+transformers `WhisperFeatureExtractor`, which pads every clip to 30 s.
 
 Letters: `n` samples of the waveform at 16 kHz, `P` frames, `C` mel bands, `F` frequencies.
 """
@@ -46,10 +46,8 @@ class AudioClips:
     """A `Media` of WAV files. Sizes are (samples per channel, samples per second).
 
     num_mel_bins: C. tokens_per_row: the encoder's tokens, of two frames each, that become one row.
-    max_seconds: length of the longest clip that is accepted.
-    tower_width: hidden size of the tower that encodes the frames; only `cost` depends on it.
-
-    Raises ValueError when built with settings that cannot work.
+    max_seconds: of the longest clip that is accepted. tower_width: hidden size of the tower; only
+    `cost` depends on it. Raises ValueError when built with settings that cannot work.
     """
 
     num_mel_bins: int = 80

@@ -58,10 +58,9 @@ def image_size(file: BinaryIO | bytes) -> Size:
 def open_image(data: bytes, shown_size: Callable[[Size], Size | None] | None = None) -> Image.Image:
     """Decode an image completely, with its EXIF orientation applied; of several frames, the first.
 
-    Its size equals `image_size(data)`. The size is checked before any pixel is decoded, so a
-    decompression bomb costs nothing.
-    shown_size: from that size to the one at which the image is needed. A JPEG is then decoded at a
-    half, quarter or eighth of its size if that is enough; `full_size` still gives its own.
+    Its size equals `image_size(data)` and is checked before any pixel is decoded. shown_size: from
+    that size to the one at which the image is needed. A JPEG is then decoded at a half, quarter or
+    eighth of its size if that is enough; `full_size` still gives its own.
 
     Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
     """
@@ -158,6 +157,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
         background = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(background, image).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
+
+
+def png_bytes(pixels: np.ndarray) -> bytes:
+    """A PNG of uint8 (height, width, 3), or (height, width) in grey."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def thumbnail_url(picture: np.ndarray, side: int) -> str:

@@ -7,7 +7,6 @@ Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +16,14 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 from PIL import Image
 
-from data.media.image_files import IMAGE_SUFFIXES, full_size, image_size, open_image, to_rgb
+from data.media.image_files import (
+    IMAGE_SUFFIXES,
+    full_size,
+    image_size,
+    open_image,
+    png_bytes,
+    to_rgb,
+)
 from data.media.processor import Part, PartPlan, Size, WireForm, encoding_cost
 from data.text.item_text import ITEM_SLOT
 
@@ -34,9 +40,8 @@ class StillImages(ABC):
 
     Sizes are (width, height) in pixels. patch_size: P, pixels. merge_size: M, patches per side that
     become one row. mean, std: per RGB channel, for values in 0..1. tower_width: hidden size of the
-    tower that encodes the patches; only the cost depends on it. jpeg_draft: whether a JPEG that
-    will shrink to a half or less is decoded at a smaller size, which is faster and changes its
-    pixels.
+    tower; only the cost depends on it. jpeg_draft: whether a JPEG that will shrink to a half or
+    less is decoded at a smaller size, which is faster and changes its pixels.
     """
 
     KIND: ClassVar[str]
@@ -90,9 +95,7 @@ class StillImages(ABC):
         """A PNG of noise: 1 to 4 rows, one to three side by side."""
         columns, lines = _RANDOM_ROWS[int(rng.integers(len(_RANDOM_ROWS)))]
         shape = lines * self.row_pixels, columns * self.row_pixels
-        buffer = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(buffer, "PNG")
-        return buffer.getvalue()
+        return png_bytes(rng.integers(0, 256, shape, dtype=np.uint8))
 
     # ------------------------------------------------------------------------------ items
 
@@ -140,10 +143,9 @@ class StillImages(ABC):
 class ImageProcessor(StillImages):
     """Qwen2-VL preprocessing: resize to whole merge blocks, cut into patches, normalise.
 
-    temporal_patch_size: T, frames per patch; a still image is repeated T times.
-    min_pixels, max_pixels: bounds on the pixels of the resized image.
-
-    Raises ValueError when built with bounds that nothing can meet.
+    temporal_patch_size: T, frames per patch; a still image is repeated T times. min_pixels,
+    max_pixels: bounds on the pixels of the resized image. Raises ValueError for bounds that nothing
+    can meet.
     """
 
     patch_size: int = 14
@@ -178,9 +180,8 @@ class ImageProcessor(StillImages):
         """The size at which an image becomes patches, within the pixel bounds.
 
         The aspect ratio is kept as well as the multiples allow. A very long image may end above
-        `max_pixels`, because a side is never shorter than one merge block.
-
-        Raises ValueError for an aspect ratio above 200.
+        `max_pixels`, because a side is never shorter than one merge block. Raises ValueError for an
+        aspect ratio above 200.
         """
         return self._bounded(width, height, 1, 1)
 

@@ -25,11 +25,10 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels, as Pillow
 class PanAndScan:
     """When a long image is shown whole and again in crops, and in how many.
 
-    Source: transformers `Gemma3ImageProcessorPil.pan_and_scan`.
-
-    min_crop_size: pixels of the shorter side of a crop; smaller ones are not made.
-    max_num_crops: crops of one image, side by side along its longer side.
-    min_ratio: of the longer side to the shorter one, below which an image is not cropped.
+    Source: transformers `Gemma3ImageProcessorPil.pan_and_scan`. min_crop_size: pixels of the
+    shorter side of a crop; smaller ones are not made. max_num_crops: side by side along the image's
+    longer side. min_ratio: of the longer side to the shorter one, below which an image is not
+    cropped.
     """
 
     min_crop_size: int = 256

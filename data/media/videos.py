@@ -1,10 +1,10 @@
 """Videos as the Qwen families take them: frames of one size, a few of them per temporal patch.
 
-Frames are resized and normalised as in transformers' video processors. Those work on tensors, so
+Frames are resized and normalised as in transformers' video processors, which work on tensors, so
 values differ in the last digit from those of the same frames taken as images.
 
-Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch size in frames,
-`t, h, w` the grid of one item in patches.
+Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch size in frames, `t,
+h, w` the grid of one item in patches.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ VIDEO = "video"
 class VideoProcessor(ImageProcessor):
     """Qwen2-VL and Qwen2.5-VL: a video is one item, its last frame repeated to fill a patch.
 
-    Source: transformers `Qwen2VLVideoProcessor`, without sampling of frames.
-    min_pixels, max_pixels: bounds on the pixels of each resized frame.
-    tokens_per_second: positions per second of video.
-    Otherwise as `ImageProcessor`.
+    Source: transformers `Qwen2VLVideoProcessor`, without sampling of frames. min_pixels,
+    max_pixels: bounds on the pixels of each resized frame. tokens_per_second: positions per second
+    of video.
     """
 
     tokens_per_second: float = 2.0

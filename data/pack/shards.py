@@ -76,8 +76,8 @@ def pack(
 ) -> Packed:
     """Write the rows of JSON, JSON Lines or Parquet files as shards into the folder `out`.
 
-    media_root: the folder that files are named in; default: that of `source`. No file outside of it
-    is read. A row that cannot be used is left out and listed in `out`/bad_samples.jsonl.
+    media_root: the folder that files are named in, outside of which none is read; default: that of
+    `source`. A row that cannot be used is left out and listed in `out`/bad_samples.jsonl.
     overwrite: replace what a former call wrote. progress(done, total) counts thousandths of files.
 
     Raises ValueError for a folder that is not empty, a source that cannot be read on, or too many
@@ -219,7 +219,6 @@ class _Writer:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """End the last shard; leave none half written."""
         try:
             if kind is None:
                 self._end()
@@ -231,7 +230,6 @@ class _Writer:
                     self._temporary.unlink()
 
     def write(self, sample: dict[str, str | bytes]) -> None:
-        """Append a sample to the shard, or to a new one where that is full."""
         from webdataset.writer import TarWriter  # here: it imports torch
 
         members = [value for value in sample.values() if isinstance(value, bytes)]

@@ -74,13 +74,10 @@ class EncodedSample:
 class ChatTokenizer:
     """A tokenizer folder in Hugging Face format, with the chat template it contains.
 
-    The folder of a checkpoint is one too. Safe to use from several threads: it only ever reads.
-
-    directory: folder with tokenizer.json and a chat template; never downloads anything.
-    media_text: by media, which is the type of content part such as "image" or "video", how its
-    items stand in the text.
-
-    Raises ValueError when the folder, its template, or a needed token is missing.
+    Safe to use from several threads: it only ever reads. directory: folder with tokenizer.json and
+    a chat template, such as that of a checkpoint; never downloads anything. media_text: by media,
+    which is the type of content part such as "image", how its items stand in the text. Raises
+    ValueError when the folder, its template, or a needed token is missing.
     """
 
     def __init__(self, directory: str | Path, media_text: Mapping[str, MediaText] = IMAGES) -> None:
@@ -151,15 +148,12 @@ class ChatTokenizer:
     ) -> EncodedSample:
         """Tokenize a finished conversation; the loss is on every assistant answer.
 
-        An answer begins after the template's generation prompt and includes its end of turn.
-        What stands for an item in it does not count, nor a special token that the template writes
-        to open or close it: the model cannot write items. A text that looks like a special token
-        is text.
-        rows_per_item: rows of each item, in order of mention over all media; that many
-        placeholders of its media stand for it.
-        key: names the sample in errors.
-        part_texts: for each content part that is not text, what stands for it, with `{item}` once
-        per item that it becomes; None where each is one item.
+        An answer begins after the template's generation prompt and includes its end of turn, but
+        not what stands for an item in it, nor a special token that the template writes to open or
+        close one. A text that looks like a special token is text. rows_per_item: rows of each item,
+        in order of mention over all media; that many placeholders of its media stand for it. key:
+        names the sample in errors. part_texts: for each content part that is not text, what stands
+        for it, with `{item}` once per item that it becomes; None where each is one item.
 
         Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
         MessagesError when the template or the tokenizer refuses the messages, or the template

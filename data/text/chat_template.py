@@ -1,10 +1,9 @@
 """A chat template: where a folder has it, what it writes for messages, how its answers begin.
 
-Checkpoints of vision-language models keep it with the processor: in `chat_template.jinja`, or in
-`processor_config.json` or `chat_template.json` before that existed. As in transformers 5, an older
-place takes precedence if a folder has several. A template in `tokenizer_config.json` beside them is
-often one for text alone. Several named templates may be given; `default` is the one for chatting.
-Source: transformers `ProcessorMixin.get_processor_dict` and `_resolve_chat_template`.
+Vision-language models keep it in `chat_template.jinja`, or in `processor_config.json` or
+`chat_template.json` before that existed. As in transformers 5, an older place takes precedence.
+Several named templates may be given; `default` is the one for chatting. Source: transformers
+`ProcessorMixin.get_processor_dict` and `_resolve_chat_template`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ def find_chat_template(directory: Path, of_tokenizer: object) -> str:
     """The text of the template of a folder.
 
     of_tokenizer: the template that transformers loads with the tokenizer: chat_template.jinja if
-    there is one, else that of tokenizer_config.json; one, several by name, or None.
-
-    Raises ValueError when there is none, several without a default, or a damaged file.
+    there is one, else that of tokenizer_config.json; one, several by name, or None. Raises
+    ValueError when there is none, several without a default, or a damaged file.
     """
     files = (directory / name for name in ("processor_config.json", "chat_template.json"))
     of_processor = (_read_json(file).get("chat_template") for file in files)

@@ -103,8 +103,6 @@ def read_chat(document: object) -> Chat:
 
 
 class _Reader:
-    """Reads the messages of one document, and takes its files as they are mentioned."""
-
     def __init__(self, document: Mapping[str, Any], turns: Sequence[Any]) -> None:
         self.files: list[Any] = []
         self.given = {media: _files(document, media) for media in _KEYS}

@@ -37,10 +37,10 @@ class MediaText:
         """What the chat template writes per content part."""
         return self.placeholder if self.template_token is None else self.template_token
 
-    def of_part(self, part_text: str) -> str:
-        """The text of a part, each `{item}` in it replaced by the text of an item."""
-        item = self.item_text.replace(_PLACEHOLDER_SLOT, self.placeholder)
-        return part_text.replace(ITEM_SLOT, item)
+    @property
+    def filled(self) -> str:
+        """What stands for one item."""
+        return self.item_text.replace(_PLACEHOLDER_SLOT, self.placeholder)
 
 
 def item_text_problem(item_text: str) -> str:
@@ -59,11 +59,10 @@ def write_items(
 ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text with the k-th token that the template wrote replaced by the k-th part.
 
-    It is finished by `finish`. Also where each part is in it: characters [start, end).
-    parts: (media, text of the part) in order of mention. key: names the sample in errors.
-
-    Raises PlaceholderError when tokens and parts differ in number, and MessagesError when the
-    template writes them in another order.
+    It is finished by `finish`. Also where each part is in it: characters [start, end). parts:
+    (media, text of the part) in order of mention. key: names the sample in errors. Raises
+    PlaceholderError when tokens and parts differ in number, MessagesError when they are in another
+    order.
     """
     media_of = {text.written: media for media, text in media_text.items()}
     # The longest first: one may be contained in another.
@@ -80,7 +79,7 @@ def write_items(
             f"sample {key!r}: the chat template does not write the placeholders {tokens} for items "
             f"of {', '.join(media for media, _ in parts)}, in this order"
         )
-    pieces[1::2] = [media_text[media].of_part(text) for media, text in parts]
+    pieces[1::2] = [text.replace(ITEM_SLOT, media_text[media].filled) for media, text in parts]
     pieces = [finish(piece) for piece in pieces]
     ends = [*itertools.accumulate(map(len, pieces))]
     return "".join(pieces), [*zip(ends[0::2], ends[1::2], strict=False)]

@@ -1,10 +1,10 @@
 """Special tokens that a chat template writes, told from text that only looks like them.
 
 A user may write `<|im_end|>`, and it has to stay text. Before the template renders messages, such
-text gets a mark after its first character, so all special tokens in the rendered text are the
-template's own. Then these get a mark in front, with which the tokenizer here knows them; without it
-they are text. At last the marks inside texts are taken out. So a whole rendered text is cut into
-tokens at once, as transformers does it, with the same ids where no text looks like a special token.
+text gets a mark after its first character. Then the special tokens, which are now all the
+template's own, get a mark in front, with which the tokenizer here knows them, and the marks inside
+texts are taken out. So a rendered text is cut into tokens at once, with the ids of transformers
+where no text looks like a special token.
 """
 
 from __future__ import annotations
@@ -126,6 +126,5 @@ class SpecialTokens:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches the longest of these texts."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -160,7 +160,6 @@ def main(
 
 
 def _on_ranks(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
-    """What the ranks of one layout measure."""
     args, size = (case, rows, hidden, rounds), case.layout.world_size
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         variables = rank_variables(Path(directory))

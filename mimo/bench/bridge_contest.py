@@ -159,11 +159,7 @@ class OurBridge(Bridge):
 
 
 class TheirBridge(Bridge):
-    """Megatron's bridge. Its leaders get complete gradients at no cost, which is in its favour.
-
-    In training with SP each rank would have only the gradient of its slice, and an all-gather in
-    the TP group would come first.
-    """
+    """Megatron's bridge. Its leaders get complete gradients at no cost, which is in its favour."""
 
     delivery = "replicated"
 
@@ -194,8 +190,7 @@ class TheirBridge(Bridge):
 class BareMessages(Bridge):
     """The floor: isend and irecv of our bridge's messages, in memory that is already allocated.
 
-    No plan, no autograd, no checks, no timeouts: only the time of the transport. Only for layouts
-    in which a language rank needs just its slice.
+    No plan, no autograd, no checks, no timeouts. Only where a language rank needs just its slice.
     """
 
     def __init__(self, workload: Workload, topology: Topology) -> None:

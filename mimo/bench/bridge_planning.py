@@ -106,16 +106,12 @@ class DrawnIndex:
         return EncodedSample(ids, ids, np.ones(len(ids), np.float32), offsets)
 
 
-def layout_of(num_ranks: int) -> Layout:
-    """A language model of tp 8 with SP and cp 2, and an encoder lane for every 8 ranks of it."""
-    lanes, dp = num_ranks // _RANKS_PER_ENCODER_LANE, num_ranks // (_TP * _CP)
-    language = GridSpec(LANGUAGE, tp=_TP, sp=True, cp=_CP, dp=dp, rank_offset=lanes)
-    return Layout(language, {"vision": GridSpec("vision", dp=lanes)}, lanes + num_ranks)
-
-
 def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime:
     """Plan steps of 32 microbatches one after another, the first one to warm up."""
-    processor, layout = ImageProcessor(), layout_of(num_ranks)
+    processor = ImageProcessor()
+    lanes, dp = num_ranks // _RANKS_PER_ENCODER_LANE, num_ranks // (_TP * _CP)
+    language = GridSpec(LANGUAGE, tp=_TP, sp=True, cp=_CP, dp=dp, rank_offset=lanes)
+    layout = Layout(language, {"vision": GridSpec("vision", dp=lanes)}, lanes + num_ranks)
     index: Any = DrawnIndex(processor)
     chat: Any = SimpleNamespace(placeholder_ids={_MEDIA: _PLACEHOLDER})
     readers = [SampleReader(index, chat, {_MEDIA: processor})]

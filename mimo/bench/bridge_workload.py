@@ -63,10 +63,8 @@ class Workload:
     """Items of about 128 rows with text between them, equal rows on every lane of a side.
 
     Rows are equal and in the order of the lanes, because Megatron's bridge supports nothing else on
-    all of these layouts; ours would take any.
-
-    rows: N, a multiple of the case's `lanes_once`. A row's content follows from its number, so that
-    every rank can check what arrives.
+    all of these layouts. rows: N, a multiple of the case's `lanes_once`. A row's content follows
+    from its number, so that every rank can check what arrives.
     """
 
     case: Case

@@ -16,17 +16,17 @@ from typing import Any
 
 from mimo.bench.contest import Apart, Contest, Run, apart, take_turns, timed
 from mimo.bench.report import Bound, Report
+from mimo.bench.train import COLUMNS, QUICK, same_work
+from mimo.bench.train_theirs import Collator, TransformersSteps, batches_of_ranks
 from mimo.bench.train_workload import Sizes, Workload
 from mimo.device import initialize_distributed, set_threads
 from mimo.errors import InputError
 from mimo.recipe.schema import Recipe
 
-QUICK = Sizes(width=1, num_layers=4, samples=8, tokens=256, median_words=12)
 RANKS = 2
 ENGINES = ("megatron", "fsdp")
 RIVAL = "transformers + FSDP2, padded"
 _TOGETHER = 8  # samples of a microbatch of a lane; of the rival, of a padded batch
-_LOSS_ERROR = 1e-4  # relative; fp32 on all sides, in another order of sums
 _TIMEOUT_SECONDS = 1800.0
 
 
@@ -45,7 +45,8 @@ def recipe_of(workload: Workload, contestant: str, steps: int) -> Recipe:
 
 def rank_side(workload: Workload, contestant: str, recipe: Recipe, rank: int) -> Callable[[], Run]:
     """For a process of its own: be a rank of a contestant; a function that does a step."""
-    from mimo.bench.engines_theirs import FullyShardedSteps
+    from transformers.utils import logging
+
     from mimo.bench.train_ours import OurSteps
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -55,7 +56,11 @@ def rank_side(workload: Workload, contestant: str, recipe: Recipe, rank: int) ->
     if contestant in ENGINES:
         steps: Any = OurSteps(recipe)
     else:
-        steps = FullyShardedSteps(workload, recipe.train, recipe.train.micro_batch_size)
+        logging.disable_progress_bar()
+        collator = Collator(workload.checkpoint, workload.shard("long-tailed"))
+        num_samples, batch = len(collator.lengths), recipe.train.micro_batch_size
+        batches = batches_of_ranks(num_samples, RANKS, batch)
+        steps = TransformersSteps(workload.checkpoint, collator, batches, recipe.train)
     return partial(timed, steps.step, until_idle=True)
 
 
@@ -73,14 +78,8 @@ def together(ranks: Sequence[Callable[[], Run]]) -> Run:
 
 def judge(runs: Mapping[str, Sequence[Run]]) -> list[Bound]:
     """Whether all did the same work. No speed is promised."""
-    found, ours = [], [run.found for run in runs[ENGINES[0]]]
-    for name in (one for one in runs if one != ENGINES[0]):
-        pairs = list(zip(ours, [run.found for run in runs[name]], strict=True))
-        error = max(abs(a["loss"] - b["loss"]) / max(abs(a["loss"]), 1e-12) for a, b in pairs)
-        found.append(Bound(f"{name}: relative difference of losses", error, _LOSS_ERROR, True))
-        difference = max(abs(a["tokens"] - b["tokens"]) for a, b in pairs)
-        found.append(Bound(f"{name}: difference of real tokens", difference, 0, True))
-    return found
+    others = [name for name in runs if name != ENGINES[0]]
+    return [bound for name in others for bound in same_work(name, runs[name], runs[ENGINES[0]])]
 
 
 def main(samples: int, rounds: int, quick: bool, json_path: Path | None, picture: Path) -> int:
@@ -102,14 +101,6 @@ def main(samples: int, rounds: int, quick: bool, json_path: Path | None, picture
             sides = [partial(rank_side, workload, name, recipe, rank) for rank in range(RANKS)]
             turns[name] = partial(together, [stack.enter_context(Apart(side)) for side in sides])
         runs = take_turns(turns, 1 + rounds, tell=True)
-    columns: dict[str, Callable[[Contest, str], str]] = {
-        "tokens/s": lambda one, name: f"{_found(one, name, 'tokens') / one.median(name):.0f}",
-        "s / step": lambda one, name: f"{one.median(name):.2f}",
-        "real tokens": lambda one, name: str(_found(one, name, "tokens")),
-        "computed": lambda one, name: str(_found(one, name, "computed")),
-        "batches": lambda one, name: str(_found(one, name, "batches")),
-        "peak MiB": lambda one, name: f"{one.median(name, 'peak_bytes') / 2**20:.0f}",
-    }
     report = Report(
         title=f"Qwen3-VL, {sizes.num_layers} layers, hidden size {128 * sizes.width}, fp32, "
         f"{RANKS} data-parallel ranks of one thread",
@@ -124,13 +115,9 @@ def main(samples: int, rounds: int, quick: bool, json_path: Path | None, picture
             "Memory is the peak of the larger rank: its process and all below it, during a step.",
         ],
         contests=[Contest(f"{RANKS} ranks", {name: runs[name][1:] for name in names})],
-        columns=columns,
+        columns=COLUMNS,
         bounds=judge(runs),
         others={"losses": {name: [run.found["loss"] for run in runs[name]] for name in names}},
         software=("torch", "megatron-core", "transformers"),
     )
     return report.conclude(picture, json_path, judge_speed=not quick)
-
-
-def _found(contest: Contest, contestant: str, what: str) -> float:
-    return contest.runs[contestant][0].found[what]

@@ -49,8 +49,8 @@ class Report:
 
     notes: what a reader must know to judge it. contests: with ratios in the table and the picture.
     columns: of the contests' table: name -> a contestant's cell. figure: of `Run`, whose ratios are
-    drawn. tables: further ones, by title: records with the same names each; of a list, median and
-    largest are shown. others: further figures for the JSON file, by name.
+    drawn. tables: further ones, by title: records with equal names; of a list, median and largest
+    are shown. others: further figures for the JSON file, by name.
     """
 
     title: str
@@ -130,7 +130,6 @@ class Report:
         return _table(self.title, ("", "contestant", *self.columns, *ratios), rows)
 
     def _draw(self, path: Path) -> None:
-        """Write a PNG with a bar per rival: ratios to ours, median, least and most."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -175,7 +174,6 @@ def _cell(value: Any) -> str:
 
 
 def _machine(software: Sequence[str]) -> dict[str, Any]:
-    """The machine and software that the figures depend on."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),

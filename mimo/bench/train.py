@@ -35,16 +35,43 @@ def judge(runs: Mapping[str, Sequence[Run]]) -> list[Bound]:
     """
     found = []
     for ours, theirs, least in _PAIRS:
-        pairs = [(a.found, b.found) for a, b in zip(runs[ours], runs[theirs], strict=True)]
-        error = max(abs(a["loss"] - b["loss"]) / max(abs(b["loss"]), 1e-12) for a, b in pairs)
-        name = f"{ours}, {theirs}: relative difference of losses"
-        found.append(Bound(name, error, _LOSS_ERROR, True))
-        difference = max(abs(a["tokens"] - b["tokens"]) for a, b in pairs)
-        found.append(Bound(f"{ours}, {theirs}: difference of real tokens", difference, 0, True))
+        found += same_work(f"{ours}, {theirs}", runs[ours], runs[theirs])
         if least is not None:
             ratio = _contest("", (ours, theirs), runs).ratio(theirs)
             found.append(Bound(f"{ours} against {theirs}, times faster", ratio, least, False))
     return found
+
+
+def same_work(who: str, runs: Sequence[Run], others: Sequence[Run]) -> list[Bound]:
+    """That two contestants had the same losses and the same real tokens in every round."""
+    pairs = [(a.found, b.found) for a, b in zip(runs, others, strict=True)]
+    error = max(abs(a["loss"] - b["loss"]) / max(abs(b["loss"]), 1e-12) for a, b in pairs)
+    difference = max(abs(a["tokens"] - b["tokens"]) for a, b in pairs)
+    return [
+        Bound(f"{who}: relative difference of losses", error, _LOSS_ERROR, True),
+        Bound(f"{who}: difference of real tokens", difference, 0, True),
+    ]
+
+
+def found_by(contest: Contest, contestant: str, what: str) -> float:
+    """What the first run of a contestant found."""
+    return contest.runs[contestant][0].found[what]
+
+
+COLUMNS: dict[str, Callable[[Contest, str], str]] = {
+    "tokens/s": lambda one, name: f"{found_by(one, name, 'tokens') / one.median(name):.0f}",
+    "s / step": lambda one, name: f"{one.median(name):.2f}",
+    "real tokens": lambda one, name: str(found_by(one, name, "tokens")),
+    "computed": lambda one, name: str(found_by(one, name, "computed")),
+    "batches": lambda one, name: str(found_by(one, name, "batches")),
+    "peak MiB": lambda one, name: f"{one.median(name, 'peak_bytes') / 2**20:.0f}",
+}
+
+
+def _data_wait(contest: Contest, contestant: str) -> str:
+    if contestant != contest.ours:
+        return ""
+    return f"{1e3 * found_by(contest, contestant, 'data_wait_seconds'):.1f}"
 
 
 def _contest(name: str, contestants: Sequence[str], runs: Mapping[str, Sequence[Run]]) -> Contest:
@@ -108,17 +135,7 @@ def main(
             f"{100 * (1 - profile['operators']):.1f} % of its time outside PyTorch's operators.",
         ],
         contests=[_contest(name, own, runs) for name, own in by_lengths.items()],
-        columns={
-            "tokens/s": lambda one, name: f"{_found(one, name, 'tokens') / one.median(name):.0f}",
-            "s / step": lambda one, name: f"{one.median(name):.2f}",
-            "real tokens": lambda one, name: str(_found(one, name, "tokens")),
-            "computed": lambda one, name: str(_found(one, name, "computed")),
-            "batches": lambda one, name: str(_found(one, name, "batches")),
-            "data wait, ms": lambda one, name: (
-                f"{1e3 * _found(one, name, 'data_wait_seconds'):.1f}" if name == one.ours else ""
-            ),
-            "peak MiB": lambda one, name: f"{one.median(name, 'peak_bytes') / 2**20:.0f}",
-        },
+        columns=COLUMNS | {"data wait, ms": _data_wait},
         bounds=judge(runs),
         tables={"a step of packed under the profiler": profile["slowest"]},
         others={
@@ -127,7 +144,3 @@ def main(
         },
     )
     return report.conclude(picture, json_path, judge_speed=not quick)
-
-
-def _found(contest: Contest, contestant: str, what: str) -> float:
-    return contest.runs[contestant][0].found[what]

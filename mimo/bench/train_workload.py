@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
 from webdataset.writer import TarWriter
 
-from data.digits.text import DIGITS, words
+from data.digits.text import DIGITS, conversation, words
+from data.media.image_files import png_bytes
 from mimo.hf.recipes import load_recipe
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.recipe.schema import Recipe
@@ -127,7 +126,6 @@ class Workload:
         return load_recipe(path, overrides)
 
     def _samples_together(self, lengths: Lengths, mean_tokens: float) -> int:
-        """Samples of one microbatch, so that they have about ``sizes.tokens`` tokens."""
         samples = self.num_samples(lengths)
         wanted = max(1.0, self.sizes.tokens / mean_tokens)
         divisors = [n for n in range(1, samples + 1) if samples % n == 0]
@@ -148,9 +146,7 @@ class Workload:
             members["json"] = chat(num_words, len(images), rng)
             for place, (h, w) in enumerate(images):
                 pixels = rng.integers(0, 256, (h * _ROW_PIXELS, w * _ROW_PIXELS, 3), dtype=np.uint8)
-                buffer = io.BytesIO()
-                Image.fromarray(pixels).save(buffer, "PNG")
-                members[f"{place}.png"] = buffer.getvalue()
+                members[f"{place}.png"] = png_bytes(pixels)
             yield members
 
 
@@ -159,12 +155,7 @@ def chat(num_words: int, num_images: int, rng: np.random.Generator) -> bytes:
     vocabulary = [*DIGITS, *words()]
     text = [vocabulary[n] for n in rng.integers(len(vocabulary), size=num_words)]
     cut = num_words - max(1, num_words // 3)
-    content: list[dict[str, str]] = [{"type": "image"} for _ in range(num_images)]
-    content.append({"type": "text", "text": " ".join(text[:cut])})
-    messages = [
-        {"role": "user", "content": content},
-        {"role": "assistant", "content": [{"type": "text", "text": " ".join(text[cut:])}]},
-    ]
+    messages = conversation(["image"] * num_images, " ".join(text[:cut]), " ".join(text[cut:]))
     return json.dumps({"messages": messages}).encode()
 
 

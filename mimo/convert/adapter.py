@@ -7,7 +7,6 @@ adapters; its modules go along whole, as peft's `modules_to_save`.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,11 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mimo.convert.from_hf import whole_tensor
-from mimo.convert.new_folder import new_folder
-from mimo.convert.trained_model import TrainedModel, TrainedWeight, open_trained
+from mimo.convert.trained_model import TrainedModel, open_trained
 from mimo.errors import InputError, RecipeError
+from mimo.families.hf_config import write_json
 from mimo.families.registry import encoder_family
 from mimo.hf.initial import initial_weights
+from mimo.hf.new_folder import new_folder
 from mimo.progress import counter_of
 from mimo.recipe.modules import LoRA
 from mimo.recipe.schema import LANGUAGE
@@ -36,8 +36,7 @@ def convert(run: Path, target: Path) -> None:
     """Write the folder ``target``: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint, which must
-    still be there: every weight is compared with it, so that nothing learned is lost. The
-    folder appears complete or not at all.
+    still be there: every weight is compared with it, so that nothing learned is lost.
 
     Raises InputError for a checkpoint without adapters, and RecipeError where the folder it started
     from does not fit or where other weights have learned than adapters and a projector's.
@@ -55,8 +54,7 @@ def convert(run: Path, target: Path) -> None:
         config = folder / "adapter_config.json"
         # Absolute: a relative one would be looked up from wherever it is loaded.
         base = str(Path(trained.recipe.init_from or "").absolute())
-        text = json.dumps(_config(base, loras, saved), indent=2)
-        config.write_text(text + "\n", encoding="utf-8")
+        write_json(config, _config(base, loras, saved))
         weights = folder / "adapter_model.safetensors"
         save_file(tensors, weights, metadata={"format": "pt"})
         shutil.copymode(config, weights)  # else only its owner may read it
@@ -65,7 +63,7 @@ def convert(run: Path, target: Path) -> None:
 
 def _adapters(trained: TrainedModel) -> tuple[dict[str, Tensor], dict[str, LoRA]]:
     """The adapters' matrices under peft's keys, and by adapted module in transformers its sizes."""
-    ours = trained.read_adapters()
+    ours = trained.read(trained.weights, only_adapters=True)
     tensors: dict[str, Tensor] = {}
     loras: dict[str, LoRA] = {}
     for one in trained.weights:
@@ -92,7 +90,7 @@ def _whole_modules(trained: TrainedModel, modules: list[str]) -> dict[str, Tenso
     }
 
 
-def _config(base: str | None, loras: dict[str, LoRA], saved: list[str]) -> dict[str, Any]:
+def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, Any]:
     """As peft's `LoraConfig`. loras: by adapted module; saved: modules that are written whole."""
     usual = next(iter(loras.values()))
     return {
@@ -128,7 +126,6 @@ def _owner(key: str) -> str:
 
 
 def _outermost(modules: Iterable[str]) -> list[str]:
-    """Without those inside of others."""
     found: list[str] = []
     for module in sorted(modules):
         if not any(module.startswith(f"{other}.") for other in found):
@@ -162,7 +159,10 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
                 theirs = whole_tensor(one.weight, rows, base.checkpoint, one.dtype)
                 if torch.equal(ours.pop(one.key), theirs):
                     continue
-                if _is_projector(trained, one):
+                module = one.key.partition(".")[0]
+                if module != LANGUAGE and one.weight.name.startswith(
+                    encoder_family(trained.recipe, module).PROJECTOR
+                ):
                     modules |= {_owner(source.key) for source in one.weight.sources}
                 else:
                     others.append(one.key)
@@ -175,10 +175,3 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
             *([f"  and {len(others) - _LISTED} more"] if len(others) > _LISTED else []),
         )
     return modules
-
-
-def _is_projector(trained: TrainedModel, one: TrainedWeight) -> bool:
-    module = one.key.partition(".")[0]
-    if module == LANGUAGE:
-        return False
-    return one.weight.name.startswith(encoder_family(trained.recipe, module).PROJECTOR)

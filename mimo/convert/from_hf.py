@@ -12,16 +12,18 @@ from torch import Tensor
 from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import Progress, write_progress
-from mimo.convert.new_folder import new_folder
 from mimo.errors import InputError
 from mimo.families.dtypes import DTYPES, precision_of
 from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
 from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.initial import initial_weights
+from mimo.hf.new_folder import new_folder
 from mimo.hf.recipes import fill_recipe
 from mimo.progress import counter_of
 from mimo.recipe.schema import LANGUAGE, Recipe
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def convert(source: Path, target: Path) -> None:
@@ -42,7 +44,7 @@ def convert(source: Path, target: Path) -> None:
     for module, weights in initial.weights.items():
         for weight in weights:
             rows = weight.num_rows
-            if module == LANGUAGE and _is_vocabulary(weight):
+            if module == LANGUAGE and weight.name in _VOCABULARY:
                 rows = settings.padded_vocab_size(rows)
             tensors[f"{module}.{weight.name}"] = (weight, rows)
     ordered = sorted(tensors, key=lambda key: checkpoint.order(tensors[key][0]))
@@ -79,18 +81,13 @@ def minimal_recipe(source: Path) -> Recipe:
     return Recipe.model_validate(data)
 
 
-def _is_vocabulary(weight: Weight) -> bool:
-    return weight.name in ("embedding.word_embeddings.weight", "output_layer.weight")
-
-
 def whole_tensor(
     weight: Weight, num_rows: int, checkpoint: HFCheckpoint, dtype: torch.dtype
 ) -> Tensor:
     """Our parameter (num_rows, ...) with zeros for rows of padding."""
-    runs = list(weight.rows(0, weight.num_rows))
     own = torch.zeros(_shape(weight, num_rows), dtype=dtype)
     position = 0
-    for run in runs:
+    for run in weight.runs:
         own[position : position + run.count].copy_(checkpoint.matrix(run))
         position += run.count
     return own

@@ -6,9 +6,8 @@ One file of the result is in memory at a time. Adapters are merged into what the
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mimo.checkpoint.assets import copy_assets
-from mimo.convert.new_folder import new_folder
 from mimo.convert.trained_model import TrainedModel, TrainedWeight, open_trained
 from mimo.errors import InputError
-from mimo.families.hf_config import read_json
+from mimo.families.hf_config import read_json, write_json
 from mimo.hf.export_config import changed_settings, write_image_settings
-from mimo.hf.folder import INDEX, SINGLE
+from mimo.hf.folder import INDEX, SINGLE, shards_of
 from mimo.hf.initial import original_tower
+from mimo.hf.new_folder import new_folder
 from mimo.progress import counter_of
 
 
@@ -33,8 +32,7 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
     the largest size of a file; a larger tensor has one of its own. Where the language model was
     trained without the checkpoint's tower, the tower goes along as it was, from the folder that the
-    recipe starts from. The folder appears complete or not at all. Encoders that the format has no
-    place for are left out, and named on the console.
+    recipe starts from. Encoders that the format has no place for are named on the console.
 
     Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
     missing, unknown or has another shape.
@@ -45,7 +43,10 @@ def convert(run: Path, target: Path, shard_bytes: int) -> None:
         partial(_trained_tensors, trained, shard) for shard in trained.shards(shard_bytes)
     ]
     if (tower := original_tower(trained.recipe)) is not None:
-        files += [partial(tower.read, shard) for shard in tower.shards(shard_bytes)]
+        stored = tower.checkpoint
+        sources = [s for own in tower.weights.values() for weight in own for s in weight.sources]
+        sizes = ((source, stored.num_bytes(source)) for source in sources)
+        files += [partial(stored.stored, shard) for shard in shards_of(sizes, shard_bytes)]
     to_disk = trained.architecture.layouts[0].on_disk
     with new_folder(target) as folder, counter_of("files", len(files)) as advance:
         copy_assets(trained.assets, folder)
@@ -96,12 +97,8 @@ def _write(
         total += sum(tensor.nbytes for tensor in tensors.values())
         advance()
     if len(files) > 1:
-        _write_index(folder / INDEX, weight_map, total)
-
-
-def _write_index(path: Path, weight_map: Mapping[str, str], total: int) -> None:
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        metadata, weight_map = {"total_size": total}, dict(sorted(weight_map.items()))
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
@@ -110,4 +107,4 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
     for key in ("dtype", "torch_dtype"):
         if key in content:
             content[key] = str(dtype).removeprefix("torch.")
-    config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(config, content)

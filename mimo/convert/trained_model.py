@@ -84,16 +84,11 @@ class TrainedModel:
     architecture: Architecture
     weights: list[TrainedWeight]
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """The recipe's encoders that are no part of the architecture."""
-        tower = self.architecture.tower_of(self.recipe)
-        return tuple(name for name in self.recipe.encoders if name != tower)
-
     def tell_what_is_left_out(self) -> None:
         """One line on the console, where an encoder stays in our checkpoint alone."""
-        if self.left_out:
-            names = ", ".join(f"encoders.{name}" for name in self.left_out)
+        tower = self.architecture.tower_of(self.recipe)
+        names = ", ".join(f"encoders.{name}" for name in self.recipe.encoders if name != tower)
+        if names:
             print(
                 f"{names}: no part of {self.architecture.model_type} in Hugging Face format, so "
                 f"not written; kept in {self.checkpoint} only"
@@ -108,17 +103,13 @@ class TrainedModel:
         """Groups of consecutive parameters of at most so many bytes; a larger one is alone."""
         return shards_of(((one, one.num_bytes) for one in self.weights), num_bytes)
 
-    def read(self, weights: Iterable[TrainedWeight]) -> dict[str, Tensor]:
-        """Parameters and what adapts them, by key."""
-        wanted = {key: form for one in weights for key, form in one.stored().items()}
+    def read(
+        self, weights: Iterable[TrainedWeight], only_adapters: bool = False
+    ) -> dict[str, Tensor]:
+        """Parameters and what adapts them, or only that, by key."""
+        stored = [pair for one in weights for pair in one.stored().items()]
+        wanted = {key: form for key, form in stored if is_adapter(key) or not only_adapters}
         return checkpoint_tensors.read(self.checkpoint, wanted)
-
-    def read_adapters(self) -> dict[str, Tensor]:
-        """What adapts the parameters, by key."""
-        wanted = {key: form for one in self.weights for key, form in one.stored().items()}
-        return checkpoint_tensors.read(
-            self.checkpoint, {key: form for key, form in wanted.items() if is_adapter(key)}
-        )
 
 
 def open_trained(run: Path) -> TrainedModel:
@@ -136,9 +127,8 @@ def open_trained(run: Path) -> TrainedModel:
             f"there is no configuration that describes it (train with init_from)"
         )
     architecture = architecture_of_folder(assets)
-    return TrainedModel(
-        checkpoint, recipe, architecture, _trained_weights(checkpoint, recipe, architecture)
-    )
+    weights = _trained_weights(checkpoint, recipe, architecture)
+    return TrainedModel(checkpoint, recipe, architecture, weights)
 
 
 def _trained_weights(

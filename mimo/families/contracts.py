@@ -129,7 +129,6 @@ class EncoderSettings(FamilySettings):
         return [*found, Product("blocks.final_layernorm.weight", per)]
 
     def _scaled_sizes(self, tp: int) -> dict[str, Any]:
-        """Widths of a tiny copy that ``tp`` ranks divide."""
         heads = math.lcm(2, tp)
         return {
             "hidden_size": 8 * heads,
@@ -277,7 +276,6 @@ class EncoderFamily(Protocol):
         ceil(N / tp) of them, blank ones at the end. Without items it returns 0 rows of that width
         that are part of the graph, so that every parameter gets a gradient.
         """
-        ...
 
     def weights_in_hf(self, settings: Any, output_size: int) -> list[Weight]:
         """Every parameter of the whole module by its name, with the tensors it is made of.
@@ -286,7 +284,6 @@ class EncoderFamily(Protocol):
         its parameters: every family must list them, because parameters are also counted here.
         output_size: H.
         """
-        ...
 
 
 class PublishedEncoderFamily(EncoderFamily, Protocol):
@@ -297,7 +294,6 @@ class PublishedEncoderFamily(EncoderFamily, Protocol):
 
         Raises ValueError, naming their key, for what we do not compute.
         """
-        ...
 
 
 class LanguageFamily(Protocol):
@@ -310,14 +306,12 @@ class LanguageFamily(Protocol):
 
         Raises ValueError, naming their key, for what we do not compute.
         """
-        ...
 
     def weights_in_hf(self, settings: Any) -> list[Weight]:
         """Every parameter of the whole model by its name, with the tensors it is made of.
 
         Like `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
         """
-        ...
 
 
 class MegatronLanguageFamily(LanguageFamily, Protocol):
@@ -344,4 +338,3 @@ class MegatronLanguageFamily(LanguageFamily, Protocol):
         under sequence or context parallelism, or looks up ``input_ids`` (B, S) itself; on the last
         it returns a loss per token if it is given labels, else logits over V.
         """
-        ...

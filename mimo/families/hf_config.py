@@ -25,6 +25,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object as people read it."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` in its current form, whichever version of transformers wrote it.
 

@@ -18,8 +18,8 @@ class ItemRules:
     """A family's choice.
 
     positions: "mrope", where the rows of an item lie on a grid of time, height and width, or
-        "plain", where every token's position is one more than the previous token's.
-    bidirectional: whether the tokens of one item see each other in both directions.
+    "plain", where each is one more than the previous token's. bidirectional: whether the tokens of
+    one item see each other in both directions.
     """
 
     positions: Literal["mrope", "plain"]

@@ -3,7 +3,7 @@
 Seen as a matrix of its first dimension by all others, each of our parameters is made of whole rows
 of theirs: fused projections stack or interleave them, and a convolution whose stride equals its
 kernel is already a matrix. So one description serves to read a tensor-parallel slice, to write a
-checkpoint back, and to compare gradients. It is pure integers; nothing here deals with files.
+checkpoint back, and to compare gradients. Nothing here deals with files.
 
 Letters: R rows, C columns of a matrix.
 """

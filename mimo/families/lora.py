@@ -34,8 +34,8 @@ def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[torch.Size, torch.
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """weight (O, I), lora_a (R, I), lora_b (O, R) -> weight + scale · lora_b lora_a, (O, I).
 
-    All have one dtype, as does the result; the sum is taken in fp32 at least. scale: the recipe's.
-    A rank's parts of the three give its part of the result: nothing needs to be exchanged.
+    All have one dtype; the sum is taken in fp32 at least. scale: the recipe's. A rank's parts of
+    the three give its part of the result.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     update = lora_b.to(wide) @ lora_a.to(wide)

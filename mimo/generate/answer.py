@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from data.text.messages import Mention, PlaceholderError
 from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import InputError
-from mimo.generate.one_rank import LocalModel, join_world_of_one
+from mimo.generate.one_rank import LocalModel
 from mimo.step.dataset import item_processors, open_tokenizer
 
 
@@ -73,8 +73,6 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A tokenized request with its items."""
-
     sample: EncodedSample
     items: Sequence[_Item]
 
@@ -84,7 +82,6 @@ class Generator:
 
     def __init__(self, path: Path) -> None:
         """path: a run or checkpoint folder. Raises InputError when it holds no checkpoint."""
-        join_world_of_one()
         recipe = recipe_of(find_checkpoint(path))
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
@@ -107,10 +104,8 @@ class Generator:
         """
         prompts = [self._encode_prompt(request) for request in requests]
         mentioned = {item.media for prompt in prompts for item in prompt.items}
-        rows = {
-            media: self._encode(media, prompts) for media in self.processors if media in mentioned
-        }
-
+        media = [one for one in self.processors if one in mentioned]
+        rows = {one: self._encode(one, prompts) for one in media}
         sequences = [prompt.sample.input_ids.tolist() for prompt in prompts]
         limit, stops = math.inf if max_length is None else max_length, self.chat.stop_token_ids
         open_requests = [r for r, sequence in enumerate(sequences) if len(sequence) < limit]
@@ -120,15 +115,10 @@ class Generator:
             nexts = self._next_tokens(open_requests, sequences, prompts, rows)
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
-            open_requests = [
-                r
-                for r in open_requests
-                if sequences[r][-1] not in stops and len(sequences[r]) < limit
-            ]
-        answers = (
-            sequence[len(prompt.sample.input_ids) :]
-            for sequence, prompt in zip(sequences, prompts, strict=True)
-        )
+            going = (r for r in open_requests if sequences[r][-1] not in stops)
+            open_requests = [r for r in going if len(sequences[r]) < limit]
+        pairs = zip(sequences, prompts, strict=True)
+        answers = (sequence[len(prompt.sample.input_ids) :] for sequence, prompt in pairs)
         return [self.chat.decode([t for t in answer if t not in stops]) for answer in answers]
 
     def _encode_prompt(self, request: Request) -> _Prompt:
@@ -163,7 +153,6 @@ class Generator:
         return items
 
     def _encode(self, media: str, prompts: Sequence[_Prompt]) -> Sequence[torch.Tensor]:
-        """The rows of all items of one media, by prompt."""
         own = [[item for item in prompt.items if item.media == media] for prompt in prompts]
         items = list(chain.from_iterable(own))
         patches = np.concatenate([item.patches for item in items])
@@ -178,30 +167,27 @@ class Generator:
         prompts: Sequence[_Prompt],
         rows: Mapping[str, Sequence[torch.Tensor]],
     ) -> list[int]:
+        still = [prompts[r] for r in open_requests]
+        ids = [np.array(sequences[r], np.int64) for r in open_requests]
         samples = [
-            replace(
-                prompts[r].sample,
-                input_ids=np.array(sequences[r], np.int64),
-                labels=np.zeros(len(sequences[r]), np.int64),
-                loss_mask=np.zeros(len(sequences[r]), np.float32),
-            )
-            for r in open_requests
+            EncodedSample(own, own, np.zeros(len(own), np.float32), prompt.sample.item_offsets)
+            for own, prompt in zip(ids, still, strict=True)
         ]
-        lengths = np.array([len(sample.input_ids) for sample in samples])
+        lengths = np.array([len(own) for own in ids])
         lane = pack_lane(
             samples,
-            [[item.plan.row_grid for item in prompts[r].items] for r in open_requests],
+            [[item.plan.row_grid for item in prompt.items] for prompt in still],
             [0] * len(samples),
             int(lengths.sum()),
             self.chat.pad_token_id,
-            time_steps=[[item.plan.time_step for item in prompts[r].items] for r in open_requests],
+            time_steps=[[item.plan.time_step for item in prompt.items] for prompt in still],
         )
         start, placed = np.cumsum(lengths) - lengths, []
         for media, own in rows.items():
             token = self.chat.placeholder_ids[media]  # which the model may also write: no item
             places = [
-                first + np.flatnonzero(prompts[r].sample.input_ids == token)
-                for first, r in zip(start, open_requests, strict=True)
+                first + np.flatnonzero(prompt.sample.input_ids == token)
+                for first, prompt in zip(start, still, strict=True)
             ]
             placed.append((torch.cat([own[r] for r in open_requests]), np.concatenate(places)))
         last = np.cumsum(lengths) - 1

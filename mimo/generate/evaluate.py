@@ -24,6 +24,7 @@ BATCH_TOKENS = 8192
 """Tokens of samples that are answered together, their answers included."""
 SHOWN = (3, 4)
 """Rows and columns of the picture."""
+_GAP = 4  # pixels between the files of a sample
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,12 @@ def evaluate(
     """The score of `answer_split`; draws the first samples with items, if any, to ``picture``."""
     shown: list[Answered] = []
 
-    def kept() -> Iterator[Answered]:
-        for one in answer_split(run, split, max_new_tokens):
-            if one.pictures and len(shown) < math.prod(SHOWN):
-                shown.append(one)
-            yield one
+    def keep(one: Answered) -> Answered:
+        if one.pictures and len(shown) < math.prod(SHOWN):
+            shown.append(one)
+        return one
 
-    found = score(kept())
+    found = score(map(keep, answer_split(run, split, max_new_tokens)))
     if shown:
         draw(shown, picture)
     return found
@@ -94,13 +94,11 @@ def answer_split(
 ) -> Iterator[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
-    Samples are read as they are answered, about `BATCH_TOKENS` at a time and at least one sample.
-    max_new_tokens: where an answer is cut; None for the length of the longest expected answer.
-    No prompt and answer together exceed `data.sequence_length`, which fits every expected answer.
-    Prints how many expected answers are too long for `max_new_tokens`; which samples are left out
-    because they cannot be read or do not end with an answer in text; and at the end how many.
-    Raises RecipeError if the recipe names no shards for the split, InputError with the name of a
-    sample that cannot be answered.
+    Samples are read as they are answered, about `BATCH_TOKENS` at a time. max_new_tokens: where an
+    answer is cut; None for the length of the longest expected answer. No prompt and answer together
+    exceed `data.sequence_length`. Prints how many expected answers are too long for
+    `max_new_tokens`, and which samples are left out and why. Raises RecipeError if the recipe names
+    no shards for the split, InputError with the name of a sample that cannot be answered.
     """
     if split not in ("validation", "test"):
         raise RecipeError(f"--split {split}: choose validation or test")
@@ -179,7 +177,7 @@ def _question(reader: SampleReader, sample: int) -> _Question:
     for item in index.parts_of_sample(sample):
         own = [reader.decoded(item, file) for file in index.files_of_part(item)]
         files += own
-        pictures += [reader.media(item).picture(file) for file in own]
+        pictures += map(reader.media(item).picture, own)
     encoded = reader.sample(sample)
     name = f"sample {index.key(sample)!r} of {index.shard_of(sample)}"
     prompt_tokens = len(encoded.input_ids) - _answer_length(encoded)
@@ -221,7 +219,6 @@ def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
 
 
 def _answer_length(sample: EncodedSample) -> int:
-    """Tokens of the last answer, including its end of turn."""
     counted = np.flatnonzero(sample.loss_mask)
     return int(np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)[-1].size)
 
@@ -266,11 +263,11 @@ def draw(shown: Sequence[Answered], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _side_by_side(pictures: Sequence[np.ndarray], gap: int = 4) -> np.ndarray:
+def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
     """The pictures in a row on white: uint8 (greatest height, all widths and gaps, 3)."""
     columns = []
     for picture in pictures:
         spare = max(map(len, pictures)) - len(picture)
-        margins = (spare // 2, spare - spare // 2), (0, gap), (0, 0)
+        margins = (spare // 2, spare - spare // 2), (0, _GAP), (0, 0)
         columns.append(np.pad(picture, margins, constant_values=255))
-    return np.concatenate(columns, axis=1)[:, :-gap]
+    return np.concatenate(columns, axis=1)[:, :-_GAP]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from data.batch import PackedLane
 from mimo.checkpoint.assets import recipe_of, with_configuration
@@ -32,13 +33,6 @@ from mimo.model.modules import MimoModel
 from mimo.model.rows import Arrived, join_levels, place_embeddings
 from mimo.recipe.modules import Grid
 from mimo.recipe.schema import Recipe
-
-
-def join_world_of_one() -> None:
-    """Make this process a world of one rank, unless it is already part of a world."""
-    if not dist.is_initialized():
-        # In memory: a world of one rank has nobody to meet, so it leaves no file.
-        initialize_distributed(0, 1, dist.HashStore(), timeout_seconds=60)  # type: ignore[attr-defined]
 
 
 def one_rank_layout(recipe: Recipe) -> Layout:
@@ -97,9 +91,13 @@ class LocalModel:
     def from_checkpoint(cls, path: Path, tokenizer_size: int) -> LocalModel:
         """Load a run's or a checkpoint's weights, whatever layout wrote them.
 
-        Raises InputError if there is no checkpoint or too little memory, ValueError if the
-        checkpoint does not fit its recipe.
+        Makes this process a world of one rank, unless it is already part of a world. Raises
+        InputError if there is no checkpoint or too little memory, ValueError if the checkpoint does
+        not fit its recipe.
         """
+        if not dist.is_initialized():
+            # In memory: a world of one rank has nobody to meet, so it leaves no file.
+            initialize_distributed(0, 1, HashStore(), timeout_seconds=60)
         checkpoint = find_checkpoint(path)
         recipe = with_configuration(recipe_of(checkpoint), checkpoint)
         alone = one_rank_recipe(recipe, freeze=True)
@@ -138,24 +136,22 @@ class LocalModel:
         rows: of each encoder that has items, (N, L·H) and their positions (N,).
         at: (n,) positions whose logits are wanted; with a large vocabulary all would be many.
         """
-        rules = self.model.item_rules
+        rules, size = self.model.item_rules, self.model.hidden_size
+
+        def here(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.device)
+
         arrived = [
-            Arrived.of(
-                values,
-                torch.from_numpy(places).to(self.device),
-                self.model.hidden_size,
-                has_embeddings=True,
-            )
-            for values, places in rows
+            Arrived.of(values, here(places), size, has_embeddings=True) for values, places in rows
         ]
         return self.language(
-            input_ids=torch.from_numpy(lane.input_ids).to(self.device)[None],
-            position_ids=torch.from_numpy(rules.position_ids(lane)).to(self.device)[:, None, :],
+            input_ids=here(lane.input_ids)[None],
+            position_ids=here(rules.position_ids(lane))[:, None, :],
             packed_seq_params=PackedSegments.from_lengths(
                 lane.lengths, self.device, items=rules.seen_whole(lane)
             ),
             place=partial(place_embeddings, arrived=arrived),
             levels=join_levels(arrived),
-            labels=torch.from_numpy(lane.labels).to(self.device)[None] if with_labels else None,
-            logits_at=None if at is None else torch.from_numpy(at).to(self.device),
+            labels=here(lane.labels)[None] if with_labels else None,
+            logits_at=None if at is None else here(at),
         )

@@ -41,7 +41,6 @@ def main(overrides: Sequence[str]) -> int:
 
 
 def _show(run_dir: Path) -> int:
-    """Answer held-out samples, draw some of them, and print the scores."""
     from mimo.generate.evaluate import evaluate
 
     print("answering held-out samples ...", flush=True)

@@ -7,7 +7,7 @@ On disk the names begin differently, depending on the version that wrote them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -42,11 +42,10 @@ class KeyLayout:
 class Architecture:
     """A kind of model, as ``model_type`` in ``config.json``.
 
-    language, encoder: families that compute it; a text-only model has no encoder.
-    tower_prefixes: how names of the encoder's tensors begin in memory. encoder_keys: recipe keys of
-    the encoder's section that follow from the chat template and the processor. layouts: the first
-    is what transformers writes. language_prefix: how names of the language model's tensors begin
-    in memory, except its head's.
+    language, encoder: families that compute it; a text-only model has no encoder. tower_prefixes,
+    language_prefix: how names of tensors begin in memory, except the head's. encoder_keys: recipe
+    keys of the encoder's section that follow from the chat template and the processor. layouts: the
+    first is what transformers writes.
     """
 
     model_type: str
@@ -100,33 +99,25 @@ class Architecture:
 
     def _renamed(self, weight: Weight) -> Weight:
         """With this model's names in memory; families use the names of a model with a tower."""
-        names = KeyLayout({LANGUAGE_MODEL: self.language_prefix})
-        runs = [
-            replace(run, source=replace(run.source, key=names.on_disk(run.source.key)))
-            for run in weight.runs
-        ]
-        return replace(weight, runs=tuple(runs))
+        rename = KeyLayout({LANGUAGE_MODEL: self.language_prefix}).on_disk
+        sources = [replace(run.source, key=rename(run.source.key)) for run in weight.runs]
+        pairs = zip(weight.runs, sources, strict=True)
+        return replace(weight, runs=tuple(replace(run, source=own) for run, own in pairs))
 
 
 _IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
 # The time of each frame stands before it, so each frame needs its own marks.
 _TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
 _IN_MEMORY = KeyLayout()
-
-
-def _gemma3_layout(tower: str) -> KeyLayout:
-    return KeyLayout(
-        {
-            LANGUAGE_MODEL: "language_model.model.",
-            "model.vision_tower.": tower,
-            "model.multi_modal_projector.": "multi_modal_projector.",
-            "lm_head.": "language_model.lm_head.",
-        },
-    )
+_GEMMA3 = {
+    LANGUAGE_MODEL: "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
+}
 
 
 def _of_text(model_type: str, language: str) -> Architecture:
-    """The architecture of a causal language model without a tower."""
     return Architecture(model_type, language, None, (), {}, (_IN_MEMORY,), "model.")
 
 
@@ -165,8 +156,8 @@ ARCHITECTURES = {
             },
             (
                 # Of transformers 5, the published one, and of transformers 4.52.
-                _gemma3_layout("vision_tower."),
-                _gemma3_layout("vision_tower.vision_model."),
+                KeyLayout(_GEMMA3),
+                KeyLayout(_GEMMA3 | {"model.vision_tower.": "vision_tower.vision_model."}),
                 KeyLayout({"model.vision_tower.": "model.vision_tower.vision_model."}),
                 _IN_MEMORY,
             ),
@@ -194,12 +185,4 @@ def architecture_of(model_type: object) -> Architecture:
     raise ValueError(
         f"model_type is {model_type!r}; {', '.join(ARCHITECTURES)} are supported, and with "
         f"language.engine: fsdp every causal language model of text alone that transformers has"
-    )
-
-
-def best_layout(architecture: Architecture, keys: Sequence[str], stored: Mapping) -> KeyLayout:
-    """The layout that finds most of ``keys``, which are names in memory, among those on disk."""
-    return max(
-        architecture.layouts,
-        key=lambda layout: sum(layout.on_disk(key) in stored for key in keys),
     )

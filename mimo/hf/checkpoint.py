@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mimo.errors import RecipeError
 from mimo.families.keymap import Run, Source, Weight
-from mimo.hf.architectures import Architecture, KeyLayout, best_layout
+from mimo.hf.architectures import Architecture, KeyLayout
 from mimo.hf.folder import WeightsFolder
 
 # Buffers that older versions stored; they follow from the configuration.
@@ -24,9 +24,8 @@ class HFCheckpoint:
     """Tensors of a folder under the names of the key map, whatever they are called on disk.
 
     weights: what is to be read, by module. Building it reads headers only (and a head that is
-    stored beside the embedding that it is tied to).
-
-    Raises RecipeError with every tensor that is missing, unknown or has another shape.
+    stored beside the embedding that it is tied to). Raises RecipeError with every tensor that is
+    missing, unknown or has another shape.
     """
 
     def __init__(
@@ -34,14 +33,13 @@ class HFCheckpoint:
     ) -> None:
         self.folder = WeightsFolder(path)
         sources = {s.key: s for own in weights.values() for w in own for s in w.sources}
-        self.layout: KeyLayout = best_layout(architecture, [*sources], self.folder.shapes)
+        # Of the layouts, the one that finds most of the names.
+        self.layout: KeyLayout = max(
+            architecture.layouts,
+            key=lambda layout: sum(layout.on_disk(key) in self.folder.shapes for key in sources),
+        )
         self._disk = {key: self.layout.on_disk(key) for key in sources}
-        problems = [
-            problem
-            for key, source in sources.items()
-            if (problem := self._problem_of(key, source)) is not None
-        ]
-        problems += self._unknown(architecture, set(weights), sources)
+        problems = [*self._unfit(sources), *self._unknown(architecture, set(weights))]
         if problems:
             raise RecipeError(f"{path} does not fit the model:", *problems)
 
@@ -66,9 +64,9 @@ class HFCheckpoint:
         is_matrix = len(self.folder.shapes[disk]) == 2
         return self.folder.read(disk, rows, columns if is_matrix else None)
 
-    def stored(self, source: Source) -> Tensor:
-        """A whole tensor as it is stored."""
-        return self.folder.read(self._disk[source.key])
+    def stored(self, sources: Iterable[Source]) -> dict[str, Tensor]:
+        """Whole tensors as they are stored, by name in memory."""
+        return {source.key: self.folder.read(self._disk[source.key]) for source in sources}
 
     def num_bytes(self, source: Source) -> int:
         """Of a whole tensor as it is stored."""
@@ -78,40 +76,30 @@ class HFCheckpoint:
         """A sort key of weights by which files are read one after the other."""
         return self.folder.order(self._disk[weight.sources[0].key])
 
-    def _problem_of(self, key: str, source: Source) -> str | None:
-        disk = self._disk[key]
-        shape = self.folder.shapes.get(disk)
-        if shape is None:
-            return f"  {disk} is missing"
-        if shape != source.shape:
-            return f"  {disk} is {list(shape)}, the configuration asks for {list(source.shape)}"
-        return None
+    def _unfit(self, sources: Mapping[str, Source]) -> Iterator[str]:
+        for key, source in sources.items():
+            disk, needed = self._disk[key], list(source.shape)
+            shape = self.folder.shapes.get(disk)
+            if shape is None:
+                yield f"  {disk} is missing"
+            elif list(shape) != needed:
+                yield f"  {disk} is {list(shape)}, the configuration asks for {needed}"
 
-    def _unknown(
-        self, architecture: Architecture, modules: set[str], sources: Mapping[str, Source]
-    ) -> list[str]:
-        known = set(self._disk.values())
+    def _unknown(self, architecture: Architecture, modules: set[str]) -> Iterator[str]:
         head = self.layout.on_disk("lm_head.weight")
         towers = tuple(self.layout.on_disk(prefix) for prefix in architecture.tower_prefixes)
-        problems = []
-        for disk in sorted(set(self.folder.shapes) - known):
-            if disk.endswith(_COMPUTED):
+        left_out = towers if modules == {"language"} else ()  # the recipe has no encoders
+        for disk in sorted(set(self.folder.shapes) - set(self._disk.values())):
+            if disk.endswith(_COMPUTED) or disk.startswith(left_out):
                 continue
-            if disk == head and self._is_copy_of_embedding(disk, architecture):
-                continue
-            if modules == {"language"} and towers and disk.startswith(towers):
-                continue  # the recipe has no encoders
-            problems.append(f"  {disk} is unknown")
-        return problems
+            if disk != head or not self._is_copy_of_embedding(disk, architecture):
+                yield f"  {disk} is unknown"
 
     def _is_copy_of_embedding(self, head: str, architecture: Architecture) -> bool:
-        """Whether the head of a model with tied embeddings is stored beside them, as it should."""
         embedding = self.layout.on_disk(architecture.language_prefix + "embed_tokens.weight")
         shape = self.folder.shapes.get(embedding)
         if shape is None or shape != self.folder.shapes[head]:
             return False
-        for start in range(0, shape[0], _COMPARED_ROWS):
-            rows = slice(start, start + _COMPARED_ROWS)
-            if not torch.equal(self.folder.read(head, rows), self.folder.read(embedding, rows)):
-                return False
-        return True
+        read = self.folder.read
+        parts = (slice(n, n + _COMPARED_ROWS) for n in range(0, shape[0], _COMPARED_ROWS))
+        return all(torch.equal(read(head, rows), read(embedding, rows)) for rows in parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,13 @@ from typing import Any
 
 from mimo.errors import RecipeError
 from mimo.families.contracts import FamilySettings
-from mimo.families.hf_config import read_config, read_json
-from mimo.families.hf_preprocessing import TOKENIZER, image_defaults_of_processor, read_processors
+from mimo.families.hf_config import read_config, read_json, write_json
+from mimo.families.hf_preprocessing import (
+    TOKENIZER,
+    WHOLE,
+    image_defaults_of_processor,
+    read_processors,
+)
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.hf.architectures import Architecture
 from mimo.recipe.schema import LANGUAGE, Recipe, key_of
@@ -86,7 +90,15 @@ def write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:
     """Write settings from `changed_settings` into the files that decide in ``folder``."""
     if not changed:
         return
-    for path, content, section in _image_sections(folder):
+    sections: list[tuple[Path, dict[str, Any], dict[str, Any]]] = []  # path, content, part of it
+    path = folder / WHOLE
+    if path.is_file() and (content := read_json(path)).get("image_processor"):
+        sections.append((path, content, content["image_processor"]))
+    path = folder / "preprocessor_config.json"
+    if path.is_file():
+        content = read_json(path)
+        sections.append((path, content, content))
+    for path, content, section in sections:
         for key, value in changed.items():
             if key in _IMAGE_KEYS:
                 section[_IMAGE_KEYS[key]] = value
@@ -95,24 +107,9 @@ def write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:
             size[_LIMITS[key]] = value
             if section.get(key) is not None:
                 section[key] = value
-        _write_json(path, content)
+        write_json(path, content)
     # Where the whole processor has a default, only what the tokenizer is made with counts more.
     fixed = image_defaults_of_processor(folder)
     stronger = {_IMAGE_KEYS[k]: v for k, v in changed.items() if _IMAGE_KEYS.get(k) in fixed}
     if stronger:
-        _write_json(folder / TOKENIZER, {**read_json(folder / TOKENIZER), **stronger})
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _image_sections(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
-    """Every file that says how images are prepared: path, content, the part that does."""
-    path = folder / "processor_config.json"
-    if path.is_file() and (content := read_json(path)).get("image_processor"):
-        yield path, content, content["image_processor"]
-    path = folder / "preprocessor_config.json"
-    if path.is_file():
-        content = read_json(path)
-        yield path, content, content
+        write_json(folder / TOKENIZER, {**read_json(folder / TOKENIZER), **stronger})

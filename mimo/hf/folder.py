@@ -23,14 +23,11 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 class WeightsFolder:
     """The tensors of a checkpoint in Hugging Face format; one file is open at a time.
 
-    shapes, dtypes: by key. Building it reads the headers only.
-    bytes_read: of tensors, so far.
-
+    shapes, dtypes: by key. bytes_read: of tensors, so far. Building it reads the headers only.
     Raises InputError for a folder without safetensors, an incomplete one, or a damaged file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.bytes_read = 0
@@ -40,7 +37,11 @@ class WeightsFolder:
         problems: list[str] = []
         for file in _files(path):
             problems += self._read_header(file)
-        problems += self._index_problems()
+        if (path / INDEX).is_file():
+            listed = read_json(path / INDEX).get("weight_map", {})
+            found = {key: file.name for key, file in self._file_of.items()}
+            wrong = [key for key, file in listed.items() if found.get(key) != file]
+            problems += [f"{path / INDEX}: {key} is not in {listed[key]}" for key in wrong]
         if problems:
             raise RecipeError(*problems)
 
@@ -63,14 +64,6 @@ class WeightsFolder:
             self.dtypes[key] = dtype
             self._file_of[key] = file
         return problems
-
-    def _index_problems(self) -> list[str]:
-        if not (self.path / INDEX).is_file():
-            return []
-        listed = read_json(self.path / INDEX).get("weight_map", {})
-        found = {key: file.name for key, file in self._file_of.items()}
-        wrong = [key for key, file in listed.items() if found.get(key) != file]
-        return [f"{self.path / INDEX}: {key} is not in {listed[key]}" for key in wrong]
 
     def order(self, key: str) -> tuple[str, str]:
         """A sort key of keys by which files are read one after the other."""
@@ -114,7 +107,14 @@ def _files(path: Path) -> list[Path]:
         listed = read_json(index).get("weight_map")
         if not isinstance(listed, dict) or not listed:
             raise InputError(f"{index}: lists no tensors; copy the checkpoint again")
-        outside = [name for name in listed.values() if not _is_file_name(name)]
+        outside = [
+            name
+            for name in listed.values()
+            if not isinstance(name, str)
+            or not name.isprintable()
+            or name in ("", ".", "..")
+            or Path(name).name != name
+        ]
         if outside:
             raise InputError(
                 f"{index}: names {str(outside[0])[:80]!r}, which is no file of this folder; copy "
@@ -130,10 +130,3 @@ def _files(path: Path) -> list[Path]:
     pickled = sorted(path.glob("*.bin"))
     hint = f"; {pickled[0].name} is a pickle, save it as safetensors first" if pickled else ""
     raise InputError(f"{path}: holds neither {SINGLE} nor {INDEX}{hint}")
-
-
-def _is_file_name(name: object) -> bool:
-    """Whether it names a file in a folder, not one elsewhere."""
-    if not isinstance(name, str) or not name.isprintable():
-        return False
-    return name not in ("", ".", "..") and Path(name).name == name

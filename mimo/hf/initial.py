@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import read_config
-from mimo.families.keymap import Source, Weight
+from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
 from mimo.hf.checkpoint import HFCheckpoint
-from mimo.hf.folder import shards_of
 from mimo.hf.recipes import DEFAULT_ENCODER, architecture_of_folder, tower_settings
 from mimo.recipe.schema import Recipe
 
@@ -30,25 +27,8 @@ class InitialWeights:
     weights: Mapping[str, Sequence[Weight]]
 
 
-@dataclass(frozen=True)
-class OriginalTower:
-    """The tower of a checkpoint whose language model was trained alone."""
-
-    checkpoint: HFCheckpoint
-    sources: Sequence[Source]
-
-    def shards(self, num_bytes: int) -> Iterator[list[Source]]:
-        """Consecutive tensors of so many bytes at most, or a larger one alone."""
-        sizes = ((source, self.checkpoint.num_bytes(source)) for source in self.sources)
-        return shards_of(sizes, num_bytes)
-
-    def read(self, sources: Sequence[Source]) -> dict[str, Tensor]:
-        """By name in memory, as they are stored."""
-        return {source.key: self.checkpoint.stored(source) for source in sources}
-
-
-def original_tower(recipe: Recipe) -> OriginalTower | None:
-    """The tower in the folder that a recipe starts from; None where the recipe has it or none is.
+def original_tower(recipe: Recipe) -> InitialWeights | None:
+    """The tower of a checkpoint whose language model was trained alone; None where there is none.
 
     Raises InputError where the folder is gone, and RecipeError where it does not fit.
     """
@@ -66,8 +46,8 @@ def original_tower(recipe: Recipe) -> OriginalTower | None:
         return None
     tower = architecture.encoder_family().Settings(**settings)
     weights = architecture.weights(language_settings(recipe), {DEFAULT_ENCODER: tower})
-    sources = [source for weight in weights[DEFAULT_ENCODER] for source in weight.sources]
-    return OriginalTower(HFCheckpoint(folder, architecture, weights), sources)
+    own = {DEFAULT_ENCODER: weights[DEFAULT_ENCODER]}
+    return InitialWeights(HFCheckpoint(folder, architecture, weights), own)
 
 
 def initial_weights(recipe: Recipe) -> InitialWeights | None:

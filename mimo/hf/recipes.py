@@ -32,12 +32,11 @@ def load_phases(path: Path, overrides: Sequence[str] = ()) -> PhasedRecipe:
 def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     """Complete a recipe's plain data in place from the folder that ``init_from`` names.
 
-    What the recipe says stands; what it leaves out is taken from the folder. A recipe without
-    ``encoders`` gets one for images; ``encoders: {}`` means the language model alone. A resolved
-    recipe (from a run) is complete and no longer needs the folder. The folder's tower is the first
-    encoder that names no family, or the folder's family; the others must name a family and give
-    their settings.
-    Yields the location and the message of every problem.
+    What the recipe says stands. One without ``encoders`` gets one for images; ``encoders: {}``
+    means the language model alone. A resolved recipe (from a run) no longer needs the folder. The
+    folder's tower is the first encoder that names no family, or the folder's family; the others
+    must name a family and give their settings. Yields the location and the message of every
+    problem.
     """
     given = data.get("init_from")
     if given is None:

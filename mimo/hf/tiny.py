@@ -7,13 +7,12 @@ that nothing is at a special value (no bias is 0, no norm is 1) and training sti
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mimo.errors import InputError, suggestion
+from mimo.hf.new_folder import new_folder
 from mimo.hf.tiny_configs import FAMILIES, tiny_config, widened
 from mimo.hf.tiny_text import build_tokenizer, end_token_ids
 
@@ -50,37 +49,15 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     """Write config, weights, tokenizer and processor files; returns the number of weights.
 
     Equal settings give equal bytes. The folder appears complete or not at all; one that an earlier
-    call wrote is replaced.
-
-    Raises InputError for an unknown family or shard size, and for a folder that holds something
-    else.
+    call wrote is replaced. Raises InputError for an unknown family or shard size, and for a folder
+    that holds something else.
     """
     if settings.family not in FAMILIES:
         raise InputError(
             f"unknown family {settings.family!r}; {suggestion(settings.family, FAMILIES)}"
         )
-    directory = Path(directory).absolute()
-    _refuse_other_folders(directory)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        num_weights = _write(settings, temporary)
-        _refuse_other_folders(directory)
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return num_weights
-
-
-def _refuse_other_folders(directory: Path) -> None:
-    if directory.is_dir() and (not any(directory.iterdir()) or (directory / _MARKER).is_file()):
-        return
-    if directory.exists() or directory.is_symlink():
-        raise InputError(
-            f"{directory} exists and was not written by `mimo tiny`: give an empty or a new folder"
-        )
+    with new_folder(Path(directory), _MARKER, "mimo tiny") as folder:
+        return _write(settings, folder)
 
 
 def _write(settings: TinyCheckpoint, directory: Path) -> int:
@@ -97,7 +74,7 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     model = _build_model(config, settings)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=end_token_ids(settings.family, tokenizer),
+        eos_token_id=end_token_ids(settings.family, ids),
         pad_token_id=tokenizer.pad_token_id,
     )
     whole = settings.shard_size is None

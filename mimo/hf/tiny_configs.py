@@ -1,9 +1,8 @@
 """Sizes of tiny checkpoints: about a million weights, and a layer of every kind that a family has.
 
-What differs inside a published model differs here too: heads from groups, the scale of Gemma's
-attention from its head size, its two rotary bases, windows from images. And no number is what
-transformers or our settings have for it when nothing is said: an importer that overlooks it would
-compute the same.
+What differs inside a published model differs here too, such as heads from groups. And no number is
+what transformers or our settings have for it when nothing is said: an importer that overlooks it
+would compute the same.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ class Family:
 
     tied: whether the output layer is tied to the embedding; not what the family does by default.
     text, vision: what transformers' configuration says of the language model, beside `_TEXT`, and
-    of the tower; a model of text alone has none. whole: of both. text_ids, ids: keys of the
-    language model and of the whole whose values are ids of these tokens. files: the JSON files of
-    its processors, by name, with the keys that the published folders have.
+    of the tower, if any. whole: of both. text_ids, ids: keys of the language model and of the whole
+    whose values are ids of these tokens. files: the JSON files of its processors, by name.
     """
 
     tied: bool

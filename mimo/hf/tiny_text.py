@@ -68,7 +68,6 @@ class _Form:
 
     @property
     def named(self) -> dict[str, str]:
-        """Tokens by the attribute."""
         return {name: token for token, name in self.specials.items() if name is not None}
 
 
@@ -130,7 +129,7 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def end_token_ids(family: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids at which an answer ends."""
-    form, ids = _form(family), tokenizer.get_vocab()
+def end_token_ids(family: str, ids: Mapping[str, int]) -> list[int]:
+    """The ids at which an answer ends. ids: by token."""
+    form = _form(family)
     return [ids[token] for token in dict.fromkeys((form.named["eos_token"], form.end_of_turn))]

@@ -22,9 +22,9 @@ from mimo.verify.compare import (
     Reference,
     ReferenceParameter,
     Shard,
+    assembled,
     badness,
     compare,
-    joined,
 )
 
 TOLERANCE = 1e-5  # fp32
@@ -140,8 +140,8 @@ def whole_points(
 ) -> dict[str, np.ndarray]:
     """What a layout's ranks have, as whole tensors in forward order, to compare ``others`` with.
 
-    Of replicas the last rank's counts; of the vocabulary, only what both sides have.
-    Raises IncomparableError if the ranks together do not have a whole tensor.
+    Of replicas the last rank's counts; of the vocabulary, only what both sides have. Raises
+    IncomparableError if the ranks together do not have a whole tensor.
     """
     mine, found = _by_point(results), {}
     for point in sorted(mine, key=_forward_order):
@@ -172,7 +172,6 @@ def _shape(parts: Sequence[Part]) -> tuple[int, int]:
 
 
 def _forward_order(point: str) -> tuple[int, int, int]:
-    """Inputs first, then the tower, then the language model."""
     if point in INPUTS:
         return 0, INPUTS.index(point), 0
     module, _, name = point.partition(".")
@@ -249,17 +248,8 @@ def compare_layouts(
 
     names: of the parameters, in the order of the model.
     """
-    shards: dict[str, list[Shard]] = {name: [] for name in names}
-    for shard in (shard for other in others for shard in other.steps.shards):
-        shards[shard.name].append(shard)
-    if missing := [name for name, own in shards.items() if not own]:
-        raise IncomparableError(f"no rank of the other layout has {', '.join(missing)}")
-    parameters = {
-        name: ReferenceParameter(joined(own, "gradients"), joined(own, "weights"))
-        for name, own in shards.items()
-    }
-    steps = others[0].steps.metrics
-    return compare([result.steps for result in results], Reference(steps, parameters), tolerance)
+    reference = assembled([other.steps for other in others], {name: [] for name in names})
+    return compare([result.steps for result in results], reference, tolerance)
 
 
 def _pack(weight: Weight, tensors: Mapping[str, np.ndarray], shard: Shard) -> np.ndarray:

@@ -9,10 +9,10 @@ H hidden.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import override
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
 from data.index.reader import SampleReader
@@ -20,18 +20,14 @@ from mimo.engines.contract import Module
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.segments import zigzag_indices
 from mimo.families.registry import language_settings
-from mimo.hf.initial import initial_weights
 from mimo.layout.grids import LANGUAGE, Layout
-from mimo.layout.groups import build_topology
 from mimo.parity.compare import LOGITS, PIXELS, OursOnRank, Part, level_point
 from mimo.parity.recording import ROWS, Recording, record_language, record_tower
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
-from mimo.train.loop import Trainer
-from mimo.train.rank import collective_timeout, join_world
+from mimo.train.rank import join_world
 from mimo.verify.compare import Fault, Shard
-from mimo.verify.run import WatchedSteps, train_watched
+from mimo.verify.run import WatchedSteps, open_trainer, train_watched
 
 _NOTHING = -1  # the place of padding
 
@@ -46,12 +42,9 @@ def run_ours(
     if fault is not None:
         fault()
     join_world(recipe)
-    topology = build_topology(layout, collective_timeout(recipe))
-    trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
-    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
-    assert dataset is not None
-    modules = trainer.model.modules
-    watched = _WatchedStep(modules, topology.rank, names)
+    trainer, dataset = open_trainer(recipe, layout)
+    modules, rank = trainer.model.modules, dist.get_rank()
+    watched = _WatchedStep(modules, rank, names)
     towers = {name: record_tower(m) for name, m in modules.items() if name != LANGUAGE}
     chunks = record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
     steps = train_watched(trainer, dataset, watched, 1)
@@ -59,12 +52,12 @@ def run_ours(
     places = _Places(dataset.readers[0], watched.plan)
     parts: list[Part] = []
     for chunk in chunks:
-        parts += _language_parts(chunk, modules[LANGUAGE], places, topology.rank)
+        parts += _language_parts(chunk, modules[LANGUAGE], places, rank)
     size, count = language_settings(recipe).hidden_size, len(watched.plan.microbatches)
     for name, recording in towers.items():
         group = (trainer.model.encode_group or count) if name in layout.colocated else 1
         batches = [range(n, min(n + group, count)) for n in range(0, count, group)]
-        parts += _tower_parts(recording, modules[name], places, batches, size, topology.rank)
+        parts += _tower_parts(recording, modules[name], places, batches, size, rank)
     return OursOnRank(parts, steps)
 
 

@@ -3,14 +3,13 @@
 Both engines reach the same points. Megatron's tensors are sequence first (S, 1, H); those of
 transformers' modules batch first (1, S, H), or flat in a tower.
 
-Letters: n rows of a tensor on this rank, k columns, P patches, S local tokens, H hidden,
-V vocabulary.
+Letters: n rows of a tensor on this rank, k columns, P patches, S local tokens, H hidden, V
+vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,7 @@ from mimo.engines.fsdp.language import LanguageModel
 from mimo.engines.fsdp.towers import Tower
 from mimo.engines.megatron.module import MegatronModule
 from mimo.parity.compare import LOGITS, PIXELS, POSITIONS, TOKENS
-from mimo.parity.theirs import block_order
+from mimo.parity.theirs import watch_blocks, watch_text
 
 ROWS = "rows"
 """A tower's whole output: embeddings and all levels side by side."""
@@ -82,7 +81,16 @@ def _record_chunk(gpt: Any) -> Recording:
         own.keep_output(f"language.layers.{layer.layer_number - 1}", layer)
     if gpt.post_process:
         own.keep_output("language.norm", gpt.decoder.final_layernorm)
-        gpt.output_layer.register_forward_pre_hook(partial(_keep_logits, own))
+
+        def keep_logits(head: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
+            """Keep logits (S, 1, V/tp) of all tokens, which a step does not compute.
+
+            args: hidden states and the head's weight if it is tied. A collective of tp.
+            """
+            with torch.no_grad():
+                own.keep(LOGITS, head.forward(*args)[0][:, 0])
+
+        gpt.output_layer.register_forward_pre_hook(keep_logits)
     return own
 
 
@@ -106,54 +114,27 @@ def _keep_first_input(own: Recording, point: str, blocks: nn.Module) -> None:
     )
 
 
-def _keep_logits(own: Recording, head: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
-    """Keep the logits (S, 1, V/tp) of all tokens, which a step does not compute.
-
-    args: hidden states and the head's weight if it is tied. Every rank of the tensor-parallel
-    group calls it.
-    """
-    with torch.no_grad():
-        own.keep(LOGITS, head.forward(*args)[0][:, 0])
-
-
 # ------------------------------------------------------------------------------ fsdp
 
 
 def _record_text(model: LanguageModel) -> Recording:
-    own, text = Recording(), model.text
+    own = Recording()
     model.register_forward_pre_hook(lambda _, args: own.keep_inputs(args[0].kwargs))
-    # A layer's output is taken as the next one's input, because levels are added in between.
-    names = ["embedding", *(f"layers.{number}" for number in range(len(text.layers)))]
-    for name, module in zip(names, [*text.layers, text.norm], strict=True):
-        module.register_forward_pre_hook(
-            lambda _, args, point=f"language.{name}": own.keep(point, args[0][0])
-        )
+    watch_text(model.text, own.keep)
 
-    def keep_ends(norm: nn.Module, args: object, hidden: Tensor) -> None:
-        """Keep the norm's output (1, S, H), and of the logits V/tp: a collective of tp."""
-        own.keep("language.norm", hidden[0])
+    def keep_logits(norm: nn.Module, args: object, hidden: Tensor) -> None:
+        """Keep the logits of this rank, V/tp, from hidden (1, S, H): a collective of tp."""
         with torch.no_grad():
             logits, tp = model.logits(hidden)[0], model.ctx.tp
         own.keep(LOGITS, logits if tp is None else logits.chunk(tp.size(), 1)[tp.get_local_rank()])
 
-    text.norm.register_forward_hook(keep_ends)
+    model.text.norm.register_forward_hook(keep_logits)
     return own
 
 
 def _record_transformers_tower(tower: Tower) -> Recording:
     own = Recording()
-
-    def keep(point: str, hidden: Tensor) -> None:
-        """Keep hidden (P, D), or per image (I, P', D) with patches line by line."""
-        if hidden.dim() == 3:
-            order = block_order(tower.config).to(hidden.device)
-            hidden = hidden[:, order].flatten(0, 1)
-        own.keep(point, hidden)
-
     tower.register_forward_pre_hook(lambda _, args: own.keep(PIXELS, tower.values(args[0].args[0])))
-    tower.units[0].register_forward_pre_hook(lambda _, args: keep("vision.embedding", args[0]))
-    for number, block in enumerate(tower.units):
-        point = f"vision.blocks.{number}"
-        block.register_forward_hook(lambda *given, point=point: keep(point, given[-1]))
+    watch_blocks(tower.units, tower.config, own.keep)
     tower.register_forward_hook(lambda *given: own.keep(ROWS, given[-1].values))
     return own

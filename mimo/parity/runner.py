@@ -5,15 +5,14 @@ What a layout is compared with is transformers, or another layout and perhaps an
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
+from data.media.image_files import png_bytes
 from mimo.device import machine_memory
 from mimo.errors import InputError
 from mimo.families.keymap import Weight, num_elements
@@ -65,29 +64,6 @@ _OVERRIDABLE = (
         for key in ("engine", "grid", "model", "placement", "run_ahead", "encode_group")
     ),
 )
-
-_RECIPE = """\
-name: parity
-init_from: {checkpoint}
-language: {{grid: {{dp: 1}}}}
-encoders: {{vision: {{placement: colocated}}}}
-bridge: {{check: always}}
-data:
-  sources: [{{path: {shard}}}]
-  sequence_length: 16384
-  shuffle_block: {count}         # in order
-  max_skipped_samples: 0
-train:
-  steps: 2                       # the last one would write a checkpoint
-  global_batch_size: {count}
-  micro_batch_size: {samples}
-  precision: fp32
-  optimizer: sgd
-  learning_rate: 1.0e-6
-  clip_grad_norm: null
-  run_dir: {runs}
-  threads_per_rank: 1
-"""
 
 
 class ParityRunner:
@@ -177,15 +153,32 @@ class ParityRunner:
         return self.folder / f"samples-{count}.tar"
 
     def _recipe(self, count: int, overrides: Sequence[str]) -> Recipe:
+        content = {
+            "name": "parity",
+            "init_from": str(self.checkpoint),
+            "language": {"grid": {"dp": 1}},
+            "encoders": {"vision": {"placement": "colocated"}},
+            "bridge": {"check": "always"},
+            "data": {
+                "sources": [{"path": str(self._shard(count))}],
+                "sequence_length": 16384,
+                "shuffle_block": count,  # in order
+                "max_skipped_samples": 0,
+            },
+            "train": {
+                "steps": 2,  # the last one would write a checkpoint
+                "global_batch_size": count,
+                "micro_batch_size": _SAMPLES,
+                "precision": "fp32",
+                "optimizer": "sgd",
+                "learning_rate": 1.0e-6,
+                "clip_grad_norm": None,
+                "run_dir": str(self.folder / "runs"),
+                "threads_per_rank": 1,
+            },
+        }
         path = self.folder / f"parity-{count}.yaml"
-        text = _RECIPE.format(
-            checkpoint=json.dumps(str(self.checkpoint)),
-            shard=json.dumps(str(self._shard(count))),
-            count=count,
-            samples=_SAMPLES,
-            runs=json.dumps(str(self.folder / "runs")),
-        )
-        path.write_text(text, encoding="utf-8")
+        path.write_text(json.dumps(content))  # which is YAML as well
         return load_recipe(path, overrides)
 
 
@@ -220,10 +213,8 @@ def make_samples(count: int) -> list[Sample]:
         digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
         noise, items = np.random.default_rng(number), []
         for width, height in _PICTURES[number % len(_PICTURES)]:
-            buffer = io.BytesIO()
             pixels = noise.integers(0, 256, (height, width, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(buffer, "PNG")
-            items.append(Item("image", "png", buffer.getvalue()))
+            items.append(Item("image", "png", png_bytes(pixels)))
         question = _QUESTIONS[number % len(_QUESTIONS)]
         found.append(Sample(tuple(items), question, " ".join(str(digit) for digit in digits)))
     return found

@@ -7,8 +7,7 @@ N rows, H hidden, V vocabulary, S side of a square image in pixels.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +61,14 @@ def run_theirs(directory: Path, samples: Sequence[Sample], keys: Collection[str]
     squares = [float(p.grad.double().pow(2).sum()) for p in params.values() if p.grad is not None]
     step = {"loss": loss, "loss_tokens": loss_tokens, "grad_norm": sum(squares) ** 0.5}
     parameters = {
-        key: ReferenceParameter([_gradient(params[key])], [params[key].detach().numpy()])
-        for key in keys
+        key: ReferenceParameter(
+            [np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy()],
+            [p.detach().numpy()],
+        )
+        for key, p in params.items()
+        if key in keys
     }
     return Theirs(watch.points(), Reference([step], parameters))
-
-
-def _gradient(parameter: nn.Parameter) -> np.ndarray:
-    grad = parameter.grad
-    return (torch.zeros_like(parameter) if grad is None else grad).numpy()
 
 
 def _encode(processor: Any, model: Any, sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
@@ -109,39 +107,22 @@ class _Watch:
     def __init__(self, model: Any) -> None:
         self._kept: dict[str, list[np.ndarray]] = {}
         self._config = model.config
-        self._order: Tensor | None = None  # (P',) raster index of each patch of an image
         self._tokens = 0
         blocks, rows = (model.get_submodule(name) for name in _MODULES[model.config.model_type])
-        blocks[0].register_forward_pre_hook(
-            lambda _, args: self._keep_patches("vision.embedding", None, None, args[0])
-        )
-        for number, block in enumerate(blocks):
-            block.register_forward_hook(partial(self._keep_patches, f"vision.blocks.{number}"))
+        watch_blocks(blocks, model.config, self.keep)
         rows.register_forward_hook(self._keep_rows)
         language = model.get_submodule(_LANGUAGE)
         language.register_forward_pre_hook(self._keep_positions, with_kwargs=True)
-        # A layer's output is taken as the next one's input, because levels are added in between.
-        names = ["embedding", *(f"layers.{number}" for number in range(len(language.layers)))]
-        for name, module in zip(names, [*language.layers, language.norm], strict=True):
-            module.register_forward_pre_hook(
-                lambda _, args, name=name: self.keep(f"language.{name}", args[0][0])
-            )
-        language.norm.register_forward_hook(
-            lambda _, __, output: self.keep("language.norm", output[0])
-        )
+        watch_text(language, self.keep)
 
     def begin(self, inputs: dict[str, Tensor]) -> None:
-        """Note a sample's inputs, before its forward pass."""
         self._tokens = inputs["input_ids"].shape[1]
         self.keep(TOKENS, inputs["input_ids"].T)
         pixels = inputs.get("pixel_values")
-        if pixels is not None and pixels.dim() == 4:
-            pixels = self._as_patches(pixels)
         if pixels is not None:
-            self.keep(PIXELS, pixels)
+            self.keep(PIXELS, pixels if pixels.dim() == 2 else self._as_patches(pixels))
 
     def keep(self, point: str, values: Tensor) -> None:
-        """Add rows to a point's tensor."""
         self._kept.setdefault(point, []).append(values.detach().numpy().copy())
 
     def points(self) -> dict[str, np.ndarray]:
@@ -149,17 +130,11 @@ class _Watch:
         names = sorted(self._kept, key=lambda name: name not in INPUTS)
         return {name: np.concatenate(self._kept[name]) for name in names}
 
-    def _keep_patches(self, point: str, module: object, args: object, hidden: Tensor) -> None:
-        """Keep hidden: (P, D), or per image (I, P', D) with patches line by line."""
-        if self._order is not None:
-            hidden = hidden[:, self._order].flatten(0, 1)
-        self.keep(point, hidden)
-
     def _keep_rows(self, module: nn.Module, args: object, output: Any) -> None:
         if isinstance(output, Tensor):
-            self.keep(level_point(0), output.flatten(0, 1))
-            return
-        levels = [output.pooler_output, *output.get("deepstack_features", ())]
+            levels = [output.flatten(0, 1)]
+        else:
+            levels = [output.pooler_output, *output.get("deepstack_features", ())]
         for number, rows in enumerate(levels):
             self.keep(level_point(number), rows)
 
@@ -172,15 +147,42 @@ class _Watch:
         self.keep(POSITIONS, three.T)
 
     def _as_patches(self, pixels: Tensor) -> Tensor:
-        """Gemma-3's whole images (I, 3, S, S) -> (I·P', 3·patch²) in our order.
-
-        It keeps the patches of a pooled block together; theirs goes line by line.
-        """
+        """Gemma-3's whole images (I, 3, S, S) -> (I·P', 3·patch²) in our order."""
         vision = self._config.vision_config
         patch, side = vision.patch_size, vision.image_size // vision.patch_size
-        self._order = block_order(self._config)
         cut = pixels.view(-1, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
-        return cut.reshape(len(pixels), side * side, -1)[:, self._order].flatten(0, 1)
+        lines = cut.reshape(len(pixels), side * side, -1)
+        return lines[:, block_order(self._config)].flatten(0, 1)
+
+
+Keep = Callable[[str, Tensor], None]
+"""Keeps what was computed at a point."""
+
+
+def watch_text(text: Any, keep: Keep) -> None:
+    """Keep what each part of a language model of transformers computes, of one sequence (S, H)."""
+    # A layer's output is taken as the next one's input, because levels are added in between.
+    names = ["embedding", *(f"layers.{number}" for number in range(len(text.layers)))]
+    for name, module in zip(names, [*text.layers, text.norm], strict=True):
+        module.register_forward_pre_hook(
+            lambda _, args, point=f"language.{name}": keep(point, args[0][0])
+        )
+    text.norm.register_forward_hook(lambda *given: keep("language.norm", given[-1][0]))
+
+
+def watch_blocks(blocks: Any, config: Any, keep: Keep) -> None:
+    """Keep what each block of a tower of transformers computes, (P, D) in our order."""
+
+    def keep_patches(point: str, hidden: Tensor) -> None:
+        if hidden.dim() == 3:  # (I, P', D) with the patches of an image line by line
+            hidden = hidden[:, block_order(config).to(hidden.device)].flatten(0, 1)
+        keep(point, hidden)
+
+    blocks[0].register_forward_pre_hook(lambda _, args: keep_patches("vision.embedding", args[0]))
+    for number, block in enumerate(blocks):
+        block.register_forward_hook(
+            lambda *given, point=f"vision.blocks.{number}": keep_patches(point, given[-1])
+        )
 
 
 def block_order(config: Any) -> Tensor:

@@ -1,9 +1,8 @@
 """Phases: one job that trains the same model several times in a row, each time differently.
 
 A recipe may have a list `phases`; each entry has a name and any keys of a recipe, which override
-the keys outside the list. So freezing, learning rates, data and layout can differ between phases,
-and each phase starts from the weights that the previous one left. A recipe without the list is one
-phase.
+the keys outside the list. Each phase starts from the weights that the previous one left. A recipe
+without the list is one phase.
 
 Mappings merge key by key at every depth; lists and plain values replace what was there. A mapping
 over a list changes entries of it, by their numbers or by their paths.
@@ -22,14 +21,13 @@ from typing import Any
 from mimo.bounds import PHASE_NAME
 from mimo.errors import RecipeError, shown
 from mimo.recipe.findings import PHASES
-from mimo.recipe.modules import LoRA
-from mimo.recipe.schema import Fill, Recipe, parse_recipe
+from mimo.recipe.schema import Fill, Recipe, key_of, parse_recipe
 from mimo.recipe.source import Location, YamlSource, as_yaml, dotted, read_yaml
 
 _NAME = re.compile(PHASE_NAME)
 _MAX_PHASES = 100
 PHASE_FOLDER = re.compile(r"phase_(\d+)_[A-Za-z0-9_-]+")
-"""The name of a phase's folder; see `phase_folder`."""
+"""The name of a phase's folder: its number, from 1 on, and its name."""
 _FIXED = {
     "init_from": "all phases start from the same weights",
     r"data\.tokenizer": "all phases share one tokenizer",
@@ -138,11 +136,6 @@ def read_phases(path: Path, overrides: Sequence[str], fill: Fill) -> PhasedRecip
     return PhasedRecipe(recipes[0].run_dir, tuple(phases), source)
 
 
-def phase_folder(number: int, name: str) -> str:
-    """The name of the run folder of phase ``number``, which counts from 1."""
-    return f"phase_{number}_{name}"
-
-
 def _form_problems(source: YamlSource) -> list[str]:
     """What keeps `phases` from being a list of mappings with different names."""
     phases = source.data[PHASES]
@@ -153,48 +146,38 @@ def _form_problems(source: YamlSource) -> list[str]:
         return [source.problem((PHASES,), message)]
     problems, seen = [], set[str]()
     for index, phase in enumerate(phases):
-        where = (PHASES, index)
+        where: Location = (PHASES, index, "name")
         if not isinstance(phase, dict):
-            problems.append(source.problem(where, f"needs keys of a recipe; got {shown(phase)}"))
-            continue
-        if "name" not in phase:
-            problems.append(source.problem((*where, "name"), "this key is required"))
-            continue
-        name = phase["name"]
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            where, message = where[:2], f"needs keys of a recipe; got {shown(phase)}"
+        elif "name" not in phase:
+            message = "this key is required"
+        elif not isinstance(name := phase["name"], str) or not _NAME.fullmatch(name):
             message = f"needs up to 64 letters, digits, '_' or '-'; got {shown(name)}"
-            problems.append(source.problem((*where, "name"), message))
         elif name in seen:
             message = f"got {name!r}, which another phase is called already; choose another"
-            problems.append(source.problem((*where, "name"), message))
         else:
             seen.add(name)
+            continue
+        problems.append(source.problem(where, message))
     return problems
 
 
 def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterator[str]:
-    """Phases that lack adapters which an earlier phase trained."""
     for name, (before, after) in zip(names, pairwise(recipes), strict=False):
-        for key, earlier in _adapters(before).items():
-            later = _adapters(after)[key]
-            if earlier is not None and later != earlier:
+        for module, part in before.modules.items():
+            later = after.module(module).lora
+            if part.lora is not None and later != part.lora:
                 message = (
                     f"got {None if later is None else later.model_dump()}, but phase {name!r} has "
                     f"trained other adapters, which would be lost; give both the same lora"
                 )
-                yield after.problem((*key, "lora"), message)
-
-
-def _adapters(recipe: Recipe) -> dict[Location, LoRA | None]:
-    """The adapter settings of each module, by its key."""
-    encoders = {("encoders", name): encoder.lora for name, encoder in recipe.encoders.items()}
-    return {("language",): recipe.language.lora, **encoders}
+                yield after.problem((*key_of(module), "lora"), message)
 
 
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:
     """The recipe of a phase as a separate run, inside the folder of the job."""
     train = recipe.train.model_copy(update={"run_dir": str(recipe.run_dir)})
-    return recipe.model_copy(update={"name": phase_folder(number, name), "train": train})
+    return recipe.model_copy(update={"name": f"phase_{number}_{name}", "train": train})
 
 
 def _for_each[S: Recipe | PhaseSource, T](
@@ -250,7 +233,6 @@ def _lay_over(base: YamlSource, index: int, name: str) -> PhaseSource:
 
 
 def _merged(base: Any, own: Any) -> Any:
-    """`own` laid over `base`."""
     if not (isinstance(base, dict | list) and isinstance(own, dict)):
         return deepcopy(own)
     merged = deepcopy(base)

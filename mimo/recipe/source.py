@@ -92,7 +92,6 @@ class YamlSource:
         self.overridden.append(location)
 
     def _set(self, text: str) -> Location:
-        """Set what an override says; returns where. Raises ValueError."""
         key, equals, value_text = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):

@@ -14,7 +14,7 @@ from data.index.block_cache import BlockCache, default_cache_directory
 from data.index.build import Progress, build_here
 from data.index.columns import DamagedFileError
 from data.index.reader import SampleReader
-from data.index.samples import Index, Processors, check_lengths, check_rows, check_skipped
+from data.index.samples import Index, Processors, check_sizes, check_skipped
 from data.index.shards import ShardChangedError
 from data.index.store import Build, load_or_build_index
 from data.media.processor import Media
@@ -172,8 +172,7 @@ def open_indexes(
                 source.path, chat, processors, progress, cache_folder(recipe), build
             )
             check_skipped(index, recipe.data.max_skipped_fraction)
-            check_lengths(index, recipe.data.sequence_length)
-            check_rows(index, recipe.data.rows_per_microbatch)
+            check_sizes(index, recipe.data.sequence_length, recipe.data.rows_per_microbatch)
             if len(index) == 0:
                 raise ValueError(
                     f"{source.path}: none of {index.num_skipped} samples is usable; the first: "

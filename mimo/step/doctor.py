@@ -19,8 +19,8 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bridge import imbalance
-from data.index.lookup import column, items_of_samples
 from data.index.reader import UnreadableSample
+from data.index.samples import column, items_of_samples
 from data.media.image_files import thumbnail_url
 from data.text.chat import ChatTokenizer, EncodedSample
 from mimo.errors import InputError

@@ -12,8 +12,7 @@ import numpy as np
 
 from bridge import BridgePlan, ItemRuns, assign_items, imbalance
 from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_order
-from data.index.lookup import column
-from data.index.samples import Index
+from data.index.samples import Index, column
 from data.order import SampleOrder
 from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
 from mimo.layout.grids import Layout, segment_multiple, sequence_multiple

@@ -190,9 +190,9 @@ def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bo
 
     Raises InputError for a recipe that cannot run or cannot be shrunk far enough.
     """
-    layout = check_recipe(recipe, num_ranks)
+    layout, own = check_recipe(recipe, num_ranks), "the recipe's layout"
     if full:
-        return Cells([Cell("the recipe's layout", recipe, layout)], [describe(layout)])
+        return Cells([Cell(own, recipe, layout)], [describe(layout)])
     try:
         covered = cover(layout, max_ranks)
     except ValueError as error:
@@ -200,10 +200,10 @@ def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bo
     notes = [f"the recipe: {describe(layout)}"]
     small = covered.parts[0]
     if small.layout == layout:
-        return Cells([Cell("the recipe's layout", recipe, layout)], notes)
+        return Cells([Cell(own, recipe, layout)], notes)
     if len(small.axes) == len(parallel_axes(layout)):
         notes.append(f"run here:   {describe(small.layout)}")
-        return Cells([Cell("the recipe's layout, shrunk", recipe, small.layout)], notes)
+        return Cells([Cell(f"{own}, shrunk", recipe, small.layout)], notes)
     notes.append(f"does not fit into {max_ranks} ranks with all its axes; run here are")
     notes += [f"  {part.name}: {describe(part.layout)}" for part in covered.parts]
     notes += [
@@ -216,26 +216,27 @@ def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bo
 def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     """The built-in matrix. Raises InputError for a recipe that cannot be used."""
     check_recipe(recipe, None)
-    too_large = f"they need more than {max_ranks} ranks"
     cells: list[Cell] = []
     left_out: dict[str, list[str]] = {}  # by reason
     refused = []
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
         for one in SWEEP:
-            cell = Cell(one.name, *sweep_recipe(recipe, one))
+            cell, reason = Cell(one.name, *sweep_recipe(recipe, one)), ""
             if cell.layout.world_size > max_ranks:
-                left_out.setdefault(too_large, []).append(cell.name)
+                reason = f"they need more than {max_ranks} ranks"
             elif precision == "fp64" and cell.recipe.train.distributed_optimizer:
                 # Without that optimizer such a cell would show nothing.
                 reason = "the engine's distributed optimizer has no fp64"
-                left_out.setdefault(reason, []).append(cell.name)
             else:
                 try:
                     scale_recipe(cell.recipe, cell.layout, Path(folder), precision)
-                    cells.append(cell)
                 except RecipeError as error:
-                    refused.append("; ".join(error.problems))
-                    left_out.setdefault(refused[-1], []).append(cell.name)
+                    reason = "; ".join(error.problems)
+                    refused.append(reason)
+            if reason:
+                left_out.setdefault(reason, []).append(cell.name)
+            else:
+                cells.append(cell)
     if not cells and refused:
         raise RecipeError(*dict.fromkeys(refused))
     if not cells:
@@ -289,7 +290,6 @@ def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
 
 
 def _grid(module: str, text: str) -> GridSpec:
-    """A module's grid from shorthand."""
     words = text.split()
     sizes: Any = {a: int(n) for a, n in re.findall(r"\b(tp|cp|pp|vpp|dp)(\d+)", text)}
     copies = re.search(r"replicate(\d+)", text)

@@ -6,7 +6,7 @@ Both come as plain arrays, so comparing needs no engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,10 +115,9 @@ class Comparison:
     """Errors of a layout against one rank.
 
     scalars: error by step and name. gradients, weights: by parameter, the worst error of all ranks
-    in each step.
-    first: the first difference above the tolerance; within a step gradients come before weights,
-    both in model order. largest: the largest difference of the same step and kind. An error in the
-    forward pass reaches every gradient, and the largest is often nearer to its origin.
+    in each step. first: the first difference above the tolerance; within a step gradients come
+    before weights, both in model order. largest: of the same step and kind; an error in the forward
+    pass reaches every gradient, and the largest is often nearer to its origin.
     """
 
     scalars: list[dict[str, float]] = field(default_factory=list)
@@ -171,8 +170,8 @@ def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
     """How far the optimizer moves a weight in one step for a gradient at `gradient_floor`.
 
     SGD moves it by rate · g, Adam by about rate · g / (g + eps). A weight that starts at zero is
-    the sum of its updates, so the sum over all steps is its floor: it is judged no more strictly
-    than the gradients that moved it. gradient_norm: of all modules. eps: Adam's, None for SGD.
+    the sum of its updates, so the sum over all steps is its floor. gradient_norm: of all modules.
+    eps: Adam's, None for SGD.
     """
     floor = _NOISE * gradient_norm
     return rate * floor if eps is None else rate * floor / (floor + eps)
@@ -192,7 +191,9 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
         shapes = {shard.shape for shard in own}
         if any(_matrix(shape) != _matrix(whole.shape) for shape in shapes):
             raise IncomparableError(f"{name} has shape {shapes}, one rank's has {whole.shape}")
-        if (held := _num_held(own)) != whole.size:
+        # Rectangles are equal or do not overlap.
+        places = {(shard.row, shard.column): shard.weights[0].size for shard in own}
+        if (held := sum(places.values())) != whole.size:
             raise IncomparableError(f"{name}: ranks hold {held} of {whole.size} elements")
     for step, expected in enumerate(reference.steps):
         floor = gradient_floor(
@@ -214,24 +215,27 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
     return found
 
 
-def assembled(results: Sequence[RankSteps], like: Reference) -> Reference:
-    """What a layout's ranks hold, as whole tensors, as a reference for another run of the layout.
+def assembled(results: Sequence[RankSteps], floors: Mapping[str, list[float]]) -> Reference:
+    """What a layout's ranks hold, as whole tensors, as a reference for another run.
 
-    Of replicas the last rank's counts. like: the one-rank run, already found comparable.
+    Of replicas the last rank's counts. floors: `ReferenceParameter.weight_floors`, by parameter in
+    the order of the model. Raises IncomparableError for parameters that no rank has.
     """
     shards = _by_name(results)
+    if missing := [name for name in floors if name not in shards]:
+        raise IncomparableError(f"no rank of the other layout has {', '.join(missing)}")
     whole = {
         name: ReferenceParameter(
-            joined(shards[name], "gradients"), joined(shards[name], "weights"), one.weight_floors
+            _joined(shards[name], "gradients"), _joined(shards[name], "weights"), floor
         )
-        for name, one in like.parameters.items()
+        for name, floor in floors.items()
     }
     steps = [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics]
     return Reference(steps, whole)
 
 
-def joined(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
-    """The "gradients" or "weights" of a parameter in each step, whole; of replicas the last's."""
+def _joined(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
+    """The "gradients" or "weights" of a parameter in each step, whole."""
     found = []
     for step, like in enumerate(getattr(shards[0], what)):
         whole = np.full(_matrix(shards[0].shape), np.nan, like.dtype)
@@ -253,17 +257,10 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _by_name(results: Sequence[RankSteps]) -> dict[str, list[Shard]]:
-    """Every parameter's parts."""
     found: dict[str, list[Shard]] = {}
     for shard in (shard for result in results for shard in result.shards):
         found.setdefault(shard.name, []).append(shard)
     return found
-
-
-def _num_held(shards: Sequence[Shard]) -> int:
-    """Elements of a parameter that any rank holds; rectangles are equal or do not overlap."""
-    places = {(shard.row, shard.column): shard.weights[0].size for shard in shards}
-    return sum(places.values())
 
 
 def _worst_part(

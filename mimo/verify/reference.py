@@ -37,7 +37,7 @@ from mimo.step.dataset import (
 )
 from mimo.train.rank import join_world
 from mimo.verify.compare import Reference, ReferenceParameter, update_floor
-from mimo.verify.exact import all_in
+from mimo.verify.run import all_in
 from mimo.verify.workload import Workload
 
 

@@ -154,5 +154,4 @@ def _as_json(result: CellResult) -> dict[str, Any]:
 
 
 def _errors(found: Comparison) -> dict[str, Any]:
-    """Every error of every tensor and every metric of the steps."""
     return {"steps": found.scalars, "gradients": found.gradients, "weights": found.weights}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import override
+from typing import Any, override
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from mimo.engines.contract import Module
 from mimo.engines.piece import Piece
@@ -22,7 +24,6 @@ from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 from mimo.train.rank import collective_timeout, join_world
 from mimo.verify.compare import Fault, RankSteps, Shard
-from mimo.verify.exact import all_in
 
 
 def run_layout(
@@ -37,13 +38,19 @@ def run_layout(
 
 def layout_steps(recipe: Recipe, layout: Layout, num_steps: int) -> RankSteps:
     """Train ``num_steps`` steps; every rank of the world calls it."""
-    topology = build_topology(layout, collective_timeout(recipe))
-    initial = initial_weights(recipe)
-    trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial)
-    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
-    assert dataset is not None
+    trainer, dataset = open_trainer(recipe, layout)
     watched = WatchedSteps(trainer.model.modules, dist.get_rank())
     return train_watched(trainer, dataset, watched, num_steps)
+
+
+def open_trainer(recipe: Recipe, layout: Layout) -> tuple[Trainer, Dataset]:
+    """What a rank trains, and on what; every rank of the world calls it."""
+    topology = build_topology(layout, collective_timeout(recipe))
+    run_dir = Path(recipe.train.run_dir)
+    trainer = Trainer(recipe, topology, run_dir, initial_weights(recipe))
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    assert dataset is not None
+    return trainer, dataset
 
 
 def train_watched(
@@ -80,7 +87,7 @@ class WatchedSteps(StepObserver):
         for module in self.modules.values():
             module.settle()
             for piece in module.pieces("load", with_optimizer=False):
-                self._of(piece).weights.append(numpy_copy(piece.values))
+                self._of(piece).weights.append(_copy(piece.values))
 
     @override
     def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
@@ -90,7 +97,7 @@ class WatchedSteps(StepObserver):
 
     def note_gradient(self, piece: Piece) -> None:
         """Copy a gradient's part."""
-        self._of(piece).gradients.append(numpy_copy(piece.values))
+        self._of(piece).gradients.append(_copy(piece.values))
 
     @override
     def updated(self, step: int, modules: Mapping[str, Module]) -> None:
@@ -100,7 +107,32 @@ class WatchedSteps(StepObserver):
         return self._shards[piece.key, piece.row, piece.column]
 
 
-def numpy_copy(tensor: Tensor) -> np.ndarray:
-    """A copy; bf16, which numpy lacks, becomes fp32, which holds the same numbers."""
+def _copy(tensor: Tensor) -> np.ndarray:
+    """bf16, which numpy lacks, becomes fp32, which holds the same numbers."""
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     return tensor.detach().to(copy=True, dtype=dtype).numpy()
+
+
+def all_in(precision: str) -> AbstractContextManager[Any]:
+    """Inside it modules of transformers compute in fp64 alone, if that is the precision.
+
+    They go down to fp32 for norms and rotary positions, whatever they are given.
+    """
+    return _NeverLess() if precision == "fp64" else nullcontext()
+
+
+class _NeverLess(TorchFunctionMode):
+    """What would turn fp64 into fp32 leaves it as it is, also where a backward computes again."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(map(_wide, args))
+            kwargs = {key: _wide(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

@@ -66,9 +66,9 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
     every = {LANGUAGE: language_settings(recipe), **settings}
     models = {name: _scaled(own, layout.grids[name]) for name, own in every.items()}
-    start = stand_in(recipe, layout, folder)
-    data["init_from"] = start and str(start.folder)
-    models |= start.models if start else {}
+    start, in_it = stand_in(recipe, layout, folder)
+    data["init_from"] = start and str(start)
+    models |= in_it
     data["language"] |= {"grid": _grid(layout, LANGUAGE), "model": models[LANGUAGE]}
     for name, encoder in recipe.encoders.items():
         model, placeholder = models[name], f"<|{name}_pad|>"
@@ -175,7 +175,7 @@ def _source_weights(recipe: Recipe) -> tuple[float, ...]:
 def _scaled_rate(recipe: Recipe, own: float | None) -> float:
     """A module's learning rate, scaled so that the largest of all modules makes weights move.
 
-    The others keep their ratio to it, down to `_SMALLEST_RATE`. own: the module's rate, or None for
+    The others keep their ratio to it, down to `_SMALLEST_RATE`. own: None for
     `train.learning_rate`.
     """
     train = recipe.train
@@ -214,14 +214,12 @@ def _grid(layout: Layout, module: str) -> dict[str, Any]:
 
 
 def _scaled(settings: Any, grid: GridSpec) -> dict[str, Any]:
-    """The family's tiny settings for a grid, with few different depths and widths."""
     usual = _USUAL_STAGES if grid.module == LANGUAGE else _USUAL_ENCODER_STAGES
     stages = _multiple(usual, grid.pp * grid.vpp)
     return settings.scaled_down(stages, _multiple(_USUAL_TP, grid.tp)).model_dump(mode="json")
 
 
 def _multiple(usual: int, size: int) -> int:
-    """``usual`` if ``size`` divides it, else ``size``."""
     return usual if usual % size == 0 else size
 
 
@@ -280,7 +278,6 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
 
 
 def _validated(data: dict[str, Any]) -> Recipe:
-    """The recipe with these keys. Raises RecipeError."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:

@@ -148,7 +148,6 @@ def cover(layout: Layout, max_ranks: int) -> Cover:
 
 
 def _sizes(size: int) -> tuple[int, ...]:
-    """Sizes to try in place of ``size``: small ones, and ``size`` itself."""
     return (1,) if size == 1 else tuple(sorted({*_SMALL, size}))
 
 

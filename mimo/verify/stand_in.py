@@ -1,13 +1,12 @@
 """The tiny checkpoint that a stand-in starts from if one of its modules has `engine: fsdp`.
 
-Such a module is that of transformers in a folder. So the stand-in gets a folder of the recipe's
+Such a module is that of transformers in a folder. So the stand-in gets one of the recipe's
 architecture, with layers of every kind, and the modules of Megatron start from it too.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,16 @@ _LAYERS, _KINDS, _GROUPS = 4, 2, 2  # of a tiny checkpoint: layers, kinds of the
 _VOCAB_MULTIPLE = 48  # does not divide the vocabulary, so that its last rows are padding
 
 
-@dataclass(frozen=True)
-class StandIn:
-    """folder: of the checkpoint. models: settings of the modules that are in it, by name."""
+def stand_in(
+    recipe: Recipe, layout: Layout, folder: Path
+) -> tuple[Path | None, dict[str, dict[str, Any]]]:
+    """The checkpoint, and settings of the modules that are in it; None without fsdp modules.
 
-    folder: Path
-    models: dict[str, dict[str, Any]]
-
-
-def stand_in(recipe: Recipe, layout: Layout, folder: Path) -> StandIn | None:
-    """Written into a folder inside ``folder`` unless it is there; None without fsdp modules.
-
-    Raises RecipeError for an architecture of which there is no tiny checkpoint.
+    It is written into a folder inside ``folder`` unless it is there. Raises RecipeError for an
+    architecture of which there is no tiny checkpoint.
     """
     if all(grid.engine != "fsdp" for grid in layout.grids.values()):
-        return None
+        return None, {}
     architecture = _architecture_of(recipe)
     if architecture is None or architecture.model_type not in FAMILIES:
         families = [recipe.language.family, *(one.family for one in recipe.encoders.values())]
@@ -69,7 +63,7 @@ def stand_in(recipe: Recipe, layout: Layout, folder: Path) -> StandIn | None:
     models[LANGUAGE] |= {"vocab_multiple": math.lcm(_VOCAB_MULTIPLE, layout.language.tp)}
     if tower is not None:
         models[tower] = tower_settings(architecture, config, own) or {}
-    return StandIn(own, models)
+    return own, models
 
 
 def _architecture_of(recipe: Recipe) -> Architecture | None:

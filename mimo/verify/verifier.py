@@ -44,8 +44,8 @@ class CellResult:
     """comparison: None if the run failed; then ``failure`` says how.
 
     repeated: the same layout in fp64, if fp32 left open whether the error is rounding; it decides.
-    plain: the recipe's distributed optimizer has no fp64, so if the fp64 run had to do without
-    it, this compares the layout with it to the layout without, in fp32; it decides too.
+    plain: the distributed optimizer has no fp64, so where the fp64 run had to do without it, this
+    compares the layout with it to the layout without, in fp32; it decides too.
     """
 
     cell: Cell
@@ -101,9 +101,8 @@ class Verifier:
     def _compare(self, result: CellResult, fault: Fault | None) -> None:
         """Fill in the comparisons.
 
-        A difference in fp32 between the tolerance and `DOUBTFUL` tolerances is either rounding or
-        a small bug. Then everything runs again in fp64: rounding shrinks, the effect of a bug does
-        not.
+        A difference in fp32 between the tolerance and `DOUBTFUL` tolerances is rounding or a small
+        bug. Then everything runs again in fp64: rounding shrinks, the effect of a bug does not.
         """
         cell = result.cell
         scaled = scale_recipe(cell.recipe, cell.layout, self.folder, self.precision)
@@ -116,11 +115,14 @@ class Verifier:
         expected = self._reference(exact)
         result.repeated = compare(_run(exact, fault), expected, TOLERANCE["fp64"])
         if scaled.recipe.train.distributed_optimizer:
-            plain = assembled(_run(_undistributed(scaled), fault), reference)
+            floors = {name: one.weight_floors for name, one in reference.parameters.items()}
+            off = {"distributed_optimizer": False, "overlap_param_gather": False}
+            train = scaled.recipe.train.model_copy(update=off)
+            without = replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
+            plain = assembled(_run(without, fault), floors)
             result.plain = compare(got, plain, self.tolerance)
 
     def _reference(self, scaled: ScaledRecipe) -> Reference:
-        """The run on one rank; an earlier one is used again."""
         alone = reference_recipe(scaled)
         key = alone.to_yaml()
         if key not in self._references:
@@ -130,13 +132,5 @@ class Verifier:
 
 
 def _run(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps]:
-    """Run the layout on its ranks."""
     args = (scaled.recipe, scaled.layout, NUM_STEPS, fault)
     return run_on_cpu(_LAYOUT, args, scaled.layout.world_size, _TIMEOUT_SECONDS)
-
-
-def _undistributed(scaled: ScaledRecipe) -> ScaledRecipe:
-    """The same recipe with all of Adam's state on every rank."""
-    plain = {"distributed_optimizer": False, "overlap_param_gather": False}
-    train = scaled.recipe.train.model_copy(update=plain)
-    return replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))

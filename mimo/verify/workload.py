@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from webdataset.writer import TarWriter
 
-from data.digits.text import write_tokenizer
+from data.digits.text import conversation, write_tokenizer
 from data.media.processor import Media, Part
 from data.order import SampleOrder
 
@@ -62,10 +62,7 @@ class Sample:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The chat as it is stored."""
-        content = [{"type": item.media} for item in self.items]
-        content.append({"type": "text", "text": self.question})
-        answer = [{"type": "text", "text": self.answer}]
-        return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        return conversation([item.media for item in self.items], self.question, self.answer)
 
 
 @dataclass(frozen=True)

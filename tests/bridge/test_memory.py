@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bridge.memory import RowMemory
+from bridge.communicator import RowMemory
 
 ROWS, HIDDEN = 1024, 512  # 2 MiB in fp32
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.digits.shards import CANVASES
-from data.index.samples import Processors, check_lengths, check_rows
+from data.index.samples import Processors, check_sizes
 from data.index.shard_index import COLUMNS
 from data.index.store import build_index
 from data.text.chat import ChatTokenizer
@@ -281,12 +281,12 @@ def test_samples_that_are_too_long_are_listed(
 ):
     index = build_index(str(digits / "train-*.tar"), chat, processors)
     longest = int(index.column("token_length").max())
-    check_lengths(index, longest)
+    check_sizes(index, longest, None)
     with pytest.raises(ValueError, match=f"longer than sequence_length {longest - 1}") as e:
-        check_lengths(index, longest - 1)
+        check_sizes(index, longest - 1, None)
     assert index.key(int(index.column("token_length").argmax())) in str(e.value)
     with pytest.raises(ValueError, match="and 86 more"):
-        check_lengths(index, 1)
+        check_sizes(index, 1, None)
 
 
 def test_samples_with_too_many_rows_for_a_microbatch_are_listed(
@@ -298,10 +298,10 @@ def test_samples_with_too_many_rows_for_a_microbatch_are_listed(
         for sample in range(len(index))
     ]
     most = max(rows)
-    check_rows(index, None)
-    check_rows(index, most)
+    check_sizes(index, 10**9, None)
+    check_sizes(index, 10**9, most)
     expected = rf"{rows.count(most)} of 96 samples have more rows than .* {most - 1}"
     with pytest.raises(ValueError, match=expected) as e:
-        check_rows(index, most - 1)
+        check_sizes(index, 10**9, most - 1)
     key = index.key(rows.index(most))
     assert f"{key}: {most} rows" in str(e.value)

@@ -55,7 +55,7 @@ def test_samples_and_patches_agree_with_the_index(reader: SampleReader):
 def test_messages_and_item_bytes_are_those_of_the_shard(reader: SampleReader):
     messages = reader.messages(0)
     assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert open_image(reader.file_bytes(0, 0)).size == reader.index.part(0).size
+    assert open_image(reader.read(0, 0)).size == reader.index.part(0).size
 
 
 def test_threads_can_read_at_the_same_time_from_more_shards_than_stay_open(

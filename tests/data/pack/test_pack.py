@@ -94,7 +94,7 @@ def test_packed_rows_are_indexed_and_read_as_they_were(
     assert [len(index.items_of_sample(n)) for n in range(len(index))] == counts
     assert [index.key(n) for n in range(len(index))] == [f"{n:09d}" for n in range(len(counts))]
     reader = SampleReader(index, chat, processors)
-    files = [reader.file_bytes(f, n) for n in range(len(index)) for f in index.files_of_sample(n)]
+    files = [reader.read(n, f) for n in range(len(index)) for f in index.files_of_sample(n)]
     assert files == [a, a, b]
     for n in range(len(index)):
         assert chat.decode(reader.sample(n).labels[reader.sample(n).loss_mask == 1]) == "3 7"

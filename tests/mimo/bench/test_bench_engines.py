@@ -9,7 +9,7 @@ import pytest
 
 from mimo.bench import engines as bench
 from mimo.bench.contest import Run
-from mimo.bench.engines_theirs import batches_of_rank
+from mimo.bench.train_theirs import batches_of_ranks
 from mimo.errors import InputError
 
 # Forks of a process with threads: what runs there does without them.
@@ -40,8 +40,9 @@ def test_a_quick_run_trains_all_contestants_on_the_same_samples_and_writes_every
 
 
 def test_batches_of_all_ranks_hold_every_sample_once() -> None:
-    assert batches_of_rank(10, 0, 2, 3) == [[0, 2, 4], [6, 8]]
-    assert batches_of_rank(10, 1, 2, 3) == [[1, 3, 5], [7, 9]]
+    first, second = batches_of_ranks(10, 2, 3)
+    assert [[*own] for own in first] == [[0, 2, 4], [6, 8]]
+    assert [[*own] for own in second] == [[1, 3, 5], [7, 9]]
 
 
 def test_a_step_takes_as_long_as_its_last_rank_and_as_much_memory_as_its_largest() -> None:
