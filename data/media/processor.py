@@ -119,42 +119,54 @@ class Media[D](Protocol):
     @property
     def suffixes(self) -> tuple[str, ...]:
         """Suffixes of its files, in lower case and without a dot, the usual one first."""
+        ...
 
     def probe(self, file: BinaryIO) -> Size:
         """Size of a file from its header, in bounded time and memory, however hostile it is."""
+        ...
 
     def decode(self, data: bytes) -> D:
         """Decode a file, in bounded memory. If this succeeds, `size_of` gives what `probe` gave."""
+        ...
 
     def size_of(self, decoded: D) -> Size:
         """Size of a decoded file."""
+        ...
 
     def size_text(self, size: Size) -> str:
         """Words for a size, for messages."""
+        ...
 
     def picture(self, decoded: D) -> np.ndarray:
         """uint8 (height, width, 3): a decoded file, for a person to look at."""
+        ...
 
     def random_file(self, rng: np.random.Generator) -> bytes:
         """A small file of noise with the first suffix; sizes vary from a single row to a few."""
+        ...
 
     # ------------------------------------------------------------------------------ items
 
     @property
     def wire(self) -> WireForm:
         """How patches are sent."""
+        ...
 
     def plan(self, part: Part) -> PartPlan:
         """The items of a part."""
+        ...
 
     def item_files(self, part: Part, item: int) -> range:
         """Which files of the part its item number ``item`` is made of."""
+        ...
 
     def item_patches(self, files: Sequence[D], part: Part, item: int) -> np.ndarray:
         """(P, W) in the dtype of `wire`, P = t·h·w, of one item; files: those of `item_files`."""
+        ...
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever sizes or row counts may change."""
+        ...
 
 
 def encoding_cost(num_patches: int, tower_width: int) -> int:

@@ -276,6 +276,7 @@ class EncoderFamily(Protocol):
         ceil(N / tp) of them, blank ones at the end. Without items it returns 0 rows of that width
         that are part of the graph, so that every parameter gets a gradient.
         """
+        ...
 
     def weights_in_hf(self, settings: Any, output_size: int) -> list[Weight]:
         """Every parameter of the whole module by its name, with the tensors it is made of.
@@ -284,6 +285,7 @@ class EncoderFamily(Protocol):
         its parameters: every family must list them, because parameters are also counted here.
         output_size: H.
         """
+        ...
 
 
 class PublishedEncoderFamily(EncoderFamily, Protocol):
@@ -294,6 +296,7 @@ class PublishedEncoderFamily(EncoderFamily, Protocol):
 
         Raises ValueError, naming their key, for what we do not compute.
         """
+        ...
 
 
 class LanguageFamily(Protocol):
@@ -306,12 +309,14 @@ class LanguageFamily(Protocol):
 
         Raises ValueError, naming their key, for what we do not compute.
         """
+        ...
 
     def weights_in_hf(self, settings: Any) -> list[Weight]:
         """Every parameter of the whole model by its name, with the tensors it is made of.
 
         Like `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
         """
+        ...
 
 
 class MegatronLanguageFamily(LanguageFamily, Protocol):
@@ -338,3 +343,4 @@ class MegatronLanguageFamily(LanguageFamily, Protocol):
         under sequence or context parallelism, or looks up ``input_ids`` (B, S) itself; on the last
         it returns a loss per token if it is given labels, else logits over V.
         """
+        ...

@@ -50,14 +50,17 @@ def read_processors(folder: Path) -> Processors:
     return Processors(image, _said(files, "video") or {}, whole, files)
 
 
-def image_defaults_of_processor(folder: Path) -> Config:
-    """What the class of the whole processor says for images, whatever their own file says."""
+def processor_class(folder: str | Path) -> Any:
+    """The class of the whole processor in transformers."""
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    kind: Any = PROCESSOR_MAPPING[type(config)]
-    return dict(getattr(kind, "images_kwargs", {}))
+    return PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(str(folder), local_files_only=True))]
+
+
+def image_defaults_of_processor(folder: Path) -> Config:
+    """What the class of the whole processor says for images, whatever their own file says."""
+    return dict(getattr(processor_class(folder), "images_kwargs", {}))
 
 
 def _said(files: Mapping[str, Config], kind: str) -> Config | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mimo.families.hf_preprocessing import processor_class
+
 
 def load_processor(directory: str | Path) -> Any:
     """As `AutoProcessor.from_pretrained`, but images are prepared by pillow, videos not at all.
@@ -13,12 +15,11 @@ def load_processor(directory: str | Path) -> Any:
     other rounding; where it is not, there is no processor for videos, which those of the Qwen
     families ask for. Never downloads anything.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers import AutoImageProcessor, AutoTokenizer
 
     where: dict[str, Any] = {"local_files_only": True}
     where["pretrained_model_name_or_path"] = str(directory)
-    base: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(**where))]
+    base = processor_class(directory)
 
     class ImagesOnly(base):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:

@@ -130,31 +130,25 @@ class Language(Section):
         return not self.freeze
 
 
-def _number_or(word: str, number: Any, value: Any) -> Any:
-    """`value` if it is `word` or a valid `number`; pydantic alone would report two errors."""
-    if value != word or not isinstance(value, str):
+def _word_or_number(word: str, kind: Any) -> PlainValidator:
+    """Takes what is of the ``kind``; pydantic alone would report two errors."""
+
+    def check(value: Any) -> Any:
         try:
-            return TypeAdapter(number).validate_python(value, strict=True)
-        except ValidationError as error:
+            return TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError as error:  # the first is about the number
             reason = error.errors()[0]["msg"].removeprefix("Input ")
             raise ValueError(
                 f"needs '{word}' or a number of microbatches; a number {reason}"
             ) from None
-    return value
 
-
-def _run_ahead(value: Any) -> int | Literal["auto"]:
-    return _number_or("auto", bounds.Microbatches, value)
+    return PlainValidator(check, kind)
 
 
 def _freeze(value: Any) -> bool | Literal["tower"]:
     if isinstance(value, bool) or value == "tower":
         return value
     raise ValueError("needs true, false or 'tower' (all but the projector)")
-
-
-def _encode_group(value: Any) -> int | Literal["all"]:
-    return _number_or("all", bounds.Batch, value)
 
 
 def _item_text(value: str) -> str:
@@ -214,12 +208,12 @@ class Encoder(Section):
     """Further types of content parts that it encodes with the same weights, and how each stands in
     the text."""
     run_ahead: Annotated[
-        int | Literal["auto"], PlainValidator(_run_ahead, bounds.Microbatches | Literal["auto"])
+        int | Literal["auto"], _word_or_number("auto", bounds.Microbatches | Literal["auto"])
     ] = "auto"
     """Microbatches that a disjoint encoder encodes before the first gradient comes back; `auto` is
     the least that cannot deadlock."""
     encode_group: Annotated[
-        int | Literal["all"], PlainValidator(_encode_group, bounds.Batch | Literal["all"])
+        int | Literal["all"], _word_or_number("all", bounds.Batch | Literal["all"])
     ] = "all"
     """Microbatches that a colocated encoder encodes in one go."""
     model: dict[str, Any] = {}

@@ -226,7 +226,7 @@ def assembled(results: Sequence[RankSteps], floors: Mapping[str, list[float]]) -
         raise IncomparableError(f"no rank of the other layout has {', '.join(missing)}")
     whole = {
         name: ReferenceParameter(
-            _joined(shards[name], "gradients"), _joined(shards[name], "weights"), floor
+            joined(shards[name], "gradients"), joined(shards[name], "weights"), floor
         )
         for name, floor in floors.items()
     }
@@ -234,7 +234,7 @@ def assembled(results: Sequence[RankSteps], floors: Mapping[str, list[float]]) -
     return Reference(steps, whole)
 
 
-def _joined(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
+def joined(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
     """The "gradients" or "weights" of a parameter in each step, whole."""
     found = []
     for step, like in enumerate(getattr(shards[0], what)):
