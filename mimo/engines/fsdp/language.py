@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form, windows
 from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
-from mimo.engines.fsdp.meta import on_meta, restore_buffers
+from mimo.engines.fsdp.load import on_meta, restore_buffers
 from mimo.engines.fsdp.plans import Border, embed, local, parallelize, seeing_slices
 from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.layers.attention_plan import LayerForm

@@ -30,7 +30,7 @@ from transformers.vision_utils import (
 from mimo.device import send
 from mimo.engines.fsdp.attention import TOWER_NAME, Segments, layer_form
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
-from mimo.engines.fsdp.meta import on_meta, restore_buffers
+from mimo.engines.fsdp.load import on_meta, restore_buffers
 from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.segments import PackedSegments, brought
 
