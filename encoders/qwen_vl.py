@@ -2,8 +2,8 @@
 
 The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions). Every layer attends
 within whole frames; with `window_size`, most layers attend within windows of a frame instead. All
-images of a microbatch run as one packed sequence, in which each frame is a segment: nothing is
-padded to the largest. With windows, a frame's rows are sorted by window from the first layer on.
+images of a microbatch run as one packed sequence, in which each frame is a segment. With windows, a
+frame's rows are sorted by window from the first layer on.
 
 Under sequence parallelism a rank's part of the sorted rows is not its part of the rows in order, so
 the ranks gather all rows after the merger and each takes its part.

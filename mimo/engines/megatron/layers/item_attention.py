@@ -5,8 +5,7 @@ sliding window bounds how far back a query sees, even inside its item, but never
 Source: transformers `create_masks_for_vision_model`: sliding AND (causal OR same item).
 
 Items are cut out of a rank's queries. What is left are causal blocks; the parts of items are blocks
-without causality. Every kernel takes each of the two in one call, whatever the number of items. So
-a key is read only by queries that see it, and a batch without items costs nothing extra.
+without causality. Every kernel takes each of the two in one call, whatever the number of items.
 """
 
 from __future__ import annotations
