@@ -283,16 +283,6 @@ class Tower[P: PackedItems](nn.Module, ABC):
             self.blocks.set_input_tensor(hidden[0])
         held = len(hidden[0]) * self.part.count
         assert held == in_all, f"{held} tokens on {self.part.count} ranks, needed are {in_all}"
-        hidden = self._run_blocks(hidden, packed)
-        if not self.is_last_stage:
-            return torch.cat(hidden, dim=-1) if len(hidden) > 1 else hidden[0]
-        rows = self.project(hidden, packed)
-        if not items.sizes:
-            return ItemRows(rows[:0], (), self.part.count)
-        return ItemRows(rows, self.part.rows_per_item(items.sizes, len(rows)), self.part.count)
-
-    def _run_blocks(self, hidden: list[Tensor], packed: P) -> list[Tensor]:
-        """hidden: (T', 1, D) each: the blocks' input, then outputs of earlier ``level_blocks``."""
         output = self.blocks(
             hidden_states=hidden[0],
             attention_mask=None,
@@ -301,7 +291,13 @@ class Tower[P: PackedItems](nn.Module, ABC):
         )
         # The engine returns a pair if any layer's output was asked for.
         last, behind = output if self.level_blocks else (output, [])
-        return [last, *hidden[1:], *behind]
+        hidden = [last, *hidden[1:], *behind]
+        if not self.is_last_stage:
+            return torch.cat(hidden, dim=-1) if len(hidden) > 1 else hidden[0]
+        rows = self.project(hidden, packed)
+        if not items.sizes:
+            return ItemRows(rows[:0], (), self.part.count)
+        return ItemRows(rows, self.part.rows_per_item(items.sizes, len(rows)), self.part.count)
 
 
 def build_tower[T: Tower[Any]](

@@ -90,9 +90,10 @@ class LanguageModel(Wrapper):
                 for layer, level in zip(self.units[: len(rows)], rows, strict=True):
                     add = partial(_add_level, level, places)
                     stack.enter_context(layer.register_forward_hook(add))
+            has_mrope = hasattr(self.text.rotary_emb, "mrope_section")
             hidden = self.text(
                 inputs_embeds=embeddings,
-                position_ids=position_ids if self._has_mrope else position_ids[0],
+                position_ids=position_ids if has_mrope else position_ids[0],
                 use_cache=False,
                 **self._attention(packed_seq_params, input_ids.device),
             ).last_hidden_state
@@ -102,10 +103,6 @@ class LanguageModel(Wrapper):
             found = self._losses(hidden, labels.t().flatten(), None)
             return found.view(labels.shape[::-1]).t()
         return self._losses(hidden, labels, loss_at)
-
-    @property
-    def _has_mrope(self) -> bool:
-        return hasattr(self.text.rotary_emb, "mrope_section")
 
     def _attention(self, packed: PackedSegments | None, device: torch.device) -> dict[str, Any]:
         if self.ctx.mesh is not None:

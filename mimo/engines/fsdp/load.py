@@ -94,7 +94,11 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
     Tied weights stay tied. Buffers have their values already.
     """
-    places = _places(module)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((part, name))
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     assert not lost, f"nobody knows what {lost[0]} is; see `restore_buffers`"
     module._apply(
@@ -103,13 +107,3 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     for (first, own_name), *others in places.values():
         for part, name in others:  # tied ones have been parted
             setattr(part, name, getattr(first, own_name))
-
-
-def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each parameter is found, by identity; a tied one in several places."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, param in part._parameters.items():
-            if param is not None:
-                places.setdefault(id(param), []).append((part, name))
-    return places
