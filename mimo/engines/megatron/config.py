@@ -157,9 +157,6 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         perform_initialization=False,
         use_cpu_initialization=False,
         gradient_accumulation_fusion=kernels.weight_gradient,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         # Transformer Engine's packed kernel counts positions from the start of each segment, which
         # are not those of images; without a device's bounds `SelfAttention` needs no packed one.
         apply_rope_fusion=False,
