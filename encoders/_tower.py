@@ -145,24 +145,16 @@ class PreparedItems[P: PackedItems]:
 class Tower[P: PackedItems](nn.Module, ABC):
     """Items, packed into one sequence of tokens -> rows of the language model's size.
 
-    Everything parallel about a tower is written here, once: the blank rows that make the ranks'
-    parts equal, or stand in when there are no items; which part of the tokens a rank has; what its
-    pipeline stage receives and passes on; and how many rows each item became. A family builds
-    `blocks`, the layers of this stage, in its constructor, and writes
+    Everything parallel about a tower is written here, once. A family builds `blocks`, the layers of
+    this stage, in its constructor, and writes what is abstract here; also `stack_inputs`, where the
+    blocks take more than hidden states and segments, and `num_tokens`, where a token is not one
+    input. An item is a grid (t, h, w) of inputs, each a row of ``patches``: patches of an image or,
+    as (t, 1, 1), frames of a sound.
 
-    - `embed`: inputs -> tokens, on the first stage.
-    - `project`: hidden states -> rows, on the last stage.
-    - `pack`: what the other methods need to know of the items (P), worked out on the host, ahead of
-      the forward: the others only give the device work.
-    - `stack_inputs`, where the blocks take more than hidden states and segments.
-    - `blank_grid` and, where a token is not one input, `num_tokens`.
-
-    It knows nothing of images: an item is a grid (t, h, w) of inputs, each a row of ``patches``.
-    These may be patches of an image or, as (t, 1, 1), frames of a sound.
-
-    tokens_per_row: consecutive tokens of an item that `project`
-    turns into one row. level_blocks: blocks, counted from 0 over all stages, whose outputs
-    `project` needs besides the last one's. part: which tokens and rows this rank has.
+    tokens_per_row: consecutive tokens of an item that `project` turns into one row. level_blocks:
+    blocks, counted from 0 over all stages, whose outputs `project` needs besides the last one's.
+    part: which tokens and rows this rank has, among them the blank rows that make the ranks' parts
+    equal, or stand in when there are no items.
     """
 
     blocks: Any
@@ -198,8 +190,8 @@ class Tower[P: PackedItems](nn.Module, ABC):
     def pack(self, grids: Tensor) -> P:
         """What the other methods need to know of the items with these ``grids`` (I, 3) int64.
 
-        Blank items at the end are among them. All tensors are the host's; `prepare` brings those in
-        dataclasses and tuples to the device. It may run in another thread.
+        Blank items at the end are among them. It runs on the host, ahead of the forward and perhaps
+        in another thread; `prepare` brings all tensors in dataclasses and tuples to the device.
         """
 
     @abstractmethod
@@ -226,8 +218,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
         """All that the host has to work out for a forward over items with these ``grids`` (I, 3).
 
-        It may run in another thread, ahead of time. copy: brings a host tensor to the device; it is
-        called once.
+        copy: brings a host tensor to the device; it is called once.
         """
         tokens = self.num_tokens(grids)
         num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
@@ -292,16 +283,6 @@ class Tower[P: PackedItems](nn.Module, ABC):
             self.blocks.set_input_tensor(hidden[0])
         held = len(hidden[0]) * self.part.count
         assert held == in_all, f"{held} tokens on {self.part.count} ranks, needed are {in_all}"
-        hidden = self._run_blocks(hidden, packed)
-        if not self.is_last_stage:
-            return torch.cat(hidden, dim=-1) if len(hidden) > 1 else hidden[0]
-        rows = self.project(hidden, packed)
-        if not items.sizes:
-            return ItemRows(rows[:0], (), self.part.count)
-        return ItemRows(rows, self.part.rows_per_item(items.sizes, len(rows)), self.part.count)
-
-    def _run_blocks(self, hidden: list[Tensor], packed: P) -> list[Tensor]:
-        """hidden: (T', 1, D) each: the blocks' input, then outputs of earlier ``level_blocks``."""
         output = self.blocks(
             hidden_states=hidden[0],
             attention_mask=None,
@@ -310,7 +291,13 @@ class Tower[P: PackedItems](nn.Module, ABC):
         )
         # The engine returns a pair if any layer's output was asked for.
         last, behind = output if self.level_blocks else (output, [])
-        return [last, *hidden[1:], *behind]
+        hidden = [last, *hidden[1:], *behind]
+        if not self.is_last_stage:
+            return torch.cat(hidden, dim=-1) if len(hidden) > 1 else hidden[0]
+        rows = self.project(hidden, packed)
+        if not items.sizes:
+            return ItemRows(rows[:0], (), self.part.count)
+        return ItemRows(rows, self.part.rows_per_item(items.sizes, len(rows)), self.part.count)
 
 
 def build_tower[T: Tower[Any]](

@@ -7,8 +7,7 @@ states after that block, merged by a separate merger. All images of a microbatch
 sequence.
 
 In a pipeline the hidden states after those blocks travel with the others to the last stage, which
-holds all mergers. So rows leave the encoder in one place, for about the traffic that rows would
-take: the merge² hidden states that make a row are together about as wide as the row.
+holds all mergers, so rows leave the encoder in one place.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, L levels, H language hidden.

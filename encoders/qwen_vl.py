@@ -2,8 +2,8 @@
 
 The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions). Every layer attends
 within whole frames; with `window_size`, most layers attend within windows of a frame instead. All
-images of a microbatch run as one packed sequence, in which each frame is a segment: nothing is
-padded to the largest. With windows, a frame's rows are sorted by window from the first layer on.
+images of a microbatch run as one packed sequence, in which each frame is a segment. With windows, a
+frame's rows are sorted by window from the first layer on.
 
 Under sequence parallelism a rank's part of the sorted rows is not its part of the rows in order, so
 the ranks gather all rows after the merger and each takes its part.
@@ -179,16 +179,14 @@ class QwenVLTower(QwenTower):
         return replace(packed, places=order.sort(places), order=order)
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
-        """Hidden states (P', 1, D) -> rows (N', H)."""
-        rows = super().project(hidden, packed)
-        return rows if packed.order is None else self._in_item_order(rows, packed.order)
+        """Hidden states (P', 1, D) -> rows (N', H); from the order of windows back in the items'.
 
-    def _in_item_order(self, rows: Tensor, order: WindowOrder) -> Tensor:
-        """This rank's part of the rows in window order -> its part of the rows in item order.
-
-        Every rank calls it: under sequence parallelism a row may belong to another rank. The
-        backward returns each row's gradient to the rank that computed it.
+        Under sequence parallelism a row may then belong to another rank: all ranks gather them, and
+        the backward returns each row's gradient to the rank that computed it.
         """
+        rows, order = super().project(hidden, packed), packed.order
+        if order is None:
+            return rows
         if self.part.count > 1:
             rows = engine.gather_sequence(rows, group=self.tp_group)
         return rows[self.part.own(order.back, len(order.back))]

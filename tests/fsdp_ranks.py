@@ -48,8 +48,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
 
     plain: without a mesh. What was read is ``whole.asked``.
     """
-    from mimo.engines.fsdp.load import load
-    from mimo.engines.fsdp.meta import restore_buffers
+    from mimo.engines.fsdp.load import load, restore_buffers
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.sharding import shard
 

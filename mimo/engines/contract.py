@@ -64,10 +64,12 @@ class Module(Protocol):
     @property
     def learns(self) -> bool:
         """Whether this rank has weights to update."""
+        ...
 
     @property
     def sequence_parts(self) -> int:
         """How many ranks the module's output is cut over: 1 without sequence parallelism."""
+        ...
 
     @property
     def whole(self) -> nn.Module:
@@ -75,14 +77,17 @@ class Module(Protocol):
 
         An encoder has `prepare` and `forward` of `mimo.families.contracts.EncoderFamily.build`.
         """
+        ...
 
     def attention_forms(self) -> frozenset[LayerForm]:
         """For which `PackedSegments.prepare` plans ahead of time."""
+        ...
 
     # ---- one step, in this order; every rank of the module calls what is called
 
     def begin_step(self, forward_only: bool) -> None:
         """Clear gradients, and choose between training and evaluation."""
+        ...
 
     def run_language(
         self,
@@ -97,6 +102,7 @@ class Module(Protocol):
         microbatch, S as this context-parallel rank has it.
         Returns the summed loss () of each on the last stage, detached; else nothing.
         """
+        ...
 
     def run_encoder[T](
         self,
@@ -110,44 +116,55 @@ class Module(Protocol):
         forward: of a batch and the module to call, on the last stage the bridge's scalar token.
         items: as prepared, of each batch.
         """
+        ...
 
     def encode(self, patches: Any, items: Any) -> Any:
         """One forward of a colocated encoder; the caller runs its backward."""
+        ...
 
     def accumulate_only(self) -> AbstractContextManager[None]:
         """Inside it gradients are accumulated and not reduced: more microbatches follow."""
+        ...
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Sum the gradients over all ranks that have a part of them, and divide once.
 
         num_loss_tokens: of the whole global batch, the same on every rank of every module.
         """
+        ...
 
     def squared_norm(self) -> Tensor:
         """This rank's share () of the squared norm of the whole gradient, fp64 on the device.
 
         Summed over all ranks it counts every element once. The host does not wait for it.
         """
+        ...
 
     def update(self, learning_rate: float, gradient_factor: float) -> None:
         """Scale the gradients by ``gradient_factor`` (clipping) and update the weights."""
+        ...
 
     # ---- what it holds, under the names of the checkpoint format
 
     def settle(self) -> None:
         """Wait for weights that `update` may still be gathering."""
+        ...
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
         """The pieces that this rank writes, or those that it wants. No collective.
 
         Keys are ``<module>.<parameter>`` and ``optimizer.<kind>.<module>.<parameter>``.
         """
+        ...
 
     def gradients(self) -> Iterator[Piece]:
         """The complete gradients that this rank holds, after `finish_gradients`."""
+        ...
 
     def follow_weights(self) -> None:
         """Refresh what the optimizer keeps of weights that were just loaded."""
+        ...
 
     def set_steps(self, step: int) -> None:
         """Tell an optimizer whose state was loaded that it has done ``step`` updates."""
+        ...

@@ -111,7 +111,7 @@ def _on_meta(configuration: str) -> Any:
     import torch
     from transformers import AutoConfig
 
-    from mimo.engines.fsdp.meta import on_meta
+    from mimo.engines.fsdp.load import on_meta
 
     said = json.loads(configuration)
     return on_meta(AutoConfig.for_model(said.pop("model_type"), **said), "sdpa", torch.float32)

@@ -97,7 +97,8 @@ class Settings(DecoderSettings):
             qk_norm=True,
             softmax_scale=None if scalar is None else scalar**-0.5,
             zero_centered_norm=True,
-            local_attention=engine.LocalAttention(self.sliding_window, self.sliding_window_pattern),
+            local_window=self.sliding_window,
+            global_every=self.sliding_window_pattern,
         )
 
     def rotary(self) -> nn.Module:

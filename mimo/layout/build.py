@@ -10,7 +10,7 @@ from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.layout.checks import layout_problems
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
-from mimo.layout.levels import Link, level_places, links_of
+from mimo.layout.levels import Link, links_of
 from mimo.recipe.schema import Recipe, key_of, refusals
 from mimo.recipe.source import dotted
 
@@ -41,13 +41,17 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
         raise RecipeError(*problems)
     grids = _place(recipe, grids)
     needed = sum(grid.size for grid in grids.values())
-    grids |= {name: _on_language(recipe, name, grids[LANGUAGE]) for name in colocated}
+    language = grids[LANGUAGE]
+    for name in colocated:  # the language model's ranks, but the encoder's axes
+        grid = _grid(recipe, name)
+        lanes = recipe.encoders[name].grid.dp or max(1, language.size // grid.lane_size)
+        grids[name] = replace(grid, dp=lanes, rank_offset=language.rank_offset)
     layout = Layout(
-        language=grids[LANGUAGE],
+        language=language,
         encoders={name: grids[name] for name in recipe.encoders},
         world_size=world_size or needed,
         colocated=frozenset(colocated),
-        links=_links(recipe, grids[LANGUAGE], problems),
+        links=_links(recipe, language, problems),
     )
     problems += layout_problems(recipe, layout)
     if problems:
@@ -73,8 +77,7 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
                 )
             )
         elif levels > 0:
-            places = level_places(language.pp, language.vpp, layers, levels)
-            links[name] = links_of(name, places)
+            links[name] = links_of(name, language.pp, language.vpp, layers, levels)
     return links
 
 
@@ -148,11 +151,3 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
                 )
             )
     return placed
-
-
-def _on_language(recipe: Recipe, name: str, language: GridSpec) -> GridSpec:
-    """The grid of a colocated encoder: the language model's ranks, but the encoder's axes."""
-    given = recipe.encoders[name].grid
-    grid = _grid(recipe, name)
-    lanes = given.dp or max(1, language.size // grid.lane_size)
-    return replace(grid, dp=lanes, rank_offset=language.rank_offset)

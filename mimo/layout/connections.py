@@ -1,9 +1,8 @@
 """First messages: every pair of ranks that may ever exchange one does so when groups are made.
 
 NCCL connects two ranks at the first message from one to the other in a group, and blocks both
-hosts until each has made its call. Inside a step that could close a circle: a language rank would
-wait for an encoder that waits for another language rank's gradient, which waits for this rank.
-A collective connects ranks only for collectives.
+hosts until each has made its call. Inside a step that could close a circle of ranks that wait for
+each other. A collective connects ranks only for collectives.
 """
 
 from __future__ import annotations

@@ -38,10 +38,9 @@ def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
     """What the environment of this rank says by its place in the layout.
 
     With one hardware queue a GPU starts kernels in the order of their launch, so that the exchange
-    inside a tensor-parallel layer starts before the matrix product that it overlaps with. For the
-    same reason one wait holds up all streams: ranks with transfers that are posted ahead (an end of
-    a disjoint encoder's bridge, context parallelism) keep the device's default of several, and so
-    do those with a module under FSDP2, which gathers weights ahead.
+    inside a tensor-parallel layer starts before the matrix product that it overlaps with. But one
+    wait holds up all streams: ranks with transfers that are posted ahead (an end of a disjoint
+    encoder's bridge, context parallelism, FSDP2) keep the device's default of several.
     """
     grids = [layout.grids[name] for name in layout.modules_of(rank)]
     if any(grid.engine == "fsdp" for grid in grids):

@@ -207,7 +207,10 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
         groups = _module_groups(spec, factory)
         if groups is not None:
             topology.modules[name] = groups
-            _connect_module(layout, spec, groups)
+            if spec.pp > 1:
+                connect_stages(groups.pp, interleaved=spec.vpp > 1)
+            if spec.tp > 1 and not spec.sp and layout.encoders:  # they share out rows
+                connect_all(groups.tp)
         if spec.engine == "fsdp":
             assert dist.group.WORLD is not None
             sizes = (spec.dp_replicate, spec.dp // spec.dp_replicate, spec.tp)
@@ -218,14 +221,6 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
         for link in layout.links_of(name):
             _add_bridge(topology, factory, spec, link)
     return topology
-
-
-def _connect_module(layout: Layout, spec: GridSpec, groups: ProcessGroupCollection) -> None:
-    """Connect this rank with the stages next to it, and with ranks that it shares out rows with."""
-    if spec.pp > 1:
-        connect_stages(groups.pp, interleaved=spec.vpp > 1)
-    if spec.tp > 1 and not spec.sp and layout.encoders:
-        connect_all(groups.tp)
 
 
 def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, link: Link) -> None:

@@ -8,16 +8,8 @@ All levels for one stage travel in the same messages: a `Link`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 _REPEATS = 4  # of the schedule's pattern, including its beginning and its end
-
-
-class LevelPlace(NamedTuple):
-    """Where in the language model's pipeline a level is needed."""
-
-    stage: int
-    chunk: int
 
 
 @dataclass(frozen=True)
@@ -41,8 +33,8 @@ class Link:
         return f"{self.encoder} (levels {', '.join(map(str, self.levels))})"
 
 
-def level_places(pp: int, vpp: int, num_layers: int, num_levels: int) -> list[LevelPlace]:
-    """The places that need the embeddings and each of ``num_levels`` further levels.
+def links_of(encoder: str, pp: int, vpp: int, num_layers: int, num_levels: int) -> tuple[Link, ...]:
+    """The links for the embeddings and ``num_levels`` further levels, in order of their stages.
 
     The layers are split evenly over pp stages of vpp chunks each, as Megatron splits them: chunk c
     of stage s is the (c·pp + s)-th part. There must be a layer for every level.
@@ -51,16 +43,11 @@ def level_places(pp: int, vpp: int, num_layers: int, num_levels: int) -> list[Le
     per_chunk = max(1, num_layers // (pp * vpp))
     # A number of layers that does not divide evenly is refused elsewhere; it must not fail here.
     parts = [min(layer // per_chunk, pp * vpp - 1) for layer in range(num_levels)]
-    return [LevelPlace(0, 0)] + [LevelPlace(part % pp, part // pp) for part in parts]
-
-
-def links_of(encoder: str, places: list[LevelPlace]) -> tuple[Link, ...]:
-    """The links of an encoder whose levels are needed at ``places``, in order of their stages."""
+    stages, chunks = [0, *(part % pp for part in parts)], [0, *(part // pp for part in parts)]
     links = []
-    for stage in sorted({place.stage for place in places}):
-        levels = [level for level, place in enumerate(places) if place.stage == stage]
-        chunks = [places[level].chunk for level in levels]
-        links.append(Link(encoder, stage, tuple(levels), tuple(chunks)))
+    for stage in sorted(set(stages)):
+        levels = [level for level, own in enumerate(stages) if own == stage]
+        links.append(Link(encoder, stage, tuple(levels), tuple(chunks[own] for own in levels)))
     return tuple(links)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,9 @@ from mimo.engines.contract import Module
 from mimo.engines.megatron.acceleration import make_user_buffers
 from mimo.engines.megatron.attention import kernels_in
 from mimo.engines.megatron.config import LoRA, ModuleContext
+from mimo.engines.megatron.cut import Cut
+from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.initialize import global_name, stored_name
 from mimo.engines.megatron.module import MegatronModule
 from mimo.engines.megatron.parallel import (
     OptimizerSettings,
@@ -32,18 +35,20 @@ from mimo.engines.megatron.parallel import (
 from mimo.errors import RecipeError
 from mimo.families.contracts import MegatronLanguageFamily
 from mimo.families.dtypes import DTYPES
+from mimo.families.keymap import Weight
+from mimo.families.lora import is_adapter
 from mimo.families.registry import (
     encoder_family,
     encoder_settings,
     language_family,
     language_settings,
 )
+from mimo.hf.checkpoint import HFCheckpoint
 from mimo.hf.initial import InitialWeights
 from mimo.layout.defaults import overlap_of
 from mimo.layout.grids import LANGUAGE, encode_group, fixed_tokens, posted_ahead, run_ahead
 from mimo.layout.groups import Topology
 from mimo.model.flops import learning_names
-from mimo.model.load import load_weights
 from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
 from mimo.model.recipe_checks import check_device
@@ -172,6 +177,39 @@ def _megatron_module(
         cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
     optimizer = build_optimizer(wrapped, optimizer_settings(train), rate, dtype, groups)
     return MegatronModule(name, groups, chunks, list(wrapped), optimizer, rate, part.trains)
+
+
+@torch.no_grad()
+def load_weights(
+    chunk: nn.Module,
+    number: int | None,
+    groups: ProcessGroupCollection,
+    checkpoint: HFCheckpoint,
+    weights: Iterable[Weight],
+) -> None:
+    """Fill this rank's chunk of a module, in place and in the dtype of its parameters.
+
+    number: the chunk's; None without interleaving. weights: of the whole module; adapters stay as
+    they were drawn. No collective; each rank reads its own slices, tensor by tensor.
+    """
+    by_name = {weight.name: weight for weight in weights}
+    found: list[tuple[Weight, nn.Parameter]] = []
+    for name, param in chunk.named_parameters():
+        whole = stored_name(global_name(name, chunk.config, groups.pp.rank(), number), chunk)
+        if is_adapter(whole):
+            continue
+        assert whole in by_name, f"the key map does not say what {whole} consists of"
+        found.append((by_name[whole], param))
+    for weight, param in sorted(found, key=lambda pair: checkpoint.order(pair[0])):
+        cut = Cut.of(param, groups.tp)
+        for row, column, values in cut.rectangles(param.data.view(-1)):
+            columns = slice(column, column + values.shape[1]) if cut.dim == 1 else None
+            position = 0
+            for run in weight.rows(row, row + len(values)):
+                rows = values[position : position + run.count]
+                rows.copy_(checkpoint.matrix(run, columns).view_as(rows))
+                position += run.count
+            values[position:].zero_()  # padding
 
 
 def optimizer_settings(train: Train) -> OptimizerSettings:

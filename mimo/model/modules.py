@@ -1,6 +1,5 @@
 """The multimodal model of one rank: only the modules that this rank owns a part of.
 
-Each module runs on its own grid, by its own engine; the bridge is the only thing between them.
 Disjoint: an encoder's forward ends in `BridgeSender.send`, and that of a language model's chunk
 begins with `LevelReceiver.receive`; both are autograd operations. Colocated: the items of a group
 of microbatches are encoded in one go, and rows and gradients are exchanged before and after the

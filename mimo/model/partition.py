@@ -1,10 +1,8 @@
 """Gives each language rank its part of sequences: context parallel first, then sequence parallel.
 
-Context parallelism (CP) cuts every segment of a packed sequence, or every sequence of a batch,
-into 2·cp equal chunks; CP rank r gets chunks r and 2·cp-1-r, one segment after the other. So with
-causal attention all ranks have the same work (zigzag; these are the indices of Transformer
-Engine's `thd_get_partitioned_indices`). Sequence parallelism (SP) then scatters a CP rank's
-part of the sequence over its tensor-parallel group, in tp equal parts.
+Context parallelism (CP) gives every rank its zigzag share of each segment of a packed sequence, or
+of each sequence of a batch; see `mimo.engines.megatron.segments`. Sequence parallelism (SP) then
+scatters a CP rank's part of the sequence over its tensor-parallel group, in tp equal parts.
 
 Embeddings get both. Labels and loss mask get CP only, because logits come back gathered from SP,
 and so do position ids, because queries and keys do.

@@ -3,10 +3,9 @@
 They are planned in one go, as a single microbatch: lane l of microbatch m is its lane m·L + l. Then
 the plan is cut apart.
 
-A rank needs of them only what its own lanes send or receive. That depends on the items of these
-lanes; as the ranks of an encoder lane share out what is sent, on all items of the encoder lanes
-that have any of those; and as the ranks of a language lane share out its rows, on all items of the
-language lanes that get any of these. So what a rank plans does not grow with the number of lanes.
+A rank needs of them only what its own lanes send or receive. As ranks of a lane share out its rows,
+that depends on all items of the encoder lanes that have any of these, and on all items of the
+language lanes that get any of those. So what a rank plans does not grow with the number of lanes.
 
 Letters: M microbatches, E encoder lanes, L language lanes.
 """

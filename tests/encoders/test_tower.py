@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -108,8 +109,7 @@ class Settings(EncoderSettings):
         raise AssertionError
 
 
-def build(settings: Settings, ctx: engine.ModuleContext, output_size: int, seed: int) -> SoundTower:
-    return build_tower(SoundTower, settings, gelu_stack(settings), ctx, output_size, seed)
+build = partial(build_tower, SoundTower, gelu_stack)
 
 
 def run(run_ranks: RunRanks, grids: Tensor, rows: Tensor, **options: Any) -> list[dict[str, Any]]:

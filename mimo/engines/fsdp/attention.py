@@ -89,11 +89,11 @@ def attend(
     packed = segments.of(cu_seq_lens_q)
     plan = batch_plan(form, length, batch, query.device) if packed is None else packed.plan(form)
     scale = head_size**-0.5 if scaling is None else scaling
-    given = *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)), plan, scale
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if segments.recompute:
-        out = checkpoint(form.attend, *given, use_reentrant=False)
+        out = checkpoint(form.attend, q, k, v, plan, scale, use_reentrant=False)
     else:
-        out = form.attend(*given)
+        out = form.attend(q, k, v, plan, scale)
     return out.unflatten(0, (batch, length)), None
 
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form, windows
 from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
-from mimo.engines.fsdp.meta import on_meta, restore_buffers
+from mimo.engines.fsdp.load import on_meta, restore_buffers
 from mimo.engines.fsdp.plans import Border, embed, local, parallelize, seeing_slices
 from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.layers.attention_plan import LayerForm
@@ -90,9 +90,10 @@ class LanguageModel(Wrapper):
                 for layer, level in zip(self.units[: len(rows)], rows, strict=True):
                     add = partial(_add_level, level, places)
                     stack.enter_context(layer.register_forward_hook(add))
+            has_mrope = hasattr(self.text.rotary_emb, "mrope_section")
             hidden = self.text(
                 inputs_embeds=embeddings,
-                position_ids=position_ids if self._has_mrope else position_ids[0],
+                position_ids=position_ids if has_mrope else position_ids[0],
                 use_cache=False,
                 **self._attention(packed_seq_params, input_ids.device),
             ).last_hidden_state
@@ -102,10 +103,6 @@ class LanguageModel(Wrapper):
             found = self._losses(hidden, labels.t().flatten(), None)
             return found.view(labels.shape[::-1]).t()
         return self._losses(hidden, labels, loss_at)
-
-    @property
-    def _has_mrope(self) -> bool:
-        return hasattr(self.text.rotary_emb, "mrope_section")
 
     def _attention(self, packed: PackedSegments | None, device: torch.device) -> dict[str, Any]:
         if self.ctx.mesh is not None:

@@ -1,6 +1,7 @@
-"""From a module on meta to one with weights: each rank gets memory for its own slices and fills it.
+"""Models of transformers without memory for their weights, and how they get it.
 
-Nobody reads or holds a whole tensor that is cut.
+Each rank gets memory for its own slices and fills it: nobody reads or holds a whole tensor that is
+cut.
 
 Letters: R rows, C columns of a tensor of transformers, seen as a matrix of its first dimension by
 all others; a vector has one column.
@@ -8,11 +9,13 @@ all others; a vector has one column.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
 from mimo.engines.fsdp.sharding import held
@@ -22,6 +25,44 @@ Reader = Callable[[str, slice, slice], Tensor | None]
 matrix these columns of them, in any dtype. Of anything but a matrix all columns are asked for, as
 ``slice(None)``, and come in any shape; None leaves them blank. It is asked once for each parameter,
 adapters included."""
+
+
+def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
+    """The whole model of a configuration, which is not changed, with weights in ``dtype``.
+
+    Buffers, such as rotary frequencies, are in at least fp32.
+    """
+    config = copy.deepcopy(config)
+    text_only = config.get_text_config() is config
+    kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+    wide = dtype if dtype == torch.float64 else torch.float32
+    with torch.device("meta"):
+        whole = kind.from_config(
+            config, dtype=wide, attn_implementation=attention, trust_remote_code=False
+        )
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return whole
+
+
+@torch.no_grad()
+def restore_buffers(part: Any) -> None:
+    """Buffers that no checkpoint has, such as rotary frequencies, off meta and with their values.
+
+    By the code with which transformers itself does so when it loads a model.
+    """
+    for name, module in part.named_modules():
+        lost = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for key in lost:
+            old = module.get_buffer(key)
+            unset = torch.nan if old.is_floating_point() else -1
+            module._buffers[key] = torch.full_like(old, unset, device="cpu")
+        if lost:
+            part._init_weights(module)
+        for key in lost:
+            new = module.get_buffer(key)
+            if (new.isnan() | (new == -1)).any():
+                raise ValueError(f"engine = fsdp: transformers does not say what {name}.{key} is")
 
 
 @torch.no_grad()
@@ -53,7 +94,11 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
     Tied weights stay tied. Buffers have their values already.
     """
-    places = _places(module)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((part, name))
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     assert not lost, f"nobody knows what {lost[0]} is; see `restore_buffers`"
     module._apply(
@@ -62,13 +107,3 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     for (first, own_name), *others in places.values():
         for part, name in others:  # tied ones have been parted
             setattr(part, name, getattr(first, own_name))
-
-
-def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each parameter is found, by identity; a tied one in several places."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, param in part._parameters.items():
-            if param is not None:
-                places.setdefault(id(param), []).append((part, name))
-    return places

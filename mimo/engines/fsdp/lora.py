@@ -1,8 +1,7 @@
 """Low-rank adapters on the linears of a module of transformers.
 
-Besides its weight W a linear has `lora_a` and `lora_b`, and computes W x + scale · lora_b (lora_a
-x). Linears that the checkpoint format has as one, such as queries, keys and values, share one
-`lora_a`. Source: Hu et al. 2021, arXiv:2106.09685.
+As those of `mimo.engines.megatron.lora`. Linears that the checkpoint format has as one, such as
+queries, keys and values, share one `lora_a`.
 
 Under tensor parallelism each rank has the part that goes with its part of W. Nothing travels in
 addition to the linear's own traffic, but whatever is whole on every rank sees a part only, so its

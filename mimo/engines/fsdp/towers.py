@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -30,7 +30,7 @@ from transformers.vision_utils import (
 from mimo.device import send
 from mimo.engines.fsdp.attention import TOWER_NAME, Segments, layer_form
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
-from mimo.engines.fsdp.meta import on_meta, restore_buffers
+from mimo.engines.fsdp.load import on_meta, restore_buffers
 from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.segments import PackedSegments, brought
 
@@ -60,6 +60,8 @@ class Tower(Wrapper):
 
     parts: tuple[str, ...]
     """Its modules in the whole model."""
+    layers: str
+    """Where its layers are in it, in forward order."""
     packs = True
     """Whether its attention is packed, by a kernel of ours."""
 
@@ -75,7 +77,7 @@ class Tower(Wrapper):
                 module.config._attn_implementation = TOWER_NAME
         self.name_as_in(whole)
         self.config, self.make_rows = config, make_rows
-        self.units = list(self._layers())
+        self.units = list(self.get_submodule(self.layers).children())
         if ctx.recompute == "full":
             for module in self.children():
                 if isinstance(module, PreTrainedModel):
@@ -94,7 +96,7 @@ class Tower(Wrapper):
         """
         sizes = tuple(self._sizes(grids))
         if not sizes:
-            grids = torch.tensor([self._blank_grid()])
+            grids = torch.tensor([self._blank()[0]])
         packed, options = self._pack(grids)
         return brought(PreparedItems(sizes, grids, packed, options), copy)
 
@@ -107,8 +109,8 @@ class Tower(Wrapper):
         if isinstance(items, Tensor):
             items = self.prepare(items, partial(send, device=device))
         if not items.sizes:
-            shape = math.prod(self._blank_grid()), self._patch_size()
-            blank = torch.zeros(shape, dtype=self.ctx.dtype, device=device)
+            grid, width = self._blank()
+            blank = torch.zeros(math.prod(grid), width, dtype=self.ctx.dtype, device=device)
             return self.make_rows(self._rows(blank, items)[:0], ())
         rows = self._rows(self.values(patches), items)
         # Rows carry no names: items take theirs in turn, and what is too much is the last one's.
@@ -121,16 +123,8 @@ class Tower(Wrapper):
     # ---- what differs between towers
 
     @abstractmethod
-    def _layers(self) -> nn.ModuleList:
-        """In forward order."""
-
-    @abstractmethod
-    def _blank_grid(self) -> tuple[int, int, int]:
-        """Of the smallest item."""
-
-    @abstractmethod
-    def _patch_size(self) -> int:
-        """C."""
+    def _blank(self) -> tuple[tuple[int, int, int], int]:
+        """The grid of the smallest item, and C."""
 
     @abstractmethod
     def _sizes(self, grids: Tensor) -> list[int]:
@@ -152,18 +146,13 @@ class QwenTower(Tower):
     """Of Qwen2.5-VL and Qwen3-VL: items of any size, packed; frames are segments."""
 
     parts = ("model.visual",)
+    layers = "visual.blocks"
     visual: Any
 
-    def _layers(self) -> nn.ModuleList:
-        return self.visual.blocks
-
-    def _blank_grid(self) -> tuple[int, int, int]:
-        side = self.visual.spatial_merge_size
-        return 1, side, side
-
-    def _patch_size(self) -> int:
-        vision = self.config.vision_config
-        return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    def _blank(self) -> tuple[tuple[int, int, int], int]:
+        side, vision = self.visual.spatial_merge_size, self.config.vision_config
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return (1, side, side), width
 
     def _sizes(self, grids: Tensor) -> list[int]:
         return (grids.prod(1) // self.visual.spatial_merge_unit).tolist()
@@ -215,6 +204,7 @@ class GemmaTower(Tower):
     """Of Gemma-3: square images of one size, a batch."""
 
     parts = ("model.vision_tower", "model.multi_modal_projector")
+    layers = "vision_tower.encoder.layers"
     packs = False
     vision_tower: Any
     multi_modal_projector: Any
@@ -226,15 +216,9 @@ class GemmaTower(Tower):
         patch = self.config.vision_config.patch_size
         return projector.patches_per_image, projector.kernel_size, patch
 
-    def _layers(self) -> nn.ModuleList:
-        return self.vision_tower.encoder.layers
-
-    def _blank_grid(self) -> tuple[int, int, int]:
-        side = self._sides[0]
-        return 1, side, side
-
-    def _patch_size(self) -> int:
-        return 3 * self._sides[2] ** 2
+    def _blank(self) -> tuple[tuple[int, int, int], int]:
+        side, _, patch = self._sides
+        return (1, side, side), 3 * patch**2
 
     def _sizes(self, grids: Tensor) -> list[int]:
         return [self.multi_modal_projector.tokens_per_side**2] * len(grids)

@@ -180,13 +180,9 @@ def fp8_problem(fp8: str, machine: Machine) -> str | None:
         return f"got {fp8}, which needs a GPU, but this machine has none; set it to none"
     if TRANSFORMER_ENGINE not in machine.installed:
         return f"got {fp8}, which needs {_NOT_INSTALLED}, or set it to none"
-    if not wanted.lowest <= machine.capability < wanted.below:
+    work = [n for n, one in FP8_RECIPES.items() if one.lowest <= machine.capability < one.below]
+    if fp8 not in work:
         has = ".".join(map(str, machine.capability))
-        work = [
-            name
-            for name, one in FP8_RECIPES.items()
-            if one.lowest <= machine.capability < one.below
-        ]
         return (
             f"got {fp8}, which needs {wanted.devices}, but this GPU has compute capability {has}; "
             f"set it to {' or '.join([*work, 'none'])}"

@@ -2,7 +2,6 @@
 
 from mimo.engines.megatron.attention import forms_in
 from mimo.engines.megatron.config import (
-    LocalAttention,
     ModuleContext,
     StackShape,
     TransformerConfig,

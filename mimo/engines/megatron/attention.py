@@ -122,7 +122,8 @@ class CoreAttention(nn.Module):
         # A batch is ``batch`` segments of one length.
         length, batch = query.shape[:2]
         plan = batch_plan(self.form, length * self.form.cp_size, batch, query.device)
-        out = self._attend(*(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)), plan)
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = self._attend(q, k, v, plan)
         return out.flatten(1).unflatten(0, (batch, length)).transpose(0, 1).contiguous()
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:

@@ -72,17 +72,6 @@ class ModuleContext:
 
 
 @dataclass(frozen=True)
-class LocalAttention:
-    """All layers see a sliding window, except every ``pattern``-th one, counted from 1.
-
-    window: keys that a query sees, its own included.
-    """
-
-    window: int
-    pattern: int
-
-
-@dataclass(frozen=True)
 class StackShape:
     """Sizes of a stack of transformer layers."""
 
@@ -103,8 +92,10 @@ class StackShape:
     """Factor of the attention scores; None for 1/sqrt(head_size)."""
     zero_centered_norm: bool = False
     """Whether a norm's factor is 1 + weight; with RMSNorm only."""
-    local_attention: LocalAttention | None = None
-    """None when every layer sees everything before it."""
+    local_window: int | None = None
+    """Keys that a query sees, its own included; None when every layer sees everything before it."""
+    global_every: int | None = None
+    """With a window: every so-many-th layer, counted from 1, sees everything all the same."""
 
 
 def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConfig:
@@ -124,7 +115,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         },
     }[ctx.recompute]
     pipeline = ctx.groups.pp.size()
-    local, kernels = shape.local_attention, layers_of(ctx.dtype)
+    kernels = layers_of(ctx.dtype)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -140,8 +131,8 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         qk_layernorm=shape.qk_norm,
         softmax_scale=shape.softmax_scale,
         layernorm_zero_centered_gamma=shape.zero_centered_norm,
-        window_size=None if local is None else (local.window - 1, 0),
-        window_attn_skip_freq=None if local is None else local.pattern,
+        window_size=None if shape.local_window is None else (shape.local_window - 1, 0),
+        window_attn_skip_freq=shape.global_every,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=ctx.groups.tp.size(),
@@ -166,9 +157,6 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         perform_initialization=False,
         use_cpu_initialization=False,
         gradient_accumulation_fusion=kernels.weight_gradient,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         # Transformer Engine's packed kernel counts positions from the start of each segment, which
         # are not those of images; without a device's bounds `SelfAttention` needs no packed one.
         apply_rope_fusion=False,

@@ -78,29 +78,18 @@ def install(mapping: CudaToCpu) -> None:
     # Megatron's linears ask for it under tensor parallelism; it matters only on a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def current_device(*args: Any) -> torch.device:
-        return mapping.device
-
-    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        torch.set_rng_state(state)
-
     cuda: Any = torch.cuda
-    cuda.current_device = current_device
+    cuda.current_device = lambda *args: mapping.device
     cuda.synchronize = mapping.synchronize
-    cuda.empty_cache = nothing
-    cuda.current_stream = nothing
+    cuda.empty_cache = cuda.current_stream = lambda *args, **kwargs: None
     cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = get_state
-    cuda.set_rng_state = set_state
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
-    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.tensor_parallel import random
 
-    patched: Any = megatron_random
-    patched._get_cuda_rng_state = get_state
-    patched._set_cuda_rng_state = set_state
+    patched: Any = random
+    patched._get_cuda_rng_state, patched._set_cuda_rng_state = (
+        cuda.get_rng_state,
+        cuda.set_rng_state,
+    )

@@ -65,8 +65,8 @@ class Head(ColumnParallelLinear):
         return linear_cross_entropy(hidden, weight, labels, self.num_tokens, group), None
 
 
-def losses(
-    labels: Tensor,
+def output(
+    labels: Tensor | None,
     at: Tensor | None,
     /,
     *,
@@ -75,22 +75,15 @@ def losses(
     output_weight: Tensor | None,
     **unused: object,
 ) -> Tensor:
-    """What stands for Megatron's loss: labels (n,) at ``at`` -> (n,), or all (B, S) -> (B, S)."""
+    """What stands for Megatron's loss and its logits of all positions.
+
+    labels (n,) at ``at`` (n,) -> losses (n,), or all (B, S) -> (B, S); without labels the logits of
+    one sequence at (n,) -> (1, n, V/t).
+    """
+    if labels is None:
+        assert at is not None, "logits of all positions are Megatron's"
+        return output_layer(hidden_states.index_select(0, at), output_weight)[0].transpose(0, 1)
     if at is not None:
         return output_layer(hidden_states, output_weight, labels=labels, at=at)[0]
     found = output_layer(hidden_states, output_weight, labels=labels.t().flatten())[0]
     return found.view(labels.shape[::-1]).t()
-
-
-def logits(
-    at: Tensor,
-    /,
-    *,
-    hidden_states: Tensor,
-    output_layer: Head,
-    output_weight: Tensor | None,
-    **_: Any,
-) -> Tensor:
-    """What stands for the logits of all positions: hidden (T, 1, H), at (n,) -> (1, n, V/t)."""
-    found, _bias = output_layer(hidden_states.index_select(0, at), weight=output_weight)
-    return found.transpose(0, 1)

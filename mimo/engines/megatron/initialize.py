@@ -16,7 +16,6 @@ from torch import nn
 from mimo.engines.draw import adapter_numbers, draw, normal
 from mimo.engines.megatron.cut import Cut
 
-_ZERO_CENTERED = "zero_centered_gamma"  # of norms, ours and Transformer Engine's
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -54,8 +53,8 @@ def initialize_parameters(
     provided: names, as in the whole model, of parameters that a checkpoint is about to fill. They
     are not drawn but set to NaN, so that one which is left out after all does not go unnoticed.
     """
-    zero_centered = {
-        id(module.weight) for module in model.modules() if getattr(module, _ZERO_CENTERED, False)
+    zero_centered = {  # of norms, ours and Transformer Engine's
+        id(m.weight) for m in model.modules() if getattr(m, "zero_centered_gamma", False)
     }
     for name, param in model.named_parameters():
         whole = stored_name(global_name(name, config, groups.pp.rank(), chunk), model)

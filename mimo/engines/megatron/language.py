@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from mimo.engines.megatron.config import ModuleContext
-from mimo.engines.megatron.head import Head, logits, losses
+from mimo.engines.megatron.head import Head, output
 from mimo.engines.megatron.lora import let_backward_into_layers
 from mimo.engines.megatron.stack import layers_here, stack_spec
 
@@ -53,10 +53,9 @@ class LanguageModel(GPTModel):
             given["decoder_input"] = place(text)
         if levels is not None:
             given["extra_block_kwargs"] = {"context": levels[0], "context_mask": levels[1]}
-        if labels is not None:
-            given["output_processor"] = partial(losses, labels, loss_at)
-        elif logits_at is not None:
-            given["output_processor"] = partial(logits, logits_at)
+        if labels is not None or logits_at is not None:
+            at = logits_at if labels is None else loss_at
+            given["output_processor"] = partial(output, labels, at)
         return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
 
 

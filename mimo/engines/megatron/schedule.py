@@ -55,15 +55,12 @@ class PlannedCommunicator(P2PCommunicator):
     """Knows the shape of every tensor beforehand, so each of them is a single message.
 
     Megatron would exchange shapes before tensors that differ in length, and wait for the whole
-    device around each exchange. That includes receives of the bridge that are posted ahead, whose
-    senders may be waiting for what this rank would do next.
+    device around each exchange, receives of the bridge that are posted ahead included.
 
     shapes: of the tensors that come from the stage before, and of the gradients that come from
         the stage after, each in the order of their arrival.
-    run_ahead: forward passes of an encoder before its first backward. The warm-up of 1F1B is
-        ``total_stages - current_stage - 1``. An encoder pretends to be so many stages before the
-        last, because the language model's pipeline after it returns its first gradient only after
-        that many microbatches.
+    run_ahead: forward passes of an encoder before its first backward: it pretends to be so many
+        stages before the last, because the warm-up of 1F1B is ``total_stages - current_stage - 1``.
     """
 
     def __init__(

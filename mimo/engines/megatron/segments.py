@@ -182,30 +182,42 @@ class AttentionBlocks:
         return all(first == end for (first, _), end in zip(self.keys, ends, strict=False))
 
 
+def held_chunks(
+    lengths: tuple[int, ...], cp_size: int, cp_rank: int
+) -> Iterator[tuple[range, range]]:
+    """The chunks that a rank holds, in its order: the tokens of the segment, and of the chunk.
+
+    Without context parallelism a segment is one chunk.
+    Raises ValueError for a segment that 2·cp does not divide.
+    """
+    start, multiple = 0, 2 * cp_size if cp_size > 1 else 1
+    for length in lengths:
+        if length % multiple:
+            raise ValueError(
+                f"language.grid.cp = {cp_size}: a segment of {length} tokens is not a multiple of "
+                f"2·cp = {multiple}; pad it to {-(-length // multiple) * multiple}"
+            )
+        chunk = length // multiple
+        for which in (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank):
+            first = start + which * chunk
+            yield range(start, start + length), range(first, first + chunk)
+        start += length
+
+
 def attention_blocks(
     lengths: tuple[int, ...], causal: bool, window: int | None, cp_size: int, cp_rank: int
 ) -> AttentionBlocks:
     """What rank ``cp_rank`` of ``cp_size`` computes for segments of these padded ``lengths``.
 
-    Without context parallelism there is one block per segment; with it two, one per chunk held.
-    Raises ValueError for a segment that 2·cp does not divide.
+    One block per chunk held. Raises ValueError for a segment that 2·cp does not divide.
     """
     assert causal or window is None, "a sliding window needs causal attention"
-    check_divisible(lengths, cp_size)
     queries: list[int] = []
     keys: list[tuple[int, int]] = []
-    start = 0
-    for length in lengths:
-        chunk = length if cp_size == 1 else length // (2 * cp_size)
-        for which in (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank):
-            first, end = start, start + length
-            if causal:
-                end = start + (which + 1) * chunk
-            if window is not None:
-                first = max(first, start + which * chunk - window + 1)
-            queries.append(chunk)
-            keys.append((first, end))
-        start += length
+    for segment, own in held_chunks(lengths, cp_size, cp_rank):
+        oldest = segment.start if window is None else own.start - window + 1
+        queries.append(len(own))
+        keys.append((max(segment.start, oldest), own.stop if causal else segment.stop))
     return AttentionBlocks(tuple(queries), tuple(keys), causal, window)
 
 
@@ -216,15 +228,8 @@ def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tens
     The same as Transformer Engine's `thd_get_partitioned_indices`.
     lengths: of the segments, padded. Raises ValueError for one that 2·cp does not divide.
     """
-    check_divisible(lengths, cp_size)
-    parts: list[Tensor] = []
-    start = 0
-    for length in lengths:
-        chunk = length // (2 * cp_size)
-        for which in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            parts.append(torch.arange(start + which * chunk, start + (which + 1) * chunk))
-        start += length
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    own = [torch.arange(c.start, c.stop) for _, c in held_chunks(lengths, cp_size, cp_rank)]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *own])
 
 
 @dataclass(frozen=True)
@@ -242,14 +247,3 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> LaneOrder:
     """Host tensors. Raises ValueError for a segment that 2·cp does not divide."""
     shares = torch.cat([zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)])
     return LaneOrder(to_lane=torch.argsort(shares), to_shares=shares)
-
-
-def check_divisible(lengths: tuple[int, ...], cp_size: int) -> None:
-    """Raise ValueError for a segment that 2·cp does not divide."""
-    multiple = 2 * cp_size
-    for length in lengths:
-        if cp_size > 1 and length % multiple:
-            raise ValueError(
-                f"language.grid.cp = {cp_size}: a segment of {length} tokens is not a multiple of "
-                f"2·cp = {multiple}; pad it to {-(-length // multiple) * multiple}"
-            )

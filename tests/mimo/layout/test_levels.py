@@ -14,7 +14,7 @@ from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
 from mimo.layout.build import build_layout
 from mimo.layout.grids import run_ahead
-from mimo.layout.levels import Link, level_places, links_of, minimum_run_ahead
+from mimo.layout.levels import Link, links_of, minimum_run_ahead
 from mimo.verify.scale import scale_recipe
 from tests.mimo import tiny
 
@@ -34,9 +34,8 @@ def test_each_level_goes_to_the_chunk_that_owns_its_layer(
                 owner[layer] = (stage, chunk)
                 layer += 1
     levels = data.draw(st.integers(0, layer))
-    places = level_places(pp, vpp, layer, levels)
-    assert [tuple(place) for place in places] == [(0, 0), *(owner[n] for n in range(levels))]
-    links = links_of("vision", places)
+    places = [(0, 0), *(owner[n] for n in range(levels))]
+    links = links_of("vision", pp, vpp, layer, levels)
     assert [link.stage for link in links] == sorted({stage for stage, _ in places})
     assert links[0].levels[0] == 0
     got = {
@@ -44,11 +43,11 @@ def test_each_level_goes_to_the_chunk_that_owns_its_layer(
         for link in links
         for level, chunk in zip(link.levels, link.chunks, strict=True)
     }
-    assert got == dict(enumerate(tuple(place) for place in places))
+    assert got == dict(enumerate(places))
 
 
 def test_levels_for_two_chunks_of_a_stage_share_its_link() -> None:
-    links = links_of("vision", level_places(pp=2, vpp=2, num_layers=4, num_levels=3))
+    links = links_of("vision", pp=2, vpp=2, num_layers=4, num_levels=3)
     assert links == (
         Link("vision", 0, levels=(0, 1, 3), chunks=(0, 0, 1)),
         Link("vision", 1, levels=(2,), chunks=(0,)),
@@ -133,7 +132,7 @@ def layouts_with_links() -> Iterator[tuple[int, int, int, tuple[Link, ...]]]:
             continue
         counts = range(1, 4 * pp + 1) if vpp == 1 else range(pp, 4 * pp + 1, pp)
         for microbatches, levels in itertools.product(counts, range(pp * vpp + 1)):
-            links = links_of("vision", level_places(pp, vpp, pp * vpp, levels))
+            links = links_of("vision", pp, vpp, pp * vpp, levels)
             yield pp, vpp, microbatches, links
 
 

@@ -1,7 +1,6 @@
 """The plan by which core attention treats a microbatch; made once for all layers of one kind.
 
-A plan holds every index and bound that a layer needs, so that a layer copies nothing to the device
-and asks it for nothing. See `PackedSegments.prepare`.
+A plan holds every index and bound that a layer needs; see `PackedSegments.prepare`.
 
 Letters: Q query rows of this rank, T key rows of the lane, N heads, G key/value heads, D head size.
 """

@@ -3,10 +3,8 @@
 Logits exist for a block of this rank's vocabulary at a time. The forward pass keeps only their
 maximum and sum of exponentials, and exchanges these instead of logits (Shoeybi et al. 2019,
 "Megatron-LM", section 3). The backward pass computes each block's logits once more. Blocks cut
-the vocabulary, not the tokens: then a block's rows of the weight gradient are complete at once,
-rounded once and never accumulated, and what is accumulated is only (n, H).
-
-Transformer Engine's fused cross-entropy is not used where it is installed: it takes whole logits.
+the vocabulary, not the tokens: then a block's rows of the weight gradient are complete at once.
+Transformer Engine's fused cross-entropy takes whole logits.
 
 Letters: n tokens, H hidden, V vocabulary rows, padding included, P tensor-parallel ranks.
 """

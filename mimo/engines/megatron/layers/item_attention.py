@@ -5,8 +5,7 @@ sliding window bounds how far back a query sees, even inside its item, but never
 Source: transformers `create_masks_for_vision_model`: sliding AND (causal OR same item).
 
 Items are cut out of a rank's queries. What is left are causal blocks; the parts of items are blocks
-without causality. Every kernel takes each of the two in one call, whatever the number of items. So
-a key is read only by queries that see it, and a batch without items costs nothing extra.
+without causality. Every kernel takes each of the two in one call, whatever the number of items.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mimo.engines.megatron.segments import AttentionBlocks, check_divisible
+from mimo.engines.megatron.segments import AttentionBlocks, held_chunks
 
 
 @dataclass
@@ -71,25 +70,20 @@ def item_calls(
     parts' queries reach the item's end too, because windows are counted from there.
     Raises ValueError for a segment that 2·cp does not divide.
     """
-    check_divisible(lengths, cp_size)
     text, parts = ItemCall(True, window), ItemCall(False, window)
-    start = row = 0
-    for length in lengths:
-        own = [(a, n) for a, n in items if start <= a < start + length]
-        assert all(a + n <= start + length for a, n in own), "an item sticks out of its segment"
-        chunk = length if cp_size == 1 else length // (2 * cp_size)
-        for which in (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank):
-            chunk_start = start + which * chunk
-            for first, end, item_end in _stretches(chunk_start, chunk_start + chunk, own):
-                oldest = start if window is None else max(start, first - window + 1)
-                count = end - first
-                if item_end is None:
-                    text.add(row, count, count, (oldest, end))
-                else:
-                    reaching = count if window is None else item_end - first
-                    parts.add(row, count, reaching, (oldest, item_end))
-                row += count
-        start += length
+    row = 0
+    for segment, chunk in held_chunks(lengths, cp_size, cp_rank):
+        own = [(a, n) for a, n in items if a in segment]
+        assert all(a + n <= segment.stop for a, n in own), "an item sticks out of its segment"
+        for first, end, item_end in _stretches(chunk, own):
+            oldest = segment.start if window is None else first - window + 1
+            oldest, count = max(segment.start, oldest), end - first
+            if item_end is None:
+                text.add(row, count, count, (oldest, end))
+            else:
+                reaching = count if window is None else item_end - first
+                parts.add(row, count, reaching, (oldest, item_end))
+            row += count
     back = torch.empty(row, dtype=torch.int64)
     for call, before in ((text, 0), (parts, sum(text.queries))):
         real = joined([rows[:n] for rows, n in zip(call.rows, call.counts, strict=True)])
@@ -102,19 +96,17 @@ def joined(parts: list[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
 
-def _stretches(
-    first: int, end: int, items: list[tuple[int, int]]
-) -> Iterator[tuple[int, int, int | None]]:
-    """[first, end) of a lane cut at items: (first, end, the item's end or None outside)."""
-    at = first
+def _stretches(chunk: range, items: list[tuple[int, int]]) -> Iterator[tuple[int, int, int | None]]:
+    """A chunk of a lane cut at items: (first, end, the item's end or None outside)."""
+    at = chunk.start
     for item_start, length in items:
         item_end = item_start + length
-        inside = max(item_start, first), min(item_end, end)
-        if inside[0] >= inside[1]:
+        first, end = max(item_start, at), min(item_end, chunk.stop)
+        if first >= end:
             continue
-        if at < inside[0]:
-            yield at, inside[0], None
-        yield *inside, item_end
-        at = inside[1]
-    if at < end:
-        yield at, end, None
+        if at < first:
+            yield at, first, None
+        yield first, end, item_end
+        at = end
+    if at < chunk.stop:
+        yield at, chunk.stop, None

@@ -37,13 +37,6 @@ class AttentionCase:
     window: int | None = None
     whole_items: bool = False
 
-    def __str__(self) -> str:
-        said = ["causal" if self.causal else "full", f"heads of {self.head_size}"]
-        said += [f"cp {self.cp_size}"] if self.cp_size > 1 else []
-        said += [f"sliding window of {self.window}"] if self.window is not None else []
-        said += ["items seen whole"] if self.whole_items else []
-        return ", ".join(said)
-
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -56,9 +49,6 @@ class KernelChoice:
     kernel: str
     dense_mask: bool
     reason: str
-
-    def __str__(self) -> str:
-        return f"{self.kernel}{' with dense masks' if self.dense_mask else ''} ({self.reason})"
 
 
 def choose_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> KernelChoice:

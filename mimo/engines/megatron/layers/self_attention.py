@@ -16,9 +16,8 @@ from torch import Tensor
 class SelfAttention(attention.SelfAttention):
     """Megatron's, with frequencies that are already cut for this rank: packed or not, all alike.
 
-    For packed sequences Megatron would pick the frequencies of each segment itself, in every layer
-    and for queries and keys anew; it reads the segments' bounds from the device to do so, and the
-    host waits each time. Cut beforehand, they are one frequency a token, as those of a batch.
+    For packed sequences Megatron would pick the frequencies of each segment itself, in every layer,
+    by bounds that it reads from the device, for which the host waits.
     """
 
     _frequencies: Tensor | None = None  # during a forward

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mimo.engines.fsdp.context import FsdpContext
-from mimo.engines.fsdp.load import load, materialise
-from mimo.engines.fsdp.meta import restore_buffers
+from mimo.engines.fsdp.load import load, materialise, restore_buffers
 from tests.fsdp_ranks import Asked
 from tests.mimo.engines.fsdp.language_cases import config_of
 

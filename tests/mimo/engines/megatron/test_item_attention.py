@@ -59,7 +59,6 @@ def run_core_attention(
     """This rank's output and gradients of its queries, keys and values."""
     from mimo.engines.megatron.attention import AttnMaskType, CoreAttention
     from mimo.engines.megatron.config import (
-        LocalAttention,
         ModuleContext,
         StackShape,
         transformer_config,
@@ -80,7 +79,8 @@ def run_core_attention(
         num_kv_heads=GROUPS,
         head_size=SIZE,
         softmax_scale=SCALE,
-        local_attention=None if window is None else LocalAttention(window, 2),
+        local_window=window,
+        global_every=None if window is None else 2,
     )
     config = transformer_config(shape, ModuleContext(groups=groups, dtype=torch.float64))
     attention = CoreAttention(

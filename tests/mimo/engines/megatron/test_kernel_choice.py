@@ -12,7 +12,6 @@ import torch
 from mimo.engines.megatron.acceleration import Machine, has_function
 from mimo.engines.megatron.layers.kernel_choice import (
     AttentionCase,
-    KernelChoice,
     choose_kernel,
     own_kernel,
 )
@@ -173,7 +172,7 @@ def test_a_dense_mask_on_a_gpu_is_warned_of_once(
     for _ in range(2):
         on_machine(Machine(TURING, frozenset({FA2, TORCH})), 9)
     assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
-    assert "sliding window of 9" in caplog.text
+    assert "window=9" in caplog.text
     assert "needs compute capability 8.0, not 7.5" in caplog.text
     caplog.clear()
     on_machine(Machine(None), 9)  # a CPU is not expected to be fast
@@ -201,9 +200,3 @@ def test_a_module_says_which_kernels_its_layers_got() -> None:
     assert kernels_in(layers[:1]) == "1 x sdpa"
     assert kernels_in([nn.ModuleList(layers)]) == "2 x sdpa, 1 x transformer_engine"
     assert kernels_in([nn.Identity()]) == "none"
-
-
-def test_a_choice_reads_as_a_sentence() -> None:
-    choice = KernelChoice("sdpa", dense_mask=True, reason="no GPU")
-    assert str(choice) == "sdpa with dense masks (no GPU)"
-    assert str(CASES["context parallel"]) == "causal, heads of 128, cp 2"
