@@ -260,6 +260,7 @@ def draw(shown: Sequence[Answered], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # texts of samples are no formulas
     from matplotlib import pyplot
 
     rows, columns = SHOWN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ _DRAWN = (
     (r"step_seconds|bridge_wait_seconds_.*", "seconds"),
     (r"memory_gib_.*", "GiB"),
 )
+_LOG_WIDTH = 160  # characters; a log file has no width of its own
 _FIGURES = (
     "run",
     "state",
@@ -121,7 +123,7 @@ def main(folders: Sequence[Path], page: Path) -> int:
         raise InputError("give two runs or more, such as runs/first runs/second")
     runs = _named_apart([run for folder in folders for run in read_runs(folder)])
     found, different = figures(runs), differences(runs)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
     for one in (found, different):
         if one.rows:
             shown = ConsoleTable(*one.columns)

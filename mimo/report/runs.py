@@ -11,13 +11,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mimo.errors import InputError
+from mimo.errors import InputError, RecipeError
 from mimo.recipe.phases import PHASE_FOLDER
 from mimo.recipe.source import read_yaml
 from mimo.train.environment import starts_of
@@ -124,8 +125,8 @@ def _read_run(folder: Path, title: str) -> RunData:
     path = folder / "recipe.yaml"
     if path.exists():
         text = path.read_text(encoding="utf-8", errors="replace")
-        found = read_yaml(path).data
-        recipe = found if isinstance(found, dict) else {}
+        with suppress(RecipeError):  # a run that was killed while it wrote its recipe
+            recipe = read_yaml(path).data
     beats = [one.stat().st_mtime for one in (folder / RANKS).glob("rank_*.json")]
     return RunData(
         title,
