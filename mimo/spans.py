@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch.profiler import record_function
 
-from mimo.device import Moment, has_gpu, moment, seconds_between
+from mimo.device import Moment, moment, seconds_between
 
 RANK = ""
 """In place of a module: what belongs to none of the rank's."""
@@ -44,11 +44,11 @@ class Spans:
         self.open: list[Span] = []
         self.named = False
         self._in_step = False
-        self.forget()
+        self.forget(on_device=False)
 
-    def forget(self) -> None:
-        """Begin to measure; the device must have been chosen."""
-        self._late = has_gpu()
+    def forget(self, on_device: bool) -> None:
+        """Begin to measure; ``on_device``: whether by the clock of a device."""
+        self._late = on_device
         self._measures = not self._late  # the first steps of a device are no measure
         self._since: Moment | None = None
         self._passed: list[tuple[Span, Moment, Moment]] = []

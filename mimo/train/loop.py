@@ -8,6 +8,7 @@ from pathlib import Path
 from data.packing import Used
 from mimo.checkpoint.contents import save_checkpoint
 from mimo.checkpoint.folder import Progress
+from mimo.device import has_gpu
 from mimo.hf.initial import InitialWeights
 from mimo.layout.groups import Topology
 from mimo.model.build import build_model
@@ -61,7 +62,7 @@ class Trainer:
         flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
         readers = (*dataset.readers, *(validation.readers if validation else ()))
         times = StepTimes(layout, self.topology.rank)
-        SPANS.forget()
+        SPANS.forget(on_device=has_gpu())
         used, counts = self.progress.used, flops if self.topology.reports else None
         with (
             open_decoding(self.recipe, layout, self.topology.rank, readers) as decoding,

@@ -55,11 +55,9 @@ def test_figures_are_means_of_the_periods_since_they_were_last_taken() -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_on_a_device_only_wanted_periods_are_measured_and_known_when_it_has_passed_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(spans, "has_gpu", lambda: True)
+def test_on_a_device_only_wanted_periods_are_measured_and_known_when_it_has_passed_them() -> None:
     own = Spans()
+    own.forget(on_device=True)
     found = []
     for wanted in (True, False, False, True):
         step(own, measures=wanted)

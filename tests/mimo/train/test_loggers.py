@@ -18,6 +18,7 @@ from mimo.train.loggers import check_loggers
 from mimo.train.main import Request
 from mimo.train.metrics import MetricsWriter
 from tests.mimo import tiny
+from tests.mimo.runs import mimo
 
 VARIABLES = (*("WANDB_MODE", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"),)
 
@@ -156,6 +157,46 @@ def test_a_logger_that_fails_is_left_out_and_training_goes_on(
     assert [given["step"] for name, given in calls if name == "log"] == [1, 3, 4]
 
 
+WANDB = """
+import json, os
+
+def _keep(**given):
+    with open(os.environ["STAND_IN"], "a") as file:
+        file.write(json.dumps(given) + "\\n")
+
+class Run:
+    def log(self, data, step=None):
+        _keep(step=step, names=sorted(data))
+
+    def finish(self):
+        _keep(finished=True)
+
+def init(project=None, name=None, id=None, resume=None, dir=None, config=None, mode=None):
+    _keep(id=id, mode=mode)
+    return Run()
+"""
+
+
+@pytest.mark.slow
+def test_a_whole_run_uses_the_package_on_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write_samples(tmp_path)
+    path = tiny.write_recipe(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "wandb.py").write_text(WANDB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
+    monkeypatch.setenv("STAND_IN", str(tmp_path / "calls.jsonl"))
+    done = mimo("train", path, "train.loggers=[wandb]", "train.log_every=2")
+    assert done.returncode == 0, done.stderr
+    first, *logged, last = map(json.loads, (tmp_path / "calls.jsonl").open())
+    assert first["mode"] == "offline"
+    assert [one["step"] for one in logged] == [1, 2]
+    assert all("train/seconds_vision_encode" in one["names"] for one in logged)
+    assert last == {"finished": True}
+    assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()
+
+
 def test_a_package_that_is_not_there_is_bad_input_before_anything_starts(tmp_path: Path) -> None:
     tiny.write_samples(tmp_path)
     path = tiny.write_recipe(tmp_path)
@@ -163,3 +204,14 @@ def test_a_package_that_is_not_there_is_bad_input_before_anything_starts(tmp_pat
         Request(path, ["train.loggers=[tensorboard, mlflow]"]).check(None)
     assert not (tmp_path / "runs").exists()
     check_loggers(load_recipe(path, []))
+
+
+def test_steps_and_ranks_to_trace_must_be_there(tmp_path: Path) -> None:
+    tiny.write_samples(tmp_path)
+    path = tiny.write_recipe(tmp_path)
+    with pytest.raises(RecipeError) as found:
+        Request(path, ["train.profile={steps: [2, 3], ranks: [0, 2]}"]).check(None)
+    assert "train.profile.steps: got 3, but train.steps is 3" in str(found.value)
+    assert "train.profile.ranks: got 2, but there are 2 ranks" in str(found.value)
+    with pytest.raises(RecipeError, match=r"profile: steps: got \[2, 1\]"):
+        load_recipe(path, ["train.profile={steps: [2, 1]}"])
