@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -184,16 +186,18 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+# A whole line: one that was cut off when a run was killed is none.
+_LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
+
+
 def _drop_lines_from(path: Path, first_step: int) -> None:
+    """Keep the lines of earlier steps, without parsing what may be a million of them."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed while writing
-        limit = first_step + (1 if "validation_loss" in record else 0)
-        if record["step"] < limit:
-            kept.append(line + "\n")
-    path.write_text("".join(kept))
+    partial = path.with_name(f".{path.name}")
+    with path.open("rb") as lines, partial.open("wb") as kept:
+        for line in lines:
+            found = _LINE.fullmatch(line)
+            if found and int(found[1]) < first_step + bool(found[2]):
+                kept.write(line)
+    os.replace(partial, path)

@@ -102,6 +102,8 @@ def test_both_get_logged_steps_and_a_resumed_run_goes_on_as_the_same_one(
     recipe = recipe_with(tmp_path, "[wandb, mlflow]")
     steps(recipe, tmp_path, 0, 3)
     first, calls[:] = list(calls), []
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "lo')
     steps(recipe, tmp_path, 2, 4)
     found = dict(reversed(first))  # the first call of each
     assert found["init"]["mode"] == "offline"
