@@ -225,10 +225,11 @@ def moment() -> Moment:
 
 def seconds_between(first: Moment, last: Moment) -> float:
     """Between two moments, which a device must have passed."""
-    if isinstance(first, torch.cuda.Event):
-        return first.elapsed_time(last) / 1e3
-    assert isinstance(last, float), "both moments are of one clock"
-    return last - first
+    if isinstance(first, float) and isinstance(last, float):
+        return last - first
+    assert isinstance(first, torch.cuda.Event), "both moments are of one clock"
+    assert isinstance(last, torch.cuda.Event), "both moments are of one clock"
+    return first.elapsed_time(last) / 1e3
 
 
 def memory_taken() -> int:

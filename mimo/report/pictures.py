@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -16,7 +17,7 @@ from mimo.report.runs import Curve
 
 _WIDTH = 9.2  # inches, at 72 points each
 _LOG_RATIO = 50.0  # what has no unit and a greater range than this gets a logarithmic axis
-_STYLE = {
+_STYLE: Any = {  # its keys are of a type of matplotlib's
     "svg.fonttype": "none",  # text stays text
     "font.size": 9,
     "axes.grid": True,

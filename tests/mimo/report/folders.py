@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 RECIPE = """\
 name: made
@@ -13,8 +13,16 @@ train: {steps: 100, learning_rate: 0.1}
 """
 
 
-def make_run(folder: Path, recipe: str = RECIPE, num_steps: int = 100, **metrics: Any) -> Path:
-    """A run whose loss at step n is 200 - n, every tenth step measured; the last line is cut."""
+def make_run(
+    folder: Path,
+    recipe: str = RECIPE,
+    num_steps: int = 100,
+    metrics: Mapping[str, float] | None = None,
+) -> Path:
+    """A run whose loss at step n is 200 - n, every tenth step measured; the last line is cut.
+
+    metrics: further ones of every step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(recipe)
     with (folder / "metrics.jsonl").open("w") as file:
@@ -26,7 +34,7 @@ def make_run(folder: Path, recipe: str = RECIPE, num_steps: int = 100, **metrics
                 "tokens_per_second": 1000.0 + step % 3,
                 "mfu": None,
                 "epochs": {"0": step / 100, "1": 0.5},
-                **metrics,
+                **(metrics or {}),
             }
             if step % 10 == 9:
                 line |= {"seconds_vision_encode": 2.0, "seconds_vision_encode_max": 3.0}
