@@ -65,7 +65,7 @@ class RunData:
     @property
     def steps_done(self) -> int:
         """Steps in its metrics."""
-        return int(self.curves["loss"].steps[-1]) if "loss" in self.curves else 0
+        return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)
 
     @property
     def steps_planned(self) -> int | None:

@@ -48,9 +48,12 @@ def test_a_long_file_is_thinned_and_keeps_its_spikes_its_ends_and_its_measuremen
 def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     good = '{"step": 0, "loss": 3.0, "flag": true, "name": "x"}\n'
-    path.write_bytes(good.encode() + b'null\n[1]\n{"loss": 1.0}\n\xff\xfe\n\n{"step": 1, "los')
+    skipped = b'{"step": 1, "loss": null, "tokens": 5}\n'
+    path.write_bytes(
+        good.encode() + skipped + b'null\n[1]\n{"loss": 1.0}\n\xff\xfe\n\n{"step": 1, "los'
+    )
     found = read_curves(path)
-    assert found.keys() == {"loss"}
+    assert found.keys() == {"loss", "tokens"}
     assert found["loss"].values.tolist() == [3.0]
     assert read_curves(tmp_path / "nowhere") == {}
 
