@@ -15,6 +15,6 @@ from bridge.shard_map import (
     sharded_destination,
 )
 from bridge.source import ReplicatedSource, SequenceShardedSource, Source
-from bridge.transfer import BridgeEnd
+from bridge.transfer import BridgeEnd, Kind, WaitClock
 from bridge.waiting import BridgeError, UnexpectedRows
 from bridge.watch import TransferWatch

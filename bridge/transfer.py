@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,12 +23,22 @@ from bridge.runs import Ints, ints, offsets
 from bridge.waiting import Message, wait_for
 from bridge.watch import TransferWatch, Watched
 
+Kind = Literal["rows", "gradients"]
+
+
+def _unseen(kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
 
 @dataclass
 class WaitClock:
-    """Adds up the seconds that this process waited for transfers."""
+    """Adds up the seconds that this process waited for transfers.
+
+    around: entered for each wait, of what and of which microbatch, by whoever wants to see it.
+    """
 
     seconds: float = 0.0
+    around: Callable[[Kind, int], AbstractContextManager[None]] = _unseen
 
     def take_seconds(self) -> float:
         """Seconds since the last call."""
@@ -107,9 +118,6 @@ class BridgeEnd:
         return np.concatenate([plan.receives(rank).index for rank in self.sharers()])
 
 
-Kind = Literal["rows", "gradients"]
-
-
 @dataclass
 class Transfer:
     """Messages under way.
@@ -121,6 +129,7 @@ class Transfer:
     """
 
     end: BridgeEnd
+    kind: Kind
     messages: Sequence[Message]
     parts: Sequence[Tensor]
     what: str
@@ -143,7 +152,8 @@ class Transfer:
         if self._watched is not None:
             self._watched.is_wanted()
             seconds = None
-        wait_for(self.messages, self.what, self.microbatch, seconds)
+        with self.end.clock.around(self.kind, self.microbatch):
+            wait_for(self.messages, self.what, self.microbatch, seconds)
         self.end.clock.seconds += time.perf_counter() - started
         if self.into is not None:
             for index, part in self.apart:
@@ -157,7 +167,7 @@ def start_sending(
     parts = _leaving(end, exchange, values)
     group, what = _route(end, microbatch, kind)
     messages = _start(group, sent=[*zip(exchange.peers, parts, strict=True)])
-    return Transfer(end, messages, parts, what, microbatch)
+    return Transfer(end, kind, messages, parts, what, microbatch)
 
 
 def start_receiving(
@@ -170,7 +180,7 @@ def start_receiving(
     parts, apart = _landing(into, _by_peer(exchange))
     group, what = _route(end, microbatch, kind)
     messages = _start(group, received=[*zip(exchange.peers, parts, strict=True)])
-    return Transfer(end, messages, parts, what, microbatch, into, apart)
+    return Transfer(end, kind, messages, parts, what, microbatch, into, apart)
 
 
 def start_exchanging(
@@ -196,7 +206,8 @@ def start_exchanging(
     messages = _start(group, list(sent.items()), list(received.items()))
     span = f"microbatches {microbatches.start} to {microbatches.stop - 1}"
     what = f"bridge {end.name} (colocated): {kind} of {span}"
-    return Transfer(end, messages, list(sent.values()), what, microbatches.start, into, apart)
+    own = list(sent.values())
+    return Transfer(end, kind, messages, own, what, microbatches.start, into, apart)
 
 
 def share_rows(end: BridgeEnd, microbatch: int, plan: BridgePlan, rows: Tensor) -> None:
@@ -249,7 +260,7 @@ def _share_out(
     sent = [(rank, own) for rank in held] if mine.size else []
     messages = _start(group, sent, list(zip(theirs, parts, strict=True)))
     what = f"bridge {end.name}: {kind} of microbatch {microbatch}, shared out over a lane's ranks"
-    Transfer(end, messages, [own], what, microbatch, buffer, apart).wait()
+    Transfer(end, kind, messages, [own], what, microbatch, buffer, apart).wait()
 
 
 def _by_peer(exchange: Exchange) -> list[Ints]:

@@ -24,6 +24,7 @@ MAX_MICROBATCH_TOKENS = 2**31 - 1
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 """Size of an axis of a grid."""
 RankOffset = Annotated[int, Field(ge=0, le=MAX_RANKS)]
+RankNumber = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 Layers = Annotated[int, Field(ge=1, le=2**10)]
 """Of a stack; so also pipeline stages, and virtual ones."""
 Heads = Annotated[int, Field(ge=1, le=2**12)]
@@ -51,6 +52,8 @@ Batch = Annotated[int, Field(ge=1, le=2**20)]
 Microbatches = Annotated[int, Field(ge=0, le=2**20)]
 SequenceLength = Annotated[int, Field(ge=1, le=2**24)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
+StepNumber = Annotated[int, Field(ge=0, lt=10**9)]
+"""Of one step of a run, counted from 0."""
 WarmupSteps = Annotated[int, Field(ge=0, le=10**9)]
 PackingWindow = Annotated[int, Field(ge=1, le=2**16)]
 """Samples that a checkpoint may have to name."""

@@ -11,6 +11,7 @@ from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
 from mimo.commands.generate import evaluate, generate
+from mimo.commands.report import compare, report
 from mimo.commands.train import prepare, quickstart, train
 from mimo.commands.verify import parity, verify
 from mimo.launch.environment import set_variables
@@ -22,7 +23,10 @@ app = typer.Typer(
     help="Train multimodal models in which every module has its own parallelism.",
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
-for command in (check, prepare, train, verify, generate, evaluate, parity, tiny, quickstart):
+for command in (
+    *(check, prepare, train, report, compare, verify, generate, evaluate, parity, tiny),
+    quickstart,
+):
     app.command()(readable_errors(command))
 
 for group, purpose, commands in (

@@ -9,6 +9,7 @@ import datetime
 import functools
 import gc
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -207,6 +208,48 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+Moment = float | torch.cuda.Event
+
+
+def moment() -> Moment:
+    """Now, on the clock of what computes: that of the host, or of the device's queue.
+
+    The host waits for neither.
+    """
+    if not has_gpu():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Moment, last: Moment) -> float:
+    """Between two moments, which a device must have passed."""
+    if isinstance(first, float) and isinstance(last, float):
+        return last - first
+    assert isinstance(first, torch.cuda.Event), "both moments are of one clock"
+    assert isinstance(last, torch.cuda.Event), "both moments are of one clock"
+    return first.elapsed_time(last) / 1e3
+
+
+def memory_taken() -> int:
+    """Most bytes of the device that this rank's tensors ever took; without one, what it has now."""
+    if has_gpu():
+        return torch.cuda.max_memory_allocated()
+    return psutil.Process().memory_info().rss
+
+
+def device_name() -> str:
+    """What this rank computes on, for people."""
+    return torch.cuda.get_device_name() if has_gpu() else "CPU"
+
+
+def traced_activities() -> list[torch.profiler.ProfilerActivity]:
+    """What a profiler can see of this process."""
+    known = torch.profiler.ProfilerActivity
+    return [known.CPU, known.CUDA] if has_gpu() else [known.CPU]
+
+
 @functools.cache
 def copy_stream() -> torch.cuda.Stream | None:
     """The process's queue of the device for copies beside its other work; None without a device.
@@ -276,6 +319,6 @@ def peak_flops() -> float | None:
 
     Source: NVIDIA data sheets, figures without sparsity.
     """
-    name = torch.cuda.get_device_name() if has_gpu() else ""
+    name = device_name()
     known = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
     return next((flops for key, flops in known.items() if key in name), None)

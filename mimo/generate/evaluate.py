@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -75,17 +76,28 @@ def score(answered: Iterable[Answered]) -> Score:
 def evaluate(
     run: Path, picture: Path, split: str = "test", max_new_tokens: int | None = None
 ) -> Score:
-    """The score of `answer_split`; draws the first samples with items, if any, to ``picture``."""
+    """The score of `answer_split`; draws the first samples with items, if any, to ``picture``.
+
+    Beside it a JSON file has the score and these samples, or the first without items, as text.
+    """
     shown: list[Answered] = []
+    of_text: list[Answered] = []
 
     def keep(one: Answered) -> Answered:
-        if one.pictures and len(shown) < math.prod(SHOWN):
-            shown.append(one)
+        kind = shown if one.pictures else of_text
+        if len(kind) < math.prod(SHOWN):
+            kind.append(one)
         return one
 
     found = score(map(keep, answer_split(run, split, max_new_tokens)))
     if shown:
         draw(shown, picture)
+    samples = [
+        {"question": a.question, "given": a.given, "expected": a.expected, "exact": a.is_exact}
+        for a in shown or of_text
+    ]
+    told = {"split": split, **asdict(found), "samples": samples}
+    picture.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
     return found
 
 
@@ -245,6 +257,7 @@ def draw(shown: Sequence[Answered], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # texts of samples are no formulas
     from matplotlib import pyplot
 
     rows, columns = SHOWN

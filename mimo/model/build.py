@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,8 +16,10 @@ from bridge import (
     BridgeReceiver,
     BridgeSender,
     ColocatedBridge,
+    Kind,
     LevelReceiver,
     TransferWatch,
+    WaitClock,
 )
 from mimo.device import has_gpu, local_device
 from mimo.engines.contract import Module
@@ -53,6 +57,7 @@ from mimo.model.modules import MimoModel
 from mimo.model.partition import PartitionAdapter
 from mimo.model.recipe_checks import check_device
 from mimo.recipe.schema import Recipe, Train
+from mimo.spans import SPANS
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +237,12 @@ def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None
             param.requires_grad_(learns(name))
 
 
+def _waiting(encoder: str, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+    """Around a wait for rows, which go forward, or for gradients."""
+    way = "forward" if kind == "rows" else "backward"
+    return SPANS.wait("bridge_wait", f"{encoder}_{way}", microbatch)
+
+
 def _add_bridges(
     model: MimoModel, recipe: Recipe, topology: Topology, hidden_size: int, dtype: torch.dtype
 ) -> None:
@@ -262,6 +273,7 @@ def _add_bridges(
             gather=shares if sends_only else whole_lane,
             timeout_seconds=recipe.bridge.timeout_seconds,
             watch=model.watch,
+            clock=WaitClock(around=partial(_waiting, name)),
         )
         if sends_only:
             model.senders[link] = BridgeSender(end, lane, model.modules[name].run_ahead)

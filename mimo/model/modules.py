@@ -42,6 +42,7 @@ from mimo.layout.levels import Link
 from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_lane
 from mimo.model.partition import PartitionAdapter
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
+from mimo.spans import SPANS
 from mimo.step.loader import EncoderItems
 from mimo.step.plan import StepPlan
 
@@ -145,8 +146,9 @@ class MimoModel:
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Complete every module's gradients and divide them once by the global token count."""
-        for module in self.modules.values():
-            module.finish_gradients(num_loss_tokens)
+        for name, module in self.modules.items():
+            with SPANS.span(name, "gradients"):
+                module.finish_gradients(num_loss_tokens)
 
     def take_waited_seconds(self) -> float:
         """Seconds that the host waited for transfers of all bridges since the last call."""
@@ -166,17 +168,20 @@ class MimoModel:
 
         def forward(batch: tuple[int, EncoderBatch], tower: nn.Module):
             number, own = batch
-            output = tower(own.patches, own.items)
-            if not senders:
-                return output
-            rows = _flat_embeddings(output, senders, range(number, number + 1))
-            tokens = [
-                sender.send(number, own_rows)
-                for sender, own_rows in zip(senders.values(), rows, strict=True)
-            ]
-            return torch.stack(tokens).sum()
+            with SPANS.span(module.name, "encode", number=number):
+                output = tower(own.patches, own.items)
+                if not senders:
+                    return output
+                rows = _flat_embeddings(output, senders, range(number, number + 1))
+                tokens = [
+                    sender.send(number, own_rows)
+                    for sender, own_rows in zip(senders.values(), rows, strict=True)
+                ]
+                return torch.stack(tokens).sum()
 
-        with torch.set_grad_enabled(module.trains and not forward_only):
+        learns = module.trains and not forward_only
+        # What is no forward pass is backward, or a wait inside of it.
+        with torch.set_grad_enabled(learns), SPANS.span(module.name, "backward"):
             module.run_encoder(
                 forward,
                 list(enumerate(items)),
@@ -210,8 +215,9 @@ class MimoModel:
                 for name, parts in rows.items():
                     bridges = self._colocated_of(name).values()
                     if self.modules[name].trains and not forward_only:
-                        gradients = [bridge.collect(group) for bridge in bridges]
-                        torch.autograd.backward(parts, gradients)
+                        with SPANS.span(name, "backward"):
+                            gradients = [bridge.collect(group) for bridge in bridges]
+                            torch.autograd.backward(parts, gradients)
         return loss
 
     def _group_size(self, num_microbatches: int) -> int:
@@ -234,13 +240,14 @@ class MimoModel:
         Returns the rows (N, k·H) of each of its bridges, for the backward.
         """
         module = self.modules[name]
-        with torch.set_grad_enabled(module.trains and not forward_only):
-            made = module.encode(items.patches, items.items)
-            bridges = self._colocated_of(name)
-            rows = _flat_embeddings(made, bridges, group)
-        for bridge, own_rows in zip(bridges.values(), rows, strict=True):
-            bridge.deliver(group, own_rows)
-        return [own_rows.values for own_rows in rows]
+        with SPANS.span(name, "encode"):
+            with torch.set_grad_enabled(module.trains and not forward_only):
+                made = module.encode(items.patches, items.items)
+                bridges = self._colocated_of(name)
+                rows = _flat_embeddings(made, bridges, group)
+            for bridge, own_rows in zip(bridges.values(), rows, strict=True):
+                bridge.deliver(group, own_rows)
+            return [own_rows.values for own_rows in rows]
 
     def _run_language(
         self, module: Module, batches: Sequence[LanguageBatch], group: range, forward_only: bool
@@ -249,19 +256,21 @@ class MimoModel:
 
         def forward(number: int, chunk: Chunk) -> Tensor:
             own = batches[number]
-            arrived = self._receive(chunk, number)
-            return chunk.run(
-                input_ids=own.input_ids,
-                position_ids=own.position_ids,
-                labels=own.labels,
-                loss_at=own.loss_at,
-                packed_seq_params=own.segments,
-                place=partial(self._place, own, arrived) if chunk.is_first else None,
-                levels=self._levels(own, arrived),
-            )
+            with SPANS.span(module.name, "forward", number=number):
+                arrived = self._receive(chunk, number)
+                return chunk.run(
+                    input_ids=own.input_ids,
+                    position_ids=own.position_ids,
+                    labels=own.labels,
+                    loss_at=own.loss_at,
+                    packed_seq_params=own.segments,
+                    place=partial(self._place, own, arrived) if chunk.is_first else None,
+                    levels=self._levels(own, arrived),
+                )
 
         sizes = [batches[number].position_ids.shape[:0:-1] for number in group]
-        with torch.set_grad_enabled(trains and not forward_only):
+        learns = trains and not forward_only
+        with torch.set_grad_enabled(learns), SPANS.span(module.name, "backward"):
             logged = module.run_language(
                 forward, list(group), cast("Any", sizes), forward_only or not trains
             )

@@ -42,7 +42,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     Raises RecipeError with all problems found.
     """
     layout = build_layout(recipe, num_ranks)
-    problems: list[str] = []
+    problems: list[str] = [*_profile_problems(recipe, layout)]
     if not any(module.trains for module in recipe.modules.values()):
         problems.append(
             recipe.problem(("language", "freeze"), "every module is frozen; train at least one")
@@ -91,6 +91,19 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     if problems:
         raise RecipeError(*problems)
     return layout
+
+
+def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Steps and ranks to trace that the run does not have."""
+    profile, size = recipe.train.profile, layout.world_size
+    if profile is None:
+        return
+    if (last := profile.steps[1]) >= recipe.train.steps:
+        message = f"got {last}, but train.steps is {recipe.train.steps}, and steps count from 0"
+        yield recipe.problem(("train", "profile", "steps"), message)
+    if missing := [rank for rank in profile.ranks if rank >= size]:
+        message = f"got {missing[0]}, but there are {size} ranks; the last is {size - 1}"
+        yield recipe.problem(("train", "profile", "ranks"), message)
 
 
 def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:

@@ -152,6 +152,22 @@ class Data(Section):
         return self
 
 
+class Profile(Section):
+    """Which steps of which ranks are traced by PyTorch's profiler."""
+
+    steps: Annotated[tuple[bounds.StepNumber, bounds.StepNumber], Field(strict=False)]
+    """The first and the last of them, counted from 0 as in metrics.jsonl."""
+    ranks: Annotated[tuple[bounds.RankNumber, ...], Field(strict=False)] = (0,)
+    """The ranks; each writes a file of its own to the run folder's `profile/`."""
+
+    @model_validator(mode="after")
+    def _last_is_not_before_first(self) -> "Profile":
+        first, last = self.steps
+        if last < first:
+            raise ValueError(f"steps: got [{first}, {last}]; give the first and the last of them")
+        return self
+
+
 class Train(Section):
     """The optimisation, and what is written when."""
 
@@ -201,7 +217,15 @@ class Train(Section):
     """Steps between two collections of Python's garbage, at the same time on all ranks; null leaves
     it to Python."""
     log_every: bounds.Steps = 10
-    """Steps between two lines of metrics."""
+    """Steps between two lines on the console, and between two measurements of where the time of a
+    step goes."""
+    loggers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)
+    ] = ("tensorboard",)
+    """Where metrics go beside `metrics.jsonl`. `wandb` and `mlflow` are packages of yours; without
+    `WANDB_MODE` or `MLFLOW_TRACKING_URI` they write to the run folder alone."""
+    profile: Profile | None = None
+    """Traces for chrome://tracing or Perfetto of some steps; null for none."""
     validate_every: bounds.Steps | None = None
     """Steps between two validations; null for none."""
     validation_batches: bounds.Steps = 4

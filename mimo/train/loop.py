@@ -8,18 +8,22 @@ from pathlib import Path
 from data.packing import Used
 from mimo.checkpoint.contents import save_checkpoint
 from mimo.checkpoint.folder import Progress
+from mimo.device import has_gpu
 from mimo.hf.initial import InitialWeights
 from mimo.layout.groups import Topology
 from mimo.model.build import build_model
 from mimo.model.flops import StepFlops
 from mimo.recipe.schema import Recipe
+from mimo.spans import SPANS
 from mimo.step.dataset import Dataset, item_processors, open_tokenizer
 from mimo.step.decoding import Decoding, open_decoding
 from mimo.train.bad_samples import BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches
 from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
+from mimo.train.profile import profiler_of
 from mimo.train.step import run_modules, train_step
+from mimo.train.times import StepTimes
 
 
 class Trainer:
@@ -57,19 +61,23 @@ class Trainer:
         steps = range(self.progress.step, train.steps)
         flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
         readers = (*dataset.readers, *(validation.readers if validation else ()))
+        times = StepTimes(layout, self.topology.rank)
+        SPANS.forget(on_device=has_gpu())
         used, counts = self.progress.used, flops if self.topology.reports else None
         with (
             open_decoding(self.recipe, layout, self.topology.rank, readers) as decoding,
             self._batches(STEP, dataset, steps, used, 1, decoding, counts) as batches,
+            profiler_of(train, self.topology.rank, self.run_dir) as profiler,
         ):
             for step in steps:
+                profiler.reaches(step)
                 unusable = batches.unusable_samples()
                 progress = self.progress.with_skipped(unusable.keys())
                 if bad_samples is not None:
                     new = unusable.keys() - self.progress.skipped
                     bad_samples.found(step, [unusable[one] for one in sorted(new)])
                 check_skipped(self.recipe.data, progress, batches.coming_used.samples, dataset)
-                result = train_step(step, self.recipe, self.model, batches, observer)
+                result = train_step(step, self.recipe, self.model, batches, observer, times)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used)
                 metrics = {"step": step, **step_metrics(result, layout, progress.skipped_samples)}

@@ -27,6 +27,7 @@ from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
+from mimo.train.loggers import check_loggers
 from mimo.train.run_folder import check_run_dir, make_run_dirs
 from mimo.train.run_lock import run_lock
 
@@ -80,6 +81,7 @@ class Request:
         if environment is None and (note := choose_before_fork(num_ranks)) is not None:
             print(note)
         check_room(phased, layouts, environment)
+        phased.each(check_loggers)
         if environment is None or environment.rank == 0:
             check_run_dir(phased)
         if environment is None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mimo.device import has_gpu, peak_flops
 from mimo.layout.grids import Layout
+from mimo.recipe.schema import Recipe, Train
 from mimo.step.plan import StepPlan
+from mimo.train.loggers import open_loggers
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class StepResult:
     host_seconds: of this rank, the rest of the step: without its waits for data, for transfers of
     bridges, and for the sum over all ranks, which on a device is also the wait for the device. On a
     device that is the time to launch its work; on a CPU it is the work itself.
+    times: of `mimo.train.times`, in logged steps.
     """
 
     plan: StepPlan
@@ -41,6 +48,12 @@ class StepResult:
     step_seconds: float
     data_wait_seconds: float
     host_seconds: float
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+def is_logged(train: Train, step: int) -> bool:
+    """Whether a step, counted from 0, gets a line on the console."""
+    return (step + 1) % train.log_every == 0 or step + 1 == train.steps
 
 
 def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict[str, float | None]:
@@ -69,6 +82,7 @@ def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict
         "step_seconds": seconds,
         "data_wait_seconds": done.data_wait_seconds,
         "host_seconds": done.host_seconds,
+        **done.times,
     }
 
 
@@ -80,22 +94,23 @@ def _ranks_that_wait(layout: Layout) -> int:
     return sum(grid.dp * grid.tp for grid in disjoint)
 
 
+METRICS = "metrics.jsonl"
+
+
 class MetricsWriter:
     """Writes one JSON object per step; used by the one rank that speaks for the run.
 
     A resumed run continues the file: lines after the step it resumes from are dropped first.
     """
 
-    def __init__(self, run_dir: Path, total_steps: int, first_step: int, log_every: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.log_every = log_every
-        self.total_steps = total_steps
-        path = run_dir / "metrics.jsonl"
+    def __init__(self, recipe: Recipe, run_dir: Path, first_step: int) -> None:
+        self._train = recipe.train
+        path = run_dir / METRICS
         _drop_lines_from(path, first_step)
         self._file = path.open("a", buffering=1)
-        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+        self._logged = (first_step, time.monotonic())
         self.console = Console(file=sys.stdout, soft_wrap=True)
+        self._loggers = open_loggers(recipe, run_dir, first_step, self.say)
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -107,7 +122,7 @@ class MetricsWriter:
             disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task(
-            "training", total=total_steps, completed=first_step, loss="-", rate="-"
+            "training", total=recipe.train.steps, completed=first_step, loss="-", rate="-"
         )
 
     def __enter__(self) -> Self:
@@ -116,58 +131,73 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-        self._events.close()
+        self._loggers.close()
         self._file.close()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Record one training step; ``metrics`` is a line of metrics.jsonl."""
-        self._write(metrics, "train")
-        step = int(metrics["step"] or 0)
-        done = step + 1
+        step = int(metrics["step"])
+        done, total = step + 1, self._train.steps
+        logged = is_logged(self._train, step)
+        self._write(metrics, "train", logged)
         self._bar.update(
             self._task,
             completed=done,
             loss=f"{metrics['loss']:.4f}",
             rate=f"{metrics['tokens_per_second']:,.0f}",
         )
-        if done % self.log_every == 0 or done == self.total_steps:
+        if logged:
             epochs = [f"{epoch:.2f}" for epoch in sorted(metrics["epochs"].values())]
             self.say(
-                f"step {done}/{self.total_steps} loss {metrics['loss']:.4f} "
+                f"step {done}/{total} loss {metrics['loss']:.4f} "
                 f"grad_norm {metrics['grad_norm']:.3f} lr {metrics['lr']:.3e} "
                 f"tokens/s {metrics['tokens_per_second']:.0f} "
-                f"epoch {'-'.join(dict.fromkeys((epochs[0], epochs[-1])))}"  # of all sources
+                f"epoch {'-'.join(dict.fromkeys((epochs[0], epochs[-1])))} "  # of all sources
+                f"mfu {_share(metrics['mfu'])} idle {_share(metrics.get('idle_fraction'))} "
+                f"eta {self._left(done)}"
             )
 
     def validation(self, step: int, loss: float) -> None:
         """Record a validation after ``step`` updates."""
-        self._write({"step": step, "validation_loss": loss}, "validation")
+        self._write({"step": step, "validation_loss": loss}, "validation", True)
         self.say(f"validation after step {step}: loss {loss:.4f}")
 
     def say(self, line: str) -> None:
         """Print one line above the bar."""
         self.console.print(line, highlight=False, markup=False)
 
-    def _write(self, metrics: Mapping[str, Any], group: str) -> None:
+    def _left(self, done: int) -> timedelta:
+        """How long the rest takes at the pace since the last line, whatever the time went to."""
+        (before, then), self._logged = self._logged, (done, time.monotonic())
+        pace = (self._logged[1] - then) / (done - before)
+        return timedelta(seconds=round((self._train.steps - done) * pace))
+
+    def _write(self, metrics: Mapping[str, Any], group: str, logged: bool) -> None:
         self._file.write(json.dumps(dict(metrics)) + "\n")
         numbers = dict(metrics)
+        step = int(numbers.pop("step"))
         for source, epoch in numbers.pop("epochs", {}).items():
             numbers[f"epoch_{source}"] = epoch
-        for name, value in numbers.items():
-            if name != "step" and value is not None:
-                self._events.add_scalar(f"{group}/{name}", value, int(metrics["step"] or 0))
+        found = {f"{group}/{name}": one for name, one in numbers.items() if one is not None}
+        self._loggers.write(found, step, logged)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+# A whole line: one that was cut off when a run was killed is none.
+_LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
 
 
 def _drop_lines_from(path: Path, first_step: int) -> None:
+    """Keep the lines of earlier steps, without parsing what may be a million of them."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed while writing
-        limit = first_step + (1 if "validation_loss" in record else 0)
-        if record["step"] < limit:
-            kept.append(line + "\n")
-    path.write_text("".join(kept))
+    partial = path.with_name(f".{path.name}")
+    with path.open("rb") as lines, partial.open("wb") as kept:
+        for line in lines:
+            found = _LINE.fullmatch(line)
+            if found and int(found[1]) < first_step + bool(found[2]):
+                kept.write(line)
+    os.replace(partial, path)

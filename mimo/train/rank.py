@@ -38,6 +38,7 @@ from mimo.step.dataset import Dataset, changed_shards_named, dataset_of, open_in
 from mimo.train.bad_samples import BAD_SAMPLES, BadSamples
 from mimo.train.batches import sum_over_world
 from mimo.train.continuation import continue_order
+from mimo.train.environment import write_environment
 from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
@@ -128,10 +129,8 @@ def _train(
     with changed_shards_named(), ExitStack() as stack:
         writer = bad_samples = None
         if topology.reports:
-            train = recipe.train
-            writer = stack.enter_context(
-                MetricsWriter(run_dir, train.steps, trainer.progress.step, train.log_every)
-            )
+            write_environment(run_dir, topology.layout.world_size, trainer.progress.step)
+            writer = stack.enter_context(MetricsWriter(recipe, run_dir, trainer.progress.step))
             bad_samples = BadSamples(run_dir, trainer.progress.step)
             bad_samples.of_indexes({"sources": dataset, "validation": validation})
             _say_skipped(writer, dataset)

@@ -12,17 +12,25 @@ from torch import Tensor
 from bridge import BridgeError, SampleKeys
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe, Train
+from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
-from mimo.train.metrics import StepResult
+from mimo.train.metrics import StepResult, is_logged
 from mimo.train.observer import StepObserver
+from mimo.train.times import StepTimes
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
 _CHECKED_STEPS = 3
 _SHOWN_SAMPLES = 16  # in one error message
 
 
+@SPANS.step()
 def train_step(
-    step: int, recipe: Recipe, model: MimoModel, batches: Batches, observer: StepObserver
+    step: int,
+    recipe: Recipe,
+    model: MimoModel,
+    batches: Batches,
+    observer: StepObserver,
+    times: StepTimes,
 ) -> StepResult:
     """Train on the next batch; every rank of the world calls it.
 
@@ -36,7 +44,8 @@ def train_step(
 
     # ---- batch: planned, packed and on its way to the device since an earlier step
     observer.at(step, "batch")
-    batch = batches.next()
+    with SPANS.span(RANK, "data"):
+        batch = batches.next()
     plan, flops = batch.plan, batch.flops
     observer.planned(step, plan)
 
@@ -52,15 +61,23 @@ def train_step(
 
     # ---- norm: one over all modules; the loss and a later batch's unusable samples travel along
     observer.at(step, "data of a later step")
-    batches.read_ahead()
+    with SPANS.span(RANK, "data"):
+        batches.read_ahead()
     idle = sum(sender.end.clock.seconds for sender in model.senders.values())
     observer.at(step, "norm and loss")
-    own_part = sum(module.squared_norm() for module in model.modules.values())
+    own_part: float | Tensor = 0.0
+    for name, module in model.modules.items():
+        with SPANS.span(name, "gradients"):
+            own_part = own_part + module.squared_norm()
+    SPANS.end_period(measures=is_logged(recipe.train, step + 2))
+    own_times = times.of_this_rank() if is_logged(recipe.train, step) else []
     waited = batches.take_waited_seconds()
+    waits = batches.shares_of_means(waited)
     asked = time.perf_counter()
-    squared_norm, loss, idle, *data_waits = batches.sum_over_world(
-        own_part, own_loss, idle, *batches.shares_of_means(waited)
-    )
+    with SPANS.span(RANK, "sync"):
+        squared_norm, loss, idle, *sums = batches.sum_over_world(
+            own_part, own_loss, idle, *waits, *own_times
+        )
     waited += time.perf_counter() - asked + model.take_waited_seconds()
     norm = math.sqrt(squared_norm)
     _check_finite(step, {"loss": loss, "gradient norm": norm})
@@ -68,8 +85,9 @@ def train_step(
     # ---- update: clip all modules by one factor; each learns at its own rate
     observer.at(step, "update")
     factor = _clip_factor(recipe.train, norm)
-    for module in model.modules.values():
-        module.update(learning_rate(recipe.train, module.learning_rate, step), factor)
+    for name, module in model.modules.items():
+        with SPANS.span(name, "update"):
+            module.update(learning_rate(recipe.train, module.learning_rate, step), factor)
     observer.updated(step, model.modules)
 
     # ---- metrics
@@ -82,8 +100,9 @@ def train_step(
         _rates(recipe, step),
         idle,
         step_seconds=seconds,
-        data_wait_seconds=max(data_waits),
+        data_wait_seconds=max(sums[: len(waits)]),
         host_seconds=seconds - waited,
+        times=times.figures(sums[len(waits) :]),
     )
 
 

@@ -23,6 +23,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from mimo.spans import SPANS
+
 ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[..., Any]]]
 
 Shape = tuple[int, int, int]
@@ -85,9 +87,10 @@ class PlannedCommunicator(P2PCommunicator):
         assert not (recv_prev and recv_next), "one call receives in one direction"
         if recv_prev or recv_next:
             tensor_shape = next(self._forward if recv_prev else self._backward)
-        return super()._communicate(
-            recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape, **others
-        )
+        with SPANS.wait("pipeline_wait"):
+            return super()._communicate(
+                recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape, **others
+            )
 
 
 def run_schedule(

@@ -138,6 +138,10 @@ def test_held_out_samples_that_cannot_be_compared_are_skipped_counted_and_named(
     assert "test-00001.tar: the last message has items: need an answer in text" in in_pictures
     assert count == "skipped_samples=3"
     assert last.startswith("exact_match=")
+    told = json.loads((recipe.parent / "runs" / "tiny" / "held_out_test.json").read_text())
+    assert last == f"exact_match={told['exact_match']:.3f} per_word={told['per_word']:.3f}"
+    (answered,) = told["samples"]  # the one with items that can be read
+    assert answered["exact"] == (answered["given"] == answered["expected"])
 
 
 def _write_odd_samples(path: Path) -> None:

@@ -85,7 +85,7 @@ def without_a_model(rank: int) -> Iterator[None]:
 
     model = SimpleNamespace(encode_group=None, modules={}, stage=stage)
 
-    def step(number: int, recipe: Recipe, model: Any, own: batches.Batches, seen: Any) -> Any:
+    def step(number: int, recipe: Recipe, model: Any, own: batches.Batches, *others: Any) -> Any:
         batch = own.next()
         own.read_ahead()
         own.sum_over_world()

@@ -210,6 +210,7 @@ CONSOLE = re.compile(
     r"run folder: \S+"
     r"|the run continues from \S+"
     r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+ epoch [\d.]+"
+    r" mfu \S+ idle [\d.]+ eta [\d:]+"
     r"|validation after step \d+: loss \S+"
 )
 

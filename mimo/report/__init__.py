@@ -1,0 +1,1 @@
+"""Pages about runs: one run, or several beside each other."""

@@ -1,0 +1,203 @@
+"""`mimo report RUN`: one page about a run, or about all phases of one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mimo.report.page import Part, Section, Table, number, percent, render, write
+from mimo.report.pictures import Picture, data_url, lines, shares
+from mimo.report.runs import Curve, RunData, read_runs
+
+_MAX_ROWS = 200  # of what befell a run: the newest
+_MAX_PICTURE_BYTES = 32 * 2**20
+
+# Families of metrics: section, title of the picture, unit, pattern of the names. The first that
+# fits takes a name; what fits none has a picture of its own.
+_FAMILIES = (
+    ("Loss", "Loss per token", "", r"(validation_)?loss"),
+    ("Loss", "Learning rate", "", r"lr(_.+)?"),
+    ("Loss", "Gradient norm", "", r"grad_norm(_.+)?"),
+    ("Loss", "Update norm", "", r"update_norm(_.+)?"),
+    ("Validation by source", "Loss per token", "", r"validation_loss_.+"),
+    ("Throughput", "Tokens per second", "1/s", r"tokens_per_second"),
+    ("Throughput", "Share of the peak (MFU)", "", r"mfu"),
+    ("Throughput", "A step", "seconds", r"(step|data_wait|host)_seconds"),
+    ("Where the time goes", "Idle share of ranks", "", r"(encoder_)?idle_fraction(_.+)?"),
+    ("Where the time goes", "Waits at bridges", "seconds", r"bridge_wait_seconds_.+"),
+    ("Balance", "Most loaded encoder lane over the mean", "", r"encoder_imbalance"),
+    ("Balance", "FLOPs of a step", "", r"flops_.+"),
+    ("Memory", "Most of any rank", "GiB", r"memory_gib_.+"),
+    ("Data", "Times a source was gone through", "epochs", r"epochs_.+"),
+    ("Data", "Tokens of a step", "", r"(loss_)?tokens"),
+    ("Data", "Samples left out", "", r"skipped_samples"),
+)
+_SECTIONS = tuple(dict.fromkeys(section for section, *_ in _FAMILIES))
+_TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
+
+
+def sections_of(run: RunData) -> Iterator[Section]:
+    """All sections about one run, those with nothing to say too."""
+    pictures = _pictures(run.curves)
+    for title in _SECTIONS:
+        tables, first = list[Table](), list[Picture]()
+        if title == "Where the time goes":
+            first, tables = _times(run)
+        elif title == "Data":
+            tables = [_sources(run)]
+        yield Section(title, [*first, *pictures.pop(title, ())], tables)
+    yield Section("Other figures", pictures.get("", []))
+    yield _predictions(run.folder)
+    yield _incidents(run)
+    yield Section("Configuration", text=run.recipe_text)
+    yield _environment(run)
+
+
+def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
+    """By section, one of every family of metrics; "" has those of none."""
+    members = dict[int, dict[str, Curve]]()
+    others = dict[str, Curve]()
+    for name, curve in curves.items():
+        if _TIMES.fullmatch(name) or not curve.finite.size:
+            continue
+        fits = (n for n, family in enumerate(_FAMILIES) if re.fullmatch(family[-1], name))
+        if (family := next(fits, None)) is None:
+            others[name] = curve
+        else:
+            members.setdefault(family, {})[name] = curve
+    found = dict[str, list[Picture]]()
+    for family, own in sorted(members.items()):
+        section, title, unit, _ = _FAMILIES[family]
+        found.setdefault(section, []).append(lines(title, unit, own))
+    found[""] = [lines(name, "", {name: curve}) for name, curve in others.items()]
+    return found
+
+
+def _times(run: RunData) -> tuple[list[Picture], list[Table]]:
+    """Seconds of a step by module and phase: bars of the means, a table, and curves by module."""
+    names = [match for name in run.curves if (match := _TIMES.fullmatch(name))]
+    names.sort(key=lambda match: match["module"])
+    bars, rows, over_time = dict[str, dict[str, float]](), list[Sequence[str]](), list[Picture]()
+    for module, found in groupby(names, lambda match: match["module"]):
+        own = [match for match in found if not match["max"]]
+        medians = {one["phase"]: run.median(one[0]) or 0.0 for one in own}
+        bars[module] = medians
+        for phase, seconds in sorted(medians.items(), key=lambda pair: -pair[1]):
+            largest = run.median(f"seconds_{module}_{phase}_max")
+            share = seconds / (sum(medians.values()) or 1.0)
+            cells = (number(seconds), number(largest), percent(share))
+            rows.append((module, phase.replace("_", " "), *cells))
+        curves = {one["phase"]: run.curves[one[0]] for one in own}
+        over_time.append(lines(f"{module}: mean over its ranks", "seconds", curves))
+    columns = ("module", "phase", "mean of its ranks, s", "slowest rank, s", "share")
+    title = "A step by module and phase, medians over the steps"
+    pictures = [shares(title, "seconds", bars)] if bars else []
+    return [*pictures, *over_time], [Table(columns, rows)]
+
+
+def _sources(run: RunData) -> Table:
+    """The mix of the recipe, and how often each source was gone through."""
+    given = run.value_of("data.sources")
+    sources = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    weights = [one.get("weight", 1.0) for one in sources]
+    weights = [weight if isinstance(weight, int | float) else 0.0 for weight in weights]
+    rows = [
+        (
+            str(number_of),
+            str(one.get("path")),
+            percent(weight / (sum(weights) or 1.0)),
+            number(run.last(f"epochs_{number_of}")),
+        )
+        for number_of, (one, weight) in enumerate(zip(sources, weights, strict=True))
+    ]
+    return Table(("source", "path", "weight", "epochs"), rows)
+
+
+def _predictions(folder: Path) -> Section:
+    """What `mimo evaluate` and the quickstart left in the folder: pictures, scores and answers."""
+    pictures, tables = list[Picture](), list[Table]()
+    for path in sorted(folder.glob("held_out*.png")):
+        if path.stat().st_size <= _MAX_PICTURE_BYTES:
+            pictures.append(Picture(path.stem, data_url(path.read_bytes(), "png")))
+    for path in sorted(folder.glob("held_out*.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            scores = [(name, f"{found[name]:.3f}") for name in ("exact_match", "per_word")]
+            rows = [
+                (one["question"], one["given"], one["expected"], "✓" if one["exact"] else "✗")
+                for one in found["samples"]
+            ]
+        except (ValueError, KeyError, TypeError):
+            continue  # an evaluation is just writing it
+        tables.append(Table((f"split {found.get('split')}", "score"), scores))
+        tables.append(Table(("question", "answer", "expected", "exact"), rows, words=True))
+    return Section("Predictions", pictures, tables)
+
+
+def _incidents(run: RunData) -> Section:
+    kinds = [str(one.get("kind")) for one in run.incidents]
+    counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    told = [f"{count} × {kind}" for kind, count in counts.items()]
+    shown = run.incidents[-_MAX_ROWS:]
+    note = ", ".join(told) if told else "none"
+    if len(shown) < len(run.incidents):
+        note += f"; the last {len(shown)} are shown"
+    known = ("time", "kind", "step", "text")
+    rows = [
+        (
+            *("" if one.get(name) is None else str(one[name]) for name in known),
+            ", ".join(f"{key} {one[key]}" for key in one.keys() - {*known}),
+        )
+        for one in shown
+    ]
+    return Section("Incidents", tables=[Table((*known, "facts"), rows, words=True)], note=note)
+
+
+def _environment(run: RunData) -> Section:
+    """Each start of the run, and what the last one ran on."""
+    columns = ("time", "step", "host", "ranks", "device", "slurm_job")
+    starts = [_cells(one, columns) for one in run.starts[-_MAX_ROWS:]]
+    last = dict(run.starts[-1]) if run.starts else {}
+    packages = last.pop("packages", {})
+    facts = {**last, **(packages if isinstance(packages, dict) else {})}
+    rows = [(str(name), str(value)) for name, value in facts.items() if name not in columns]
+    note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
+    tables = [Table(columns, starts, words=True), Table(("", "at the last start"), rows, True)]
+    return Section("Environment", tables=tables, note=note)
+
+
+def _cells(record: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    return ["" if record.get(name) is None else str(record[name]) for name in names]
+
+
+def part_of(run: RunData, with_title: bool) -> Part:
+    """All about one run that there is."""
+    planned = "" if run.steps_planned is None else f" of {run.steps_planned:,}"
+    tiles = {
+        "state": run.state,
+        "steps": f"{run.steps_done:,}{planned}",
+        "loss, last 20 steps": number(run.last("loss", 20)),
+        "validation loss": number(run.last("validation_loss")),
+        "tokens/s, median": number(run.median("tokens_per_second")),
+        "MFU, median": percent(run.median("mfu")),
+        "of ranks' time idle, median": percent(run.median("idle_fraction")),
+        "restarts": str(max(0, len(run.starts) - 1)),
+        "incidents": str(len(run.incidents)),
+    }
+    tiles = {name: value for name, value in tiles.items() if value != "–"}
+    found = [section for section in sections_of(run) if section.says_something]
+    return Part(run.title if with_title else "", tiles, found)
+
+
+def main(run: Path, page: Path | None) -> int:
+    """`mimo report`: write the page of a run."""
+    runs = read_runs(run)
+    parts = [part_of(one, with_title=len(runs) > 1) for one in runs]
+    if len(runs) > 1 and (answers := _predictions(run)).says_something:
+        parts.append(Part("The whole job", {}, [answers]))
+    write(page or run / "report.html", render(f"Run {run.resolve().name}", parts))
+    return 0

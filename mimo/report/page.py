@@ -1,0 +1,80 @@
+"""A page of one file that needs no network: what is on it, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from mimo.errors import InputError
+from mimo.report.pictures import Picture
+
+
+@dataclass(frozen=True)
+class Table:
+    """words: whether all cells stand left; else the first alone, and numbers right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """text: long, and folded away."""
+
+    title: str
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+    note: str = ""
+    text: str = ""
+
+    @property
+    def says_something(self) -> bool:
+        """Whether there is more than a title."""
+        return bool(self.pictures or self.text or self.note or any(t.rows for t in self.tables))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a page: figures at a glance by name, and sections. Without a title it is the only one."""
+
+    title: str
+    tiles: Mapping[str, str] = field(default_factory=dict)
+    sections: Sequence[Section] = ()
+
+
+def render(title: str, parts: Sequence[Part]) -> str:
+    """The page as HTML; whatever is given is escaped."""
+    environment = Environment(
+        loader=PackageLoader("mimo.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    return environment.get_template("page.html").render(title=title, parts=parts)
+
+
+def write(page: Path, text: str) -> None:
+    """Write a page. Raises InputError."""
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{page} cannot be written ({error.strerror}); name another") from error
+    print(f"written: {page}")
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """A figure for people; a dash for none."""
+    if value is None:
+        return "–"
+    text = f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"
+    return f"{text} {unit}".strip()
+
+
+def percent(value: float | None) -> str:
+    """A share for people; a dash for none."""
+    return "–" if value is None else f"{100 * value:.1f} %"

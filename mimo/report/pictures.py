@@ -1,0 +1,92 @@
+"""Curves and bars as pictures inside a page: SVG in an address, where it can only be seen."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mimo.report.runs import Curve
+
+_WIDTH = 9.2  # inches, at 72 points each
+_LOG_RATIO = 50.0  # what has no unit and a greater range than this gets a logarithmic axis
+_STYLE: Any = {  # its keys are of a type of matplotlib's
+    "svg.fonttype": "none",  # text stays text
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.parse_math": False,  # names are a stranger's
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """title: also what a page says where it shows no pictures. address: a `data:` URL."""
+
+    title: str
+    address: str
+
+
+def data_url(content: bytes, kind: str) -> str:
+    """A picture's bytes as an address. kind: `png` or `svg+xml`."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+@mpl.rc_context(_STYLE)
+def lines(title: str, unit: str, curves: Mapping[str, Curve]) -> Picture:
+    """Curves over the steps."""
+    figure, axes = _figure(2.4)
+    everything = np.concatenate([one.finite for one in curves.values()] or [np.zeros(0)])
+    for name, curve in curves.items():
+        few = {"marker": "o", "markersize": 3} if len(curve.steps) <= 30 else {}
+        axes.plot(curve.steps, curve.values, linewidth=1, label=f" {name}", **few)
+    if not unit and everything.size and 0 < everything.min() * _LOG_RATIO < everything.max():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="step", ylabel=unit)
+    _legend(axes, len(curves))
+    return _done(title, figure)
+
+
+@mpl.rc_context(_STYLE)
+def shares(title: str, unit: str, rows: Mapping[str, Mapping[str, float]]) -> Picture:
+    """One bar per row, made of named parts."""
+    figure, axes = _figure(1.4 + 0.3 * len(rows))
+    names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
+    colors = dict(zip(names, mpl.color_sequences["tab20"], strict=False))
+    ends = np.zeros(len(rows))
+    for name in names:
+        widths = np.array([parts.get(name, 0.0) for parts in rows.values()])
+        places = range(len(rows))
+        axes.barh(places, widths, left=ends, label=f" {name}", color=colors.get(name, "grey"))
+        ends += widths
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set(xlabel=unit)
+    _legend(axes, len(names))
+    return _done(title, figure)
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _legend(axes: Axes, count: int) -> None:
+    if count:  # a leading blank, as matplotlib leaves out names that begin with "_"
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+
+
+def _done(title: str, figure: Figure) -> Picture:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return Picture(title, data_url(buffer.getvalue(), "svg+xml"))

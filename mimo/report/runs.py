@@ -1,0 +1,224 @@
+"""What a run folder tells of its run: one that has ended, died, or is still going.
+
+A file of metrics may be long, so it is read once and thinned meanwhile: of many neighbouring steps
+the first is kept, and the one of the highest loss, so that no spike is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mimo.errors import InputError, RecipeError
+from mimo.recipe.phases import PHASE_FOLDER
+from mimo.recipe.source import read_yaml
+from mimo.train.environment import starts_of
+from mimo.train.incidents import incidents
+from mimo.train.metrics import METRICS
+from mimo.train.presence import RANKS
+
+_BINS = 500  # at least so many points of a longer curve are kept
+_TAIL = 20  # steps at the end that are all kept
+_ALIVE_SECONDS = 120.0  # ranks write far more often that they are there
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over time. steps: (n,) updates done, ascending. values: (n,) may not be finite."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        """The values (n',) that are numbers."""
+        return self.values[np.isfinite(self.values)]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run.
+
+    curves: by the name of the metric; an entry of a mapping, such as `epochs`, has a name of its
+    own, such as `epochs_0`. recipe: its keys as plain data, recipe_text as the file has them.
+    starts: of `mimo.train.environment`. alive: whether ranks were there a moment ago.
+    """
+
+    title: str
+    folder: Path
+    curves: Mapping[str, Curve]
+    recipe: Mapping[str, Any]
+    recipe_text: str
+    incidents: list[dict[str, Any]]
+    starts: list[dict[str, Any]]
+    alive: bool
+
+    @property
+    def steps_done(self) -> int:
+        """Steps in its metrics."""
+        return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)
+
+    @property
+    def steps_planned(self) -> int | None:
+        """Those of the recipe; None if that cannot be read."""
+        found = self.value_of("train.steps")
+        return found if isinstance(found, int) else None
+
+    @property
+    def state(self) -> str:
+        """Where it stands, in words."""
+        if self.steps_planned is not None and self.steps_done >= self.steps_planned:
+            return "ended"
+        return "running" if self.alive else f"stopped after step {self.steps_done}"
+
+    def value_of(self, key: str) -> Any:
+        """The recipe's value of a dotted key; None where it has none."""
+        found: Any = self.recipe
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    def median(self, name: str) -> float | None:
+        """Of a metric over all steps that were kept."""
+        found = self.curves[name].finite if name in self.curves else ()
+        return float(np.median(found)) if len(found) else None
+
+    def last(self, name: str, of: int = 1) -> float | None:
+        """The mean of a metric's last values."""
+        found = self.curves[name].finite[-of:] if name in self.curves else ()
+        return float(np.mean(found)) if len(found) else None
+
+
+def read_runs(folder: Path) -> list[RunData]:
+    """The run in a folder, or those of its phases, in order.
+
+    Raises InputError if there is none.
+    """
+    phases = {int(m[1]): path for path in _folders(folder) if (m := PHASE_FOLDER.match(path.name))}
+    found = [phases[number] for number in sorted(phases)] or [folder]
+    if not any((one / "recipe.yaml").exists() or (one / METRICS).exists() for one in found):
+        raise InputError(
+            f"{folder}: no run is here; give the folder of a run, such as runs/quickstart"
+        )
+    name = folder.resolve().name
+    return [_read_run(one, f"{name}/{one.name}" if phases else name) for one in found]
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    try:
+        yield from (path for path in folder.iterdir() if path.is_dir())
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror}; give the folder of a run") from error
+
+
+def _read_run(folder: Path, title: str) -> RunData:
+    text, recipe = "", dict[str, Any]()
+    path = folder / "recipe.yaml"
+    if path.exists():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        with suppress(RecipeError):  # a run that was killed while it wrote its recipe
+            recipe = read_yaml(path).data
+    beats = [one.stat().st_mtime for one in (folder / RANKS).glob("rank_*.json")]
+    return RunData(
+        title,
+        folder,
+        read_curves(folder / METRICS),
+        recipe,
+        text,
+        incidents(folder),
+        starts_of(folder),
+        alive=max(beats, default=0.0) > time.time() - _ALIVE_SECONDS,
+    )
+
+
+def read_curves(path: Path) -> dict[str, Curve]:
+    """Every metric of a file, thinned; lines that are cut off or damaged are left out."""
+    points = dict[str, dict[int, float]]()
+    for line in _thinned_lines(path) if path.exists() else ():
+        try:
+            record = json.loads(line)
+            # Training counts the steps before an update, validation those after it.
+            step = int(record.pop("step")) + ("loss" in record)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        for name, value in _flat(record):
+            points.setdefault(name, {})[step] = value
+    curves = {}
+    for name, own in points.items():
+        ordered = sorted(own.items())
+        steps, values = zip(*ordered, strict=True)
+        curves[name] = Curve(np.array(steps), np.array(values, np.float64))
+    return curves
+
+
+def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from _flat({f"{name}_{key}": own for key, own in value.items()})
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value
+
+
+class _Thinned:
+    """Some of many lines: of every bin of neighbours the first, and that of the highest loss."""
+
+    def __init__(self) -> None:
+        self._bins: list[tuple[bytes, float, bytes]] = []
+        self._width, self._count = 1, 0
+
+    def add(self, line: bytes, loss: float) -> None:
+        if self._count % self._width:
+            first, highest, _ = self._bins[-1]
+            if loss > highest:
+                self._bins[-1] = first, loss, line
+        else:
+            if len(self._bins) == 2 * _BINS:
+                pairs = zip(self._bins[::2], self._bins[1::2], strict=True)
+                self._bins = [(a[0], *max(a[1:], b[1:])) for a, b in pairs]
+                self._width *= 2
+            self._bins.append((line, loss, line))
+        self._count += 1
+
+    def lines(self) -> Iterator[bytes]:
+        for first, _, highest in self._bins:
+            yield from dict.fromkeys((first, highest))
+
+
+def _thinned_lines(path: Path) -> Iterator[bytes]:
+    """Steps, steps that measure where time goes, and validations, each thinned by themselves."""
+    plain, measured, others = _Thinned(), _Thinned(), _Thinned()
+    tail = deque[bytes](maxlen=_TAIL)
+    with path.open("rb") as file:
+        for line in file:
+            loss = _loss(line)
+            if loss is None:
+                others.add(line, 0.0)
+            elif b'"seconds_' in line:
+                measured.add(line, loss)
+            else:
+                plain.add(line, loss)
+            tail.append(line)
+    for one in (plain, measured, others):
+        yield from one.lines()
+    yield from tail
+
+
+def _loss(line: bytes) -> float | None:
+    """The loss in a line of a step, found without parsing all of it; infinite if it is none."""
+    start = line.find(b'"loss": ')
+    if start < 0:
+        return None
+    try:
+        found = float(line[start + 8 : line.find(b",", start)])
+    except ValueError:
+        return math.inf
+    return math.inf if math.isnan(found) else found

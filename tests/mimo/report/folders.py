@@ -1,0 +1,46 @@
+"""Run folders made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+RECIPE = """\
+name: made
+data: {sources: [{path: a.tar, weight: 3.0}, {path: b.tar}]}
+train: {steps: 100, learning_rate: 0.1}
+"""
+
+
+def make_run(
+    folder: Path,
+    recipe: str = RECIPE,
+    num_steps: int = 100,
+    metrics: Mapping[str, float] | None = None,
+) -> Path:
+    """A run whose loss at step n is 200 - n, every tenth step measured; the last line is cut.
+
+    metrics: further ones of every step.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(recipe)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(num_steps):
+            line = {
+                "step": step,
+                "loss": 200.0 - step,
+                "lr": 0.1,
+                "tokens_per_second": 1000.0 + step % 3,
+                "mfu": None,
+                "epochs": {"0": step / 100, "1": 0.5},
+                **(metrics or {}),
+            }
+            if step % 10 == 9:
+                line |= {"seconds_vision_encode": 2.0, "seconds_vision_encode_max": 3.0}
+                line |= {"seconds_vision_bridge_wait": 2.0, "idle_fraction": 0.5}
+            file.write(json.dumps(line) + "\n")
+            if step % 50 == 49:
+                file.write(json.dumps({"step": step + 1, "validation_loss": 7.0}) + "\n")
+        file.write('{"step": 100, "loss": 9')
+    return folder

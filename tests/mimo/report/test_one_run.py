@@ -1,0 +1,155 @@
+"""`mimo report`: a page of a real run, and of runs made by hand with known figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mimo.generate.evaluate import Answered, draw
+from mimo.report.one_run import main, part_of
+from mimo.report.runs import read_runs
+from mimo.train.environment import starts_of
+from mimo.train.incidents import record
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.report.folders import RECIPE, make_run
+from tests.mimo.runs import LAYOUT, metrics, run
+
+SECTIONS = [
+    *("Loss", "Throughput", "Where the time goes", "Balance", "Memory", "Data"),
+    *("Incidents", "Configuration", "Environment"),
+]
+HOSTILE = "<script>alert(1)</script> $\\frac{ \" ' {{ 7 * 7 }}"
+
+
+def sections(page: str) -> list[str]:
+    return re.findall(r"<h3>(.*)</h3>", page)
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a run of three ranks; the second step of rank 1 is traced."""
+    directory = tmp_path_factory.mktemp("trained")
+    tiny.write_samples(directory)
+    recipe = tiny.write_recipe(directory)
+    settings = ["train.steps=3", "train.log_every=2", "train.profile={steps: [1, 1], ranks: [1]}"]
+    run(run_ranks, recipe, *LAYOUT, *settings)
+    return recipe
+
+
+def test_logged_steps_say_where_the_time_of_every_module_went(trained: Path) -> None:
+    first, second, last = metrics(trained)
+    assert not [name for name in first if name.startswith(("seconds_", "idle_", "memory_"))]
+    common = {"data", "sync", "other", "backward", "bridge_wait", "gradients", "update"}
+    for line in (second, last):
+        for module, own in (("vision", "encode"), ("language", "forward")):
+            phases = {
+                name.removeprefix(f"seconds_{module}_"): value
+                for name, value in line.items()
+                if name.startswith(f"seconds_{module}_")
+            }
+            means = {name for name in phases if not name.endswith("_max")}
+            assert means == {*common, own}
+            assert all(0 < phases[name] <= phases[f"{name}_max"] for name in means)
+            assert 0 < line[f"idle_fraction_{module}"] < 1
+            assert line[f"memory_gib_{module}"] > 0
+        waits = [line[f"bridge_wait_seconds_vision_{way}"] for way in ("forward", "backward")]
+        assert min(waits) > 0
+
+
+def test_the_trace_of_the_chosen_rank_and_step_has_the_phases_by_name(trained: Path) -> None:
+    (path,) = (trained.parent / "runs" / "tiny" / "profile").iterdir()
+    assert path.name == "rank_1_steps_1_to_1.json"
+    names = [one.get("name") for one in json.loads(path.read_text())["traceEvents"]]
+    expected = ["data", "language forward 0", "language forward 1", "language backward"]
+    expected += ["language gradients", "language update", "sync"]
+    expected += ["language bridge_wait vision_forward 0"]
+    assert set(expected) <= set(names)
+    assert names.count("language forward 0") == 1
+
+
+def test_the_page_of_a_real_run_is_complete_and_needs_no_network(trained: Path) -> None:
+    folder = trained.parent / "runs" / "tiny"
+    assert main(folder, None) == 0
+    page = (folder / "report.html").read_text()
+    assert sections(page) == SECTIONS
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
+    assert "<script" not in page
+    (start,) = starts_of(folder)
+    assert (start["step"], start["ranks"], start["device"]) == (0, 3, "CPU")
+    assert start["packages"]["torch"] in page
+
+
+def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "made", metrics={"skipped_steps": 2, "grad_norm_vision": 0.5})
+    (tmp_path / "made" / "environment.json").write_text('[{"host": "n1"}, {"host": "n2"}]')
+    record(folder, "signal", "SIGTERM came", 12, rank=3)
+    (run,) = read_runs(folder)
+    part = part_of(run, with_title=False)
+    assert part.tiles == {
+        "state": "ended",
+        "steps": "100 of 100",
+        "loss, last 20 steps": "110.5",
+        "validation loss": "7",
+        "tokens/s, median": "1,001",
+        "of ranks' time idle, median": "50.0 %",
+        "restarts": "1",
+        "incidents": "1",
+    }
+    found = {section.title: section for section in part.sections}
+    assert [picture.title for picture in found["Other figures"].pictures] == ["skipped_steps"]
+    assert "Gradient norm" in [picture.title for picture in found["Loss"].pictures]
+    (times,) = found["Where the time goes"].tables
+    assert sorted(map(tuple, times.rows)) == [
+        ("vision", "bridge wait", "2", "–", "50.0 %"),
+        ("vision", "encode", "2", "3", "50.0 %"),
+    ]
+    assert found["Data"].tables[0].rows == [
+        ("0", "a.tar", "75.0 %", "0.99"),
+        ("1", "b.tar", "25.0 %", "0.5"),
+    ]
+    (incident,) = found["Incidents"].tables[0].rows
+    assert incident[1:] == ("signal", "12", "SIGTERM came", "rank 3")
+
+
+def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path: Path) -> None:
+    quoted = json.dumps(HOSTILE)
+    recipe = RECIPE.replace("a.tar", quoted)
+    folder = make_run(tmp_path / "made", recipe, metrics={HOSTILE: 1.0, "grad_norm_$\\x$": 2.0})
+    record(folder, "crash", HOSTILE, 3, fact=HOSTILE)
+    (folder / "environment.json").write_text(json.dumps([{"host": HOSTILE, "packages": HOSTILE}]))
+    answer = Answered([np.zeros((4, 4, 3), np.uint8)], HOSTILE, HOSTILE, "b")
+    draw([answer], folder / "held_out_test.png")
+    sample = {"question": HOSTILE, "given": "a", "expected": HOSTILE, "exact": False}
+    (folder / "held_out_test.json").write_text(
+        json.dumps({"split": "test", "exact_match": 0.5, "per_word": 0.25, "samples": [sample]})
+    )
+    (folder / "held_out_half.json").write_text('{"split": "va')
+    assert main(folder, tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 6
+    assert "49" not in re.sub(r'src="data:[^"]*"', "", page)
+    assert "data:image/png;base64" in page
+    assert "0.500" in page
+    assert "Predictions" in sections(page)
+
+
+def test_a_run_that_has_not_done_a_step_has_a_page_too(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: [broken")
+    assert main(tmp_path, None) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert sections(page) == ["Incidents", "Configuration"]
+    assert "stopped after step 0" in page
+
+
+def test_a_job_of_phases_has_one_page(tmp_path: Path) -> None:
+    for name in ("phase_1_projector", "phase_2_all"):
+        make_run(tmp_path / "job" / name)
+    assert main(tmp_path / "job", None) == 0
+    page = (tmp_path / "job" / "report.html").read_text()
+    assert re.findall(r"<h2>(.*)</h2>", page) == ["job/phase_1_projector", "job/phase_2_all"]

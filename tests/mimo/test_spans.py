@@ -1,0 +1,85 @@
+"""Spans: time belongs to the innermost, inside of steps alone; on a device it comes a step late."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from mimo import spans
+from mimo.spans import RANK, Spans
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by one second whenever it is read."""
+    ticks = itertools.count()
+    monkeypatch.setattr(spans, "moment", lambda: float(next(ticks)))
+
+
+def step(own: Spans, inside: int = 1, measures: bool = True) -> None:
+    with own.step():
+        with own.span("language", "backward"):
+            for number in range(inside):
+                with (
+                    own.span("language", "forward", number=number),
+                    own.wait("bridge_wait", "vision_forward", number),
+                ):
+                    pass
+        own.end_period(measures)
+
+
+@pytest.mark.usefixtures("clock")
+def test_time_belongs_to_the_innermost_span_and_a_wait_to_the_module_around_it() -> None:
+    own = Spans()
+    with own.span("language", "forward"):  # a validation: no step
+        pass
+    step(own, inside=2)
+    assert own.take() == {
+        (RANK, "other", ""): 2.0,
+        ("language", "backward", ""): 3.0,
+        ("language", "forward", ""): 4.0,
+        ("language", "bridge_wait", "vision_forward"): 2.0,
+    }
+    assert own.take() == {}
+    assert own.open == []
+
+
+@pytest.mark.usefixtures("clock")
+def test_figures_are_means_of_the_periods_since_they_were_last_taken() -> None:
+    own = Spans()
+    step(own, inside=1)
+    step(own, inside=3)
+    assert own.take()["language", "bridge_wait", "vision_forward"] == 2.0
+
+
+@pytest.mark.usefixtures("clock")
+def test_on_a_device_only_wanted_periods_are_measured_and_known_when_it_has_passed_them() -> None:
+    own = Spans()
+    own.forget(on_device=True)
+    found = []
+    for wanted in (True, False, False, True):
+        step(own, measures=wanted)
+        found.append(own.take().get(("language", "forward", "")))
+    assert found == [None, None, 2.0, None]
+
+
+def test_an_error_leaves_no_span_open() -> None:
+    own = Spans()
+    with pytest.raises(KeyError), own.step(), own.span("vision", "encode"):
+        raise KeyError
+    assert own.open == []
+
+
+def test_spans_are_ranges_of_a_trace_while_one_is_made() -> None:
+    own = Spans()
+    with torch.profiler.profile(acc_events=True) as profile:
+        with own.span("vision", "encode"):
+            pass
+        own.named = True
+        with own.span("vision", "encode", number=3):
+            pass
+    names = {one.key for one in profile.key_averages()}
+    assert "vision encode 3" in names
+    assert "vision encode" not in names

@@ -1,0 +1,61 @@
+"""Where a step's time goes, over the ranks of every module, from the sum of all ranks' tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mimo.layout.grids import GridSpec, Layout
+from mimo.spans import RANK
+from mimo.train import times
+from mimo.train.times import StepTimes
+
+# Vision on rank 0, the language model on ranks 1 and 2.
+SECONDS = (
+    {
+        ("vision", "encode", ""): 2.0,
+        ("vision", "bridge_wait", "vision_backward"): 5.0,
+        (RANK, "sync", ""): 3.0,
+    },
+    {("language", "forward", ""): 4.0, (RANK, "data", ""): 1.0, (RANK, "sync", ""): 5.0},
+    {
+        ("language", "forward", ""): 6.0,
+        ("language", "bridge_wait", "vision_forward"): 2.0,
+        ("language", "pipeline_wait", ""): 2.0,
+    },
+)
+
+
+def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    language = GridSpec("language", tp=2, rank_offset=1)
+    layout = Layout(language, {"vision": GridSpec("vision")}, world_size=3)
+    tables = []
+    for rank, seconds in enumerate(SECONDS):
+        monkeypatch.setattr(times.SPANS, "take", lambda seconds=seconds: seconds)
+        monkeypatch.setattr(times, "memory_taken", lambda rank=rank: (rank + 1) * 2**30)
+        tables.append(StepTimes(layout, rank).of_this_rank())
+    found = StepTimes(layout, 0).figures(np.sum(tables, axis=0).tolist())
+    assert found == pytest.approx(
+        {
+            "idle_fraction": 18 / 30,
+            "idle_fraction_vision": 8 / 10,
+            "idle_fraction_language": 10 / 20,
+            "memory_gib_vision": 1,
+            "memory_gib_language": 3,
+            "bridge_wait_seconds_vision_forward": 2,
+            "bridge_wait_seconds_vision_backward": 5,
+            **with_max("vision_encode", 2, 2),
+            **with_max("vision_bridge_wait", 5, 5),
+            **with_max("vision_sync", 3, 3),
+            **with_max("language_forward", 5, 6),
+            **with_max("language_data", 0.5, 1),
+            **with_max("language_sync", 2.5, 5),
+            **with_max("language_bridge_wait", 1, 2),
+            **with_max("language_pipeline_wait", 1, 2),
+        }
+    )
+    assert StepTimes(layout, 0).figures([]) == {}
+
+
+def with_max(name: str, mean: float, largest: float) -> dict[str, float]:
+    return {f"seconds_{name}": mean, f"seconds_{name}_max": largest}
