@@ -10,7 +10,7 @@ from mimo.commands.bench import bench_bridge, bench_data, bench_engines, bench_t
 from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
-from mimo.commands.generate import evaluate, generate
+from mimo.commands.generate import evaluate, generate, replay
 from mimo.commands.train import prepare, quickstart, train
 from mimo.commands.verify import parity, verify
 from mimo.launch.environment import set_variables
@@ -22,7 +22,10 @@ app = typer.Typer(
     help="Train multimodal models in which every module has its own parallelism.",
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
-for command in (check, prepare, train, verify, generate, evaluate, parity, tiny, quickstart):
+for command in (
+    *(check, prepare, train, replay, verify),
+    *(generate, evaluate, parity, tiny, quickstart),
+):
     app.command()(readable_errors(command))
 
 for group, purpose, commands in (

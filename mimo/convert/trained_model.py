@@ -76,13 +76,15 @@ class TrainedWeight:
 class TrainedModel:
     """A checkpoint of ours whose model has a form in Hugging Face format.
 
-    weights: every parameter of the modules that have that form.
+    weights: every parameter of the modules that have that form. averages: by its key, the key of
+    the moving average that is read in a parameter's place.
     """
 
     checkpoint: Path
     recipe: Recipe
     architecture: Architecture
     weights: list[TrainedWeight]
+    averages: Mapping[str, str]
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -110,22 +112,26 @@ class TrainedModel:
 
     def read(self, weights: Iterable[TrainedWeight]) -> dict[str, Tensor]:
         """Parameters and what adapts them, by key."""
-        wanted = {key: form for one in weights for key, form in one.stored().items()}
-        return checkpoint_tensors.read(self.checkpoint, wanted)
+        return self._read({key: form for one in weights for key, form in one.stored().items()})
 
     def read_adapters(self) -> dict[str, Tensor]:
         """What adapts the parameters, by key."""
         wanted = {key: form for one in self.weights for key, form in one.stored().items()}
-        return checkpoint_tensors.read(
-            self.checkpoint, {key: form for key, form in wanted.items() if is_adapter(key)}
-        )
+        return self._read({key: form for key, form in wanted.items() if is_adapter(key)})
+
+    def _read(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        sources = {key: self.averages.get(key, key) for key in wanted}
+        forms = {sources[key]: form for key, form in wanted.items()}
+        found = checkpoint_tensors.read(self.checkpoint, forms)
+        return {key: found[source] for key, source in sources.items()}
 
 
-def open_trained(run: Path) -> TrainedModel:
+def open_trained(run: Path, average: bool = False) -> TrainedModel:
     """run: a run or checkpoint folder whose model started from a Hugging Face checkpoint.
 
-    Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
-    missing, unknown or has another shape.
+    average: read the moving average of the weights that have learned.
+    Raises InputError for a checkpoint of another kind or without an average, and RecipeError with
+    every tensor that is missing, unknown or has another shape.
     """
     checkpoint = find_checkpoint(run)
     recipe = recipe_of(checkpoint)
@@ -136,15 +142,18 @@ def open_trained(run: Path) -> TrainedModel:
             f"there is no configuration that describes it (train with init_from)"
         )
     architecture = architecture_of_folder(assets)
-    return TrainedModel(
-        checkpoint, recipe, architecture, _trained_weights(checkpoint, recipe, architecture)
-    )
+    described = checkpoint_tensors.describe(checkpoint)
+    weights = _trained_weights(checkpoint, described, recipe, architecture)
+    averages = checkpoint_tensors.averages(described) if average else {}
+    return TrainedModel(checkpoint, recipe, architecture, weights, averages)
 
 
 def _trained_weights(
-    checkpoint: Path, recipe: Recipe, architecture: Architecture
+    checkpoint: Path,
+    described: Mapping[str, tuple[torch.Size, torch.dtype]],
+    recipe: Recipe,
+    architecture: Architecture,
 ) -> list[TrainedWeight]:
-    described = checkpoint_tensors.describe(checkpoint)
     found: list[TrainedWeight] = []
     problems: list[str] = []
     wanted = architecture.weights_of(recipe)

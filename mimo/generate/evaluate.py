@@ -72,13 +72,17 @@ def score(answered: Iterable[Answered]) -> Score:
 
 
 def evaluate(
-    run: Path, picture: Path, split: str = "test", max_new_tokens: int | None = None
+    run: Path,
+    picture: Path,
+    split: str = "test",
+    max_new_tokens: int | None = None,
+    average: bool = False,
 ) -> Score:
     """The score of `answer_split`; draws the first samples with items, if any, to ``picture``."""
     shown: list[Answered] = []
 
     def kept() -> Iterator[Answered]:
-        for one in answer_split(run, split, max_new_tokens):
+        for one in answer_split(run, split, max_new_tokens, average):
             if one.pictures and len(shown) < math.prod(SHOWN):
                 shown.append(one)
             yield one
@@ -90,12 +94,13 @@ def evaluate(
 
 
 def answer_split(
-    run: Path, split: str = "test", max_new_tokens: int | None = None
+    run: Path, split: str = "test", max_new_tokens: int | None = None, average: bool = False
 ) -> Iterator[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
     Samples are read as they are answered, about `BATCH_TOKENS` at a time and at least one sample.
     max_new_tokens: where an answer is cut; None for the length of the longest expected answer.
+    average: answer with the moving average of the weights.
     No prompt and answer together exceed `data.sequence_length`, which fits every expected answer.
     Prints how many expected answers are too long for `max_new_tokens`; which samples are left out
     because they cannot be read or do not end with an answer in text; and at the end how many.
@@ -107,7 +112,7 @@ def answer_split(
     recipe = recipe_of(find_checkpoint(run))
     if not getattr(recipe.data, split):
         raise RecipeError(f"data.{split}: no shards are given, so there is nothing to evaluate")
-    generator = Generator(run)
+    generator = Generator(run, average)
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
     longest = recipe.data.sequence_length
@@ -226,10 +231,10 @@ def _answer_length(sample: EncodedSample) -> int:
     return int(np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)[-1].size)
 
 
-def main(run: Path, split: str, max_new_tokens: int | None = None) -> int:
+def main(run: Path, split: str, max_new_tokens: int | None = None, average: bool = False) -> int:
     """`mimo evaluate RUN`: draws a picture into the folder; the last line printed is the score."""
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
-    result = evaluate(run, picture, split, max_new_tokens)
+    result = evaluate(run, picture, split, max_new_tokens, average)
     if picture.is_file():  # samples without images make none
         print(f"picture: {picture}")
     print(f"exact_match={result.exact_match:.3f} per_word={result.per_word:.3f}")

@@ -144,8 +144,12 @@ def gradient_bytes(train: Train) -> int:
 def optimizer_bytes(train: Train, replicas: int) -> float:
     """Of a parameter that learns. replicas: ranks that share its state if they can, dp · cp."""
     state = 2 * gradient_bytes(train) * (train.optimizer == "adam")
-    state += 4 * (train.precision == "bf16")
+    state += 4 * (train.precision == "bf16") + gradient_bytes(train) * _has_average(train)
     return state / (replicas if train.distributed_optimizer else 1)
+
+
+def _has_average(train: Train) -> bool:
+    return train.ema_decay is not None
 
 
 def _weights(recipe: Recipe, name: str) -> tuple[list[Weight], tuple[str, ...]]:
@@ -254,7 +258,7 @@ def _of_lanes(
         ranks=grid.ranks,
         weights=(outside + layers * inside) * wide / shares + gathered,
         gradients=learnt * wide / (1 if keeps else shares),
-        optimizer=learnt * 2 * wide * (train.optimizer == "adam") / shares,
+        optimizer=learnt * wide * (2 * (train.optimizer == "adam") + _has_average(train)) / shares,
     )
 
 

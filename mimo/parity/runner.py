@@ -85,6 +85,7 @@ train:
   optimizer: sgd
   learning_rate: 1.0e-6
   clip_grad_norm: null
+  max_skipped_steps: 0
   run_dir: {runs}
   threads_per_rank: 1
 """

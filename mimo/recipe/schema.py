@@ -175,9 +175,26 @@ class Train(Section):
     learning_rate: bounds.LearningRate = 1e-3
     """Peak learning rate of every module that does not set its own."""
     warmup_steps: bounds.WarmupSteps = 0
-    """Steps over which the learning rate rises from zero."""
+    """Steps over which the learning rate of every module that does not set its own rises from zero.
+    """
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate goes on after the warm-up: it stays, falls along half a cosine or in a
+    line, or stays until the last `decay_steps` and falls in a line then (`wsd`)."""
+    decay_steps: bounds.Steps | None = None
+    """Of `schedule: wsd`: steps at the end in which the learning rate falls; null for a tenth."""
     min_learning_rate_ratio: bounds.Share = 0.1
-    """Last learning rate of the cosine schedule, as a share of the peak."""
+    """Learning rate that the schedule falls to, as a share of the peak."""
+    max_skipped_steps: bounds.SkippedSteps = 3
+    """Steps in a row whose loss or gradient norm is not finite, and which therefore update no
+    module, before the run stops; 0 stops it at the first."""
+    loss_spike_zscore: bounds.ZScore | None = None
+    """A loss so many robust standard deviations above those of the steps before it is a spike,
+    whose samples are kept; null looks for none."""
+    loss_spike_window: bounds.SpikeWindow = 128
+    """How many steps before it a loss is compared with; from half as many on."""
+    ema_decay: bounds.Decay | None = None
+    """Keep a moving average of the weights that learn: of it so much stays at every update. Null
+    keeps none."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """The optimizer of every module."""
     weight_decay: bounds.WeightDecay = 0.0
@@ -215,8 +232,18 @@ class Train(Section):
     threads_per_rank: bounds.Threads | None = None
     """CPU threads of each rank; null shares out the cores."""
 
+    @property
+    def last_decay_steps(self) -> int:
+        """Steps in which the learning rate of `schedule: wsd` falls."""
+        return self.decay_steps or max(1, self.steps // 10)
+
     @model_validator(mode="after")
     def _settings_go_together(self) -> "Train":
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"decay_steps {self.decay_steps} belongs to schedule: wsd, but schedule is "
+                f"{self.schedule}; set schedule: wsd, or remove decay_steps"
+            )
         if self.fp8 != "none" and self.precision != "bf16":
             raise ValueError(
                 f"fp8: {self.fp8} works beside bf16 weights, but precision is {self.precision}; "
@@ -290,6 +317,22 @@ class Recipe(Section):
                 f"{bounds.MAX_MICROBATCH_TOKENS} can be counted; lower one of them"
             )
         return self
+
+    @model_validator(mode="after")
+    def _rates_rise_before_they_fall(self) -> "Recipe":
+        train, longest = self.train, max(self.warmup_steps(name) for name in self.modules)
+        if train.schedule == "wsd" and longest + train.last_decay_steps > train.steps:
+            raise ValueError(
+                f"train.schedule wsd: warmup_steps {longest} and decay_steps "
+                f"{train.last_decay_steps} are more than train.steps {train.steps}; lower one of "
+                f"them"
+            )
+        return self
+
+    def warmup_steps(self, module: str) -> int:
+        """Over how many steps the learning rate of this module rises."""
+        own = self.module(module).warmup_steps
+        return self.train.warmup_steps if own is None else own
 
     @property
     def longest_microbatch(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mimo.device import has_gpu, peak_flops
 from mimo.layout.grids import Layout
 from mimo.step.plan import StepPlan
+
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class StepResult:
     host_seconds: of this rank, the rest of the step: without its waits for data, for transfers of
     bridges, and for the sum over all ranks, which on a device is also the wait for the device. On a
     device that is the time to launch its work; on a CPU it is the work itself.
+    is_skipped: loss or gradient norm are not finite, so no module was updated. grad_norms: of each
+    module that trains. update_norms: how much the update before this step changed the weights of
+    each, as a norm; None where it was not measured.
     """
 
     plan: StepPlan
@@ -41,12 +47,17 @@ class StepResult:
     step_seconds: float
     data_wait_seconds: float
     host_seconds: float
+    is_skipped: bool
+    grad_norms: Mapping[str, float]
+    update_norms: Mapping[str, float | None]
 
 
-def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict[str, float | None]:
+def step_metrics(
+    done: StepResult, layout: Layout, skipped_samples: int, skipped_steps: int
+) -> dict[str, float | None]:
     """The line of a step in metrics.jsonl, without its number.
 
-    skipped_samples: since the run began.
+    skipped_samples, skipped_steps: since the run began.
     mfu is the share of the peak of all ranks of the job together, those of encoders included; None
     if the device's peak is unknown.
     """
@@ -56,6 +67,8 @@ def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict
     return {
         "loss": done.loss / max(plan.num_loss_tokens, 1),
         "grad_norm": done.grad_norm,
+        **{f"grad_norm_{name}": norm for name, norm in done.grad_norms.items()},
+        **{f"update_norm_{name}": norm for name, norm in done.update_norms.items()},
         "lr": max(done.rates.values()),
         **{f"lr_{name}": rate for name, rate in done.rates.items()},
         "tokens": plan.num_tokens,
@@ -66,6 +79,7 @@ def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict
         "encoder_idle_fraction": done.idle_seconds / (waiting * seconds) if waiting else None,
         "encoder_imbalance": plan.encoder_imbalance,
         "skipped_samples": skipped_samples,
+        "skipped_steps": skipped_steps,
         "step_seconds": seconds,
         "data_wait_seconds": done.data_wait_seconds,
         "host_seconds": done.host_seconds,
@@ -91,7 +105,7 @@ class MetricsWriter:
 
         self.log_every = log_every
         self.total_steps = total_steps
-        path = run_dir / "metrics.jsonl"
+        path = run_dir / METRICS
         _drop_lines_from(path, first_step)
         self._file = path.open("a", buffering=1)
         self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
@@ -123,6 +137,11 @@ class MetricsWriter:
         """Record one training step; ``metrics`` is a line of metrics.jsonl."""
         self._write(metrics, "train")
         step = int(metrics["step"] or 0)
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            self.say(
+                f"step {step + 1}/{self.total_steps} loss {metrics['loss']:g} grad_norm "
+                f"{metrics['grad_norm']:g}: not finite, so no module was updated"
+            )
         done = step + 1
         self._bar.update(
             self._task,
@@ -149,8 +168,12 @@ class MetricsWriter:
         self.console.print(line, highlight=False, markup=False)
 
     def _write(self, metrics: Mapping[str, Any], group: str) -> None:
-        self._file.write(json.dumps(dict(metrics)) + "\n")
-        numbers = dict(metrics)
+        # JSON has no NaN, and a curve neither.
+        numbers = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        self._file.write(json.dumps(numbers) + "\n")
         for source, epoch in numbers.pop("epochs", {}).items():
             numbers[f"epoch_{source}"] = epoch
         for name, value in numbers.items():

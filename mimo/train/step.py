@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from mimo.recipe.schema import Recipe, Train
 from mimo.train.batches import Batches, RankBatch
 from mimo.train.metrics import StepResult
 from mimo.train.observer import StepObserver
+from mimo.train.schedule import learning_rates
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
 _CHECKED_STEPS = 3
@@ -30,7 +31,8 @@ def train_step(
     A step lasts from asking for its batch until its update is queued; the device still works on
     the update, which counts for the next step.
 
-    Raises FloatingPointError for a loss or a norm that is not finite.
+    A loss or a norm that is not finite, which all ranks see, updates no module: what is left is as
+    if the step had not been.
     """
     started = time.perf_counter()
 
@@ -50,40 +52,49 @@ def train_step(
     model.finish_gradients(plan.num_loss_tokens)
     observer.gradients_complete(step, model.modules)
 
-    # ---- norm: one over all modules; the loss and a later batch's unusable samples travel along
+    # ---- norms: the loss, the last update's change, unusable samples of a later batch go along
     observer.at(step, "data of a later step")
     batches.read_ahead()
     idle = sum(sender.end.clock.seconds for sender in model.senders.values())
     observer.at(step, "norm and loss")
-    own_part = sum(module.squared_norm() for module in model.modules.values())
+    train, rates = recipe.train, learning_rates(recipe, step)
+    norms = _of_modules(rates, {name: one.squared_norm() for name, one in model.modules.items()})
+    changes, model.squared_changes = _of_modules(rates, model.squared_changes), {}
     waited = batches.take_waited_seconds()
     asked = time.perf_counter()
-    squared_norm, loss, idle, *data_waits = batches.sum_over_world(
-        own_part, own_loss, idle, *batches.shares_of_means(waited)
+    loss, idle, *sums = batches.sum_over_world(
+        own_loss, idle, *norms, *changes, *batches.shares_of_means(waited)
     )
     waited += time.perf_counter() - asked + model.take_waited_seconds()
-    norm = math.sqrt(squared_norm)
-    _check_finite(step, {"loss": loss, "gradient norm": norm})
+    squared_norms, squared_changes, data_waits = _split(sums, len(rates), len(rates))
+    norm = math.sqrt(sum(squared_norms))
 
     # ---- update: clip all modules by one factor; each learns at its own rate
     observer.at(step, "update")
-    factor = _clip_factor(recipe.train, norm)
-    for module in model.modules.values():
-        module.update(learning_rate(recipe.train, module.learning_rate, step), factor)
-    observer.updated(step, model.modules)
+    is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    if not is_skipped:
+        factor, measured = _clip_factor(train, norm), _reports_changes(train, step + 1)
+        for name, module in model.modules.items():
+            change = module.update(rates.get(name, 0.0), factor, measured)
+            model.squared_changes[name] = change
+        observer.updated(step, model.modules)
 
     # ---- metrics
     seconds = time.perf_counter() - started
+    has_changes = step > batches.steps.start and _reports_changes(train, step)
     return StepResult(
         plan,
         flops,
         loss,
         norm,
-        _rates(recipe, step),
+        rates,
         idle,
         step_seconds=seconds,
         data_wait_seconds=max(data_waits),
         host_seconds=seconds - waited,
+        is_skipped=is_skipped,
+        grad_norms=_roots(rates, squared_norms),
+        update_norms=_roots(rates, squared_changes) if has_changes else dict.fromkeys(rates),
     )
 
 
@@ -144,34 +155,23 @@ def _clip_factor(train: Train, norm: float) -> float:
     return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
-def _check_finite(step: int, values: Mapping[str, float]) -> None:
-    for what, value in values.items():
-        if not math.isfinite(value):
-            raise FloatingPointError(
-                f"step {step}: the {what} is {value}; lower train.learning_rate or look at the "
-                f"samples of this step"
-            )
+def _reports_changes(train: Train, step: int) -> bool:
+    """Whether this step tells how much the update before it changed: those that are logged do."""
+    return (step + 1) % train.log_every == 0
 
 
-def learning_rate(train: Train, peak: float, step: int) -> float:
-    """The learning rate of ``step``, which counts from 0.
-
-    It rises linearly to ``peak``, then falls along half a cosine to a fraction of it.
-    peak: the module's learning rate.
-    """
-    if step < train.warmup_steps:
-        return peak * (step + 1) / train.warmup_steps
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    lowest = train.min_learning_rate_ratio
-    return peak * (lowest + (1 - lowest) * cosine)
+def _of_modules(names: Iterable[str], own: Mapping[str, float | Tensor]) -> list[float | Tensor]:
+    """This rank's shares of these modules, in their order; 0 for those of other ranks."""
+    return [own.get(name, 0.0) for name in names]
 
 
-def _rates(recipe: Recipe, step: int) -> dict[str, float]:
-    """The learning rate of every module that trains, whichever rank owns it."""
-    train = recipe.train
-    return {
-        name: learning_rate(train, part.learning_rate or train.learning_rate, step)
-        for name, part in recipe.modules.items()
-        if part.trains
-    }
+def _split(sums: list[float], *counts: int) -> Iterator[list[float]]:
+    """The first so many, the next so many, and the rest."""
+    for count in counts:
+        yield sums[:count]
+        sums = sums[count:]
+    yield sums
+
+
+def _roots(names: Iterable[str], squares: Iterable[float]) -> dict[str, float]:
+    return {name: math.sqrt(square) for name, square in zip(names, squares, strict=True)}

@@ -9,7 +9,7 @@ import pytest
 
 from mimo.hf.recipes import load_recipe
 from mimo.recipe.schema import Train
-from mimo.train.step import learning_rate
+from mimo.train.schedule import learning_rate
 from mimo.verify.cells import SweepCell, recipe_cells
 from mimo.verify.reference import scheduled_rate
 from mimo.verify.scale import ScaledRecipe, scale_recipe
@@ -181,9 +181,12 @@ def test_the_workload_has_the_rates_of_the_modules_and_a_warm_up_where_the_recip
     assert (recipe.train.learning_rate, *own, recipe.train.warmup_steps) == pytest.approx(expected)
 
 
-def test_the_schedule_of_the_reference_is_that_of_training() -> None:
-    for warmup in (0, 1, 2, 7, 20):
-        train = load_recipe(RECIPE, ["train.steps=12", f"train.warmup_steps={warmup}"]).train
-        expected = [learning_rate(train, 0.3, step) for step in range(14)]
-        rates = [scheduled_rate(train, 0.3, step) for step in range(14)]
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
+def test_the_schedule_of_the_reference_is_that_of_training(schedule: str) -> None:
+    for warmup in (0, 1, 2, 7):
+        decays = ["train.decay_steps=4"] if schedule == "wsd" else []
+        given = ["train.steps=12", "train.warmup_steps=0", f"train.schedule={schedule}", *decays]
+        train = load_recipe(RECIPE, given).train
+        expected = [learning_rate(train, 0.3, warmup, step) for step in range(14)]
+        rates = [scheduled_rate(train, 0.3, warmup, step) for step in range(14)]
         assert rates == pytest.approx(expected, rel=1e-12)
