@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -58,15 +58,17 @@ def train_step(
     idle = sum(sender.end.clock.seconds for sender in model.senders.values())
     observer.at(step, "norm and loss")
     train, rates = recipe.train, learning_rates(recipe, step)
-    norms = _of_modules(rates, {name: one.squared_norm() for name, one in model.modules.items()})
-    changes, model.squared_changes = _of_modules(rates, model.squared_changes), {}
+    own_norms = {name: module.squared_norm() for name, module in model.modules.items()}
+    own_changes, model.squared_changes = model.squared_changes, {}
+    squares = [own.get(name, 0.0) for own in (own_norms, own_changes) for name in rates]
     waited = batches.take_waited_seconds()
     asked = time.perf_counter()
     loss, idle, *sums = batches.sum_over_world(
-        own_loss, idle, *norms, *changes, *batches.shares_of_means(waited)
+        own_loss, idle, *squares, *batches.shares_of_means(waited)
     )
     waited += time.perf_counter() - asked + model.take_waited_seconds()
-    squared_norms, squared_changes, data_waits = _split(sums, len(rates), len(rates))
+    n = len(rates)
+    squared_norms, squared_changes, data_waits = sums[:n], sums[n : 2 * n], sums[2 * n :]
     norm = math.sqrt(sum(squared_norms))
 
     # ---- update: clip all modules by one factor; each learns at its own rate
@@ -75,8 +77,8 @@ def train_step(
     if not is_skipped:
         factor, measured = _clip_factor(train, norm), _reports_changes(train, step + 1)
         for name, module in model.modules.items():
-            change = module.update(rates.get(name, 0.0), factor, measured)
-            model.squared_changes[name] = change
+            rate = rates.get(name, 0.0)
+            model.squared_changes[name] = module.update(rate, factor, measured)
         observer.updated(step, model.modules)
 
     # ---- metrics
@@ -158,19 +160,6 @@ def _clip_factor(train: Train, norm: float) -> float:
 def _reports_changes(train: Train, step: int) -> bool:
     """Whether this step tells how much the update before it changed: those that are logged do."""
     return (step + 1) % train.log_every == 0
-
-
-def _of_modules(names: Iterable[str], own: Mapping[str, float | Tensor]) -> list[float | Tensor]:
-    """This rank's shares of these modules, in their order; 0 for those of other ranks."""
-    return [own.get(name, 0.0) for name in names]
-
-
-def _split(sums: list[float], *counts: int) -> Iterator[list[float]]:
-    """The first so many, the next so many, and the rest."""
-    for count in counts:
-        yield sums[:count]
-        sums = sums[count:]
-    yield sums
 
 
 def _roots(names: Iterable[str], squares: Iterable[float]) -> dict[str, float]:

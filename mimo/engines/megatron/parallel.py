@@ -225,7 +225,7 @@ def step_optimizer(
     for group in base.param_groups:
         group["lr"] = learning_rate
     if measured:
-        own = {id(grad) for grad in _counted_gradients(optimizer, groups)}
+        own = {id(grad): grad for grad in _counted_gradients(optimizer, groups)}
         step = MeasuredStep(base, lambda param: id(param.grad) in own)
         optimizer.optimizer = cast("Any", step)  # Megatron asks it for one step, and no more
         optimizer.step_with_ready_grads()

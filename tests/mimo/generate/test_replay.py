@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mimo.errors import InputError
-from mimo.generate.replay import Replay, Statistics
+from mimo.generate.layer_statistics import Statistics
+from mimo.generate.replay import Replay
 from mimo.hf.recipes import load_recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
