@@ -46,6 +46,7 @@ from mimo.train.odd_steps import BATCHES, samples_of
 from mimo.train.step import train_step
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)\..*")
+_WIDTH = 120  # of the table at least, also where output is no terminal
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,7 @@ def main(run: Path, step: int, checkpoint: Path | None = None, target: Path | No
     target = target or run / "replays" / f"step_{step}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(_without_nan(asdict(found)), indent=1), encoding="utf-8")
-    console = Console(soft_wrap=True)
-    console.print(_table(found))
+    Console(width=max(Console().width, _WIDTH)).print(_table(found))
     name = "those that the run began with" if found.weights is None else found.weights
     far = f"{abs(found.updates_before)} steps {'before' if found.updates_before > 0 else 'after'}"
     where = "exactly those of the step" if not found.updates_before else f"of {far} it"

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mimo.checkpoint.contents import with_masters
 from mimo.checkpoint.start import Resume
+from mimo.checkpoint.tensors import averages
+from mimo.convert import to_hf
 from mimo.engines.piece import Piece
+from mimo.errors import InputError
 from mimo.hf.recipes import load_recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
@@ -151,6 +155,39 @@ def test_an_update_is_measured_in_steps_that_are_logged_and_not_of_what_is_froze
     assert [line["update_norm_language"] is not None for line in lines] == [False, True] * 3
     assert "grad_norm_vision" not in lines[0]
     assert lines[0]["grad_norm_language"] == lines[0]["grad_norm"]
+
+
+def answering_weights(rank: int, run: Path) -> dict[str, Tensor]:
+    """What a model that answers with the average has for weights."""
+    from mimo.generate.answer import Generator
+
+    modules = Generator(run, average=True).model.model.modules.values()
+    pieces = [piece for module in modules for piece in module.pieces("load", with_optimizer=False)]
+    return {piece.key: piece.values.clone() for piece in pieces}
+
+
+def test_the_average_answers_and_is_exported_in_place_of_the_weights(
+    run_ranks: RunRanks, recipe: Path, tmp_path: Path
+) -> None:
+    given = [*SETTINGS, *FSDP, "encoders.vision.freeze=true", "train.steps=2"]
+    run = trained(run_ranks, recipe, "exported", *given)
+    stored = read(run / "checkpoints" / "step_2")
+    average = {k.removeprefix("ema."): one for k, one in stored.items() if k.startswith("ema.")}
+    assert {key.partition(".")[0] for key in average} == {"language"}
+    (found,) = run_ranks(answering_weights, 1, run)
+    for key, values in found.items():
+        expected = average.get(key, stored[key])
+        assert torch.equal(values, expected.view(values.shape)), key
+    to_hf.convert(run, tmp_path / "out", 10**9, average=True)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    known = torch.cat([one.flatten() for one in average.values()])
+    for key, values in exported.items():
+        assert bool(torch.isin(values, known).all()) == ("visual" not in key), key
+
+
+def test_an_average_that_a_run_has_not_kept_is_no_export() -> None:
+    with pytest.raises(InputError, match="train with train.ema_decay"):
+        averages(["language.a", "optimizer.exp_avg.language.a"])
 
 
 def test_an_average_that_a_checkpoint_lacks_begins_with_its_most_exact_weights() -> None:

@@ -128,7 +128,7 @@ def around_a_skipped_step(rank: int, path: Path, overrides: list[str]) -> dict[s
 
 @pytest.fixture(scope="module")
 def from_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("skipped"), "qwen3_vl") / "recipe.yaml"
+    return make(tmp_path_factory.mktemp("skipped"), "qwen3_vl")
 
 
 @pytest.mark.parametrize("case", quick_values(CASES, "megatron", "fsdp"))
