@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def check_by_hand(run: Path) -> None:
         )
         for step in (2, 3):
             expected = distance(weights[step - 1], weights[step - 2])
-            assert lines[step][f"update_norm_{module}"] == pytest.approx(expected, rel=1e-6)
+            assert lines[step][f"update_norm_{module}"] == pytest.approx(expected, rel=1e-4)
         for before, after, now in zip(means, means[1:], weights[1:], strict=False):
             for key, one in now.items():
                 expected = DECAY * before[f"ema.{key}"] + (1 - DECAY) * one
@@ -157,13 +158,13 @@ def test_an_update_is_measured_in_steps_that_are_logged_and_not_of_what_is_froze
     assert lines[0]["grad_norm_language"] == lines[0]["grad_norm"]
 
 
-def answering_weights(rank: int, run: Path) -> dict[str, Tensor]:
+def answering_weights(rank: int, run: Path) -> list[Piece]:
     """What a model that answers with the average has for weights."""
     from mimo.generate.answer import Generator
 
     modules = Generator(run, average=True).model.model.modules.values()
     pieces = [piece for module in modules for piece in module.pieces("load", with_optimizer=False)]
-    return {piece.key: piece.values.clone() for piece in pieces}
+    return [replace(piece, values=piece.values.clone()) for piece in pieces]
 
 
 def test_the_average_answers_and_is_exported_in_place_of_the_weights(
@@ -175,9 +176,11 @@ def test_the_average_answers_and_is_exported_in_place_of_the_weights(
     average = {k.removeprefix("ema."): one for k, one in stored.items() if k.startswith("ema.")}
     assert {key.partition(".")[0] for key in average} == {"language"}
     (found,) = run_ranks(answering_weights, 1, run)
-    for key, values in found.items():
-        expected = average.get(key, stored[key])
-        assert torch.equal(values, expected.view(values.shape)), key
+    for piece in found:
+        rows, columns = piece.values.shape
+        whole = average.get(piece.key, stored[piece.key]).view(piece.shape[0], -1)
+        expected = whole[piece.row : piece.row + rows, piece.column : piece.column + columns]
+        assert torch.equal(piece.values, expected), piece.key
     to_hf.convert(run, tmp_path / "out", 10**9, average=True)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     known = torch.cat([one.flatten() for one in average.values()])
