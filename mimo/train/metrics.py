@@ -169,7 +169,7 @@ class MetricsWriter:
 
     def _write(self, metrics: Mapping[str, Any], group: str) -> None:
         # JSON has no NaN, and a curve neither.
-        numbers = {
+        numbers: dict[str, Any] = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
         }
