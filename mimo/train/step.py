@@ -15,7 +15,7 @@ from mimo.recipe.schema import Recipe, Train
 from mimo.train.batches import Batches, RankBatch
 from mimo.train.metrics import StepResult
 from mimo.train.observer import StepObserver
-from mimo.train.schedule import learning_rates
+from mimo.train.schedule import learning_rate, learning_rates
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
 _CHECKED_STEPS = 3
@@ -77,7 +77,7 @@ def train_step(
     if not is_skipped:
         factor, measured = _clip_factor(train, norm), _reports_changes(train, step + 1)
         for name, module in model.modules.items():
-            rate = rates.get(name, 0.0)
+            rate = learning_rate(train, module.learning_rate, recipe.warmup_steps(name), step)
             model.squared_changes[name] = module.update(rate, factor, measured)
         observer.updated(step, model.modules)
 

@@ -28,8 +28,8 @@ def ignore_warm_up() -> None:
 
     schedule = training.learning_rate
 
-    def without(train: Train, peak: float, step: int) -> float:
-        return schedule(train.model_copy(update={"warmup_steps": 0}), peak, step)
+    def without(train: Train, peak: float, warmup_steps: int, step: int) -> float:
+        return schedule(train, peak, 0, step)
 
     training.learning_rate = without
 
@@ -44,8 +44,8 @@ def ignore_rate_of_encoder() -> None:
 def without_rate(make: Any) -> Any:
     """A module of either engine, all of which learn at the language model's rate."""
 
-    def made(*args: Any) -> Any:
-        return make(*args[:5], 0.1, *args[6:])
+    def made(*args: Any, **given: Any) -> Any:
+        return make(*args[:5], 0.1, *args[6:], **given)
 
     return made
 
@@ -56,7 +56,7 @@ def step_first_parameter_group_only() -> None:
 
     step = training.step_optimizer
 
-    def first_only(optimizer: Any, rate: float, factor: float) -> None:
+    def first_only(optimizer: Any, *given: Any) -> Any:
         kept = [group["lr"] for group in optimizer.optimizer.param_groups[1:]]
 
         def restore(*_: Any) -> None:
@@ -64,8 +64,9 @@ def step_first_parameter_group_only() -> None:
                 group["lr"] = old
 
         hook = optimizer.optimizer.register_step_pre_hook(restore)
-        step(optimizer, rate, factor)
+        change = step(optimizer, *given)
         hook.remove()
+        return change
 
     training.step_optimizer = first_only
 
