@@ -177,9 +177,10 @@ def test_the_average_answers_and_is_exported_in_place_of_the_weights(
         assert torch.equal(piece.values, expected), piece.key
     to_hf.convert(run, tmp_path / "out", 10**9, average=True)
     exported = load_file(tmp_path / "out" / "model.safetensors")
-    known = torch.cat([one.flatten() for one in average.values()])
+    known = torch.cat([one.flatten() for one in average.values()]).unique()
     for key, values in exported.items():
-        assert bool(torch.isin(values, known).all()) == ("visual" not in key), key
+        nearest = known[torch.searchsorted(known, values).clamp(max=len(known) - 1)]
+        assert torch.equal(nearest, values) == ("visual" not in key), key
 
 
 def test_an_average_that_a_run_has_not_kept_is_no_export() -> None:
