@@ -168,7 +168,7 @@ MEMORY = {
         "train.precision=bf16",
         "train.global_batch_size=2",
     ],
-    "frozen": ["language.freeze=true", "encoders.vision.freeze=tower"],
+    "frozen": ["language.freeze=true", "encoders.vision.freeze=tower", "train.ema_decay=0.9"],
 }
 
 
