@@ -212,13 +212,10 @@ def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, ..
         first = [key for key in layer if "s.0." in key]
         size = DTYPES[recipe.train.precision].itemsize
         gathered = sum(n for key, n in whole.items() if key not in layer or key in first) * size
-        if module._optimizer is not None:
-            fill_state(module._optimizer)
-        state = sum(
-            tensor.nbytes
-            for one, _ in own
-            if one.local is not None
-            for tensor in kept(module._optimizer, one.local).values()
-        )
+        state, optimizer = 0, module._optimizer
+        if optimizer is not None:
+            fill_state(optimizer)
+            locals_ = [one.local for one, _ in own if one.local is not None]
+            state = sum(t.nbytes for param in locals_ for t in kept(optimizer, param).values())
         found[name] = (weights, gradients, state, gathered)
     return found
