@@ -10,7 +10,7 @@ from mimo.commands.bench import bench_bridge, bench_data, bench_engines, bench_t
 from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
-from mimo.commands.generate import evaluate, generate
+from mimo.commands.generate import evaluate, generate, replay
 from mimo.commands.report import compare, report
 from mimo.commands.train import prepare, quickstart, train
 from mimo.commands.verify import parity, verify
@@ -24,8 +24,8 @@ app = typer.Typer(
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (
-    *(check, prepare, train, report, compare, verify, generate, evaluate, parity, tiny),
-    quickstart,
+    *(check, prepare, train, report, compare, replay, verify),
+    *(generate, evaluate, parity, tiny, quickstart),
 ):
     app.command()(readable_errors(command))
 

@@ -17,22 +17,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from mimo.engines.optimizer import OptimizerSettings
+
 LAYERS = 2
 PREFIX = "model."
 
 
-@dataclass(frozen=True)
-class _Optimizer:
-    """As Megatron's `OptimizerSettings`, without importing it."""
-
-    name: str = "adam"
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-4
-
-
-OPTIMIZER: Any = _Optimizer()
+OPTIMIZER = OptimizerSettings("adam", 0.1, 0.9, 0.95, 1e-4)
 
 
 @dataclass(frozen=True)

@@ -134,11 +134,11 @@ class Trainer:
     def __init__(self, job: Job) -> None:
         from mimo.engines.megatron.config import ModuleContext
         from mimo.engines.megatron.parallel import (
-            OptimizerSettings,
             build_optimizer,
             prepare_engine,
             wrap_data_parallel,
         )
+        from mimo.engines.optimizer import OptimizerSettings
         from mimo.languages import qwen3
         from mimo.layout.grids import LANGUAGE, GridSpec, Layout
         from mimo.layout.groups import build_topology
@@ -197,7 +197,7 @@ class Trainer:
         logged = run_schedule(self._forward_step, batch, self.chunks, self.groups, shapes)
         finish_gradients(self.chunks, self.groups, count_loss_tokens(self.job, step))
         norm = squared_gradient_norm(self.optimizer, self.groups)
-        step_optimizer(self.optimizer, self.job.learning_rate, 1.0)
+        step_optimizer(self.optimizer, self.groups, self.job.learning_rate, 1.0)
         first = self.groups.tp.rank() == 0
         return {"loss": float(sum(logged)) if first else 0.0, "squared_norm": float(norm)}
 

@@ -46,7 +46,7 @@ MAY_IMPORT_LATE = {
     "mimo/languages/": "the engine takes ten seconds; recipes and checks need settings alone",
     "mimo/train/main.py:_be_a_rank": "torch takes seconds; the starter of ranks needs none",
     "mimo/recipe/modules.py:_item_text": "data loads numpy",
-    "mimo/recipe/schema.py:_has_no_credentials": "data loads numpy",
+    "mimo/recipe/data.py:_has_no_credentials": "data loads numpy",
 }
 
 

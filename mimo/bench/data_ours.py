@@ -22,7 +22,7 @@ from mimo.device import Staging, copy_stream
 from mimo.families.wire import WirePatches
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.hosts import SHARED_MEMORY, Host
-from mimo.recipe.schema import Data
+from mimo.recipe.data import Data
 from mimo.step.decoding import Decoding
 from mimo.step.loader import StepLoader, gather_items, pack_language
 from mimo.step.plan import StepPlanner

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish, read_progress
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
+from mimo.checkpoint.tensors import averages, read_index, read_pieces, write_index, write_pieces
 from mimo.device import barrier
 from mimo.engines.contract import Module, Purpose
-from mimo.engines.piece import MASTER, Piece
+from mimo.engines.piece import EMA, MASTER, Piece, key_of
 from mimo.families.lora import is_adapter
-from mimo.recipe.schema import Recipe, key_of
+from mimo.recipe.schema import Recipe
+from mimo.recipe.schema import key_of as recipe_key_of
 from mimo.recipe.source import dotted
 
 Modules = Mapping[str, Module]
@@ -33,17 +34,21 @@ def _pieces(modules: Modules, purpose: Purpose, with_optimizer: bool = True) -> 
 
 
 def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
-    """The wanted pieces, with master weights read from the weights if the checkpoint lacks them.
+    """The wanted pieces, with those read from the weights that the checkpoint lacks.
 
-    That of an fp32 run does.
+    That of an fp32 run has no master weights, and that of a run without one no moving average,
+    which then begins with the weights, the master weights if there are any.
     """
-    beginning = f"optimizer.{MASTER}."
-    return [
-        replace(p, key=p.key.removeprefix(beginning))
-        if p.key.startswith(beginning) and p.key not in stored
-        else p
-        for p in pieces
-    ]
+    master, average = key_of(MASTER, ""), key_of(EMA, "")
+    found = []
+    for piece in pieces:
+        key = piece.key
+        if key.startswith(average) and key not in stored:
+            key = key_of(MASTER, key.removeprefix(average))
+        if key.startswith(master) and key not in stored:
+            key = key.removeprefix(master)
+        found.append(replace(piece, key=key))
+    return found
 
 
 def save_checkpoint(
@@ -113,27 +118,33 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collec
     for name, module in modules.items():
         adapts = any(is_adapter(piece.key) for piece in module.pieces("load", False))
         if not adapts and any(key.startswith(f"{name}.") for key in adapters):
-            key = dotted(key_of(name))
+            key = dotted(recipe_key_of(name))
             raise ValueError(
                 f"checkpoint {checkpoint} has adapters of {name}, but the recipe has no "
                 f"{key}.lora: what they learned would be lost; give it the lora of their training"
             )
 
 
-def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = True) -> Progress:
+def load_checkpoint(
+    modules: Modules, checkpoint: Path, with_optimizer: bool = True, average: bool = False
+) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
     Without the optimizers, those of the model start afresh from the loaded weights.
+    average: the moving average of the weights in their place.
     Raises ValueError if the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     wanted = _pieces(modules, "load", with_optimizer)
+    if average:
+        keys = averages(stored)
+        wanted = [replace(piece, key=keys.get(piece.key, piece.key)) for piece in wanted]
     read_pieces(checkpoint, stored, with_masters(wanted, stored))
     for module in modules.values():
         if with_optimizer:
-            module.set_steps(progress.step)
+            module.set_steps(progress.updates)
         else:
             module.follow_weights()
     return progress

@@ -36,6 +36,7 @@ class Progress:
     skipped_samples: how many there are. It is larger than the number in `skipped` if an older
     checkpoint had only the count.
     mixtures: the order of samples, of all positions so far; none in an older checkpoint.
+    skipped_steps: how many steps updated no module, because a number was not finite.
     """
 
     step: int
@@ -44,15 +45,27 @@ class Progress:
     skipped: frozenset[tuple[int, int]] = frozenset()
     passed_over: tuple[int, ...] = ()
     mixtures: tuple[Mixture, ...] = ()
+    skipped_steps: int = 0
+
+    @property
+    def updates(self) -> int:
+        """How many steps updated the modules."""
+        return self.step - self.skipped_steps
 
     @property
     def used(self) -> Used:
         """The samples of the order that are used."""
         return Used(self.samples, self.passed_over)
 
-    def after_step(self, step: int, used: Used) -> Progress:
-        """The same once this step is done, which leaves these samples used."""
-        return replace(self, step=step + 1, samples=used.samples, passed_over=used.passed_over)
+    def after_step(self, step: int, used: Used, is_skipped: bool) -> Progress:
+        """The same once this step is done, or skipped, which leaves these samples used."""
+        return replace(
+            self,
+            step=step + 1,
+            samples=used.samples,
+            passed_over=used.passed_over,
+            skipped_steps=self.skipped_steps + is_skipped,
+        )
 
     def with_skipped(self, found: Set[tuple[int, int]]) -> Progress:
         """The same with these samples skipped; each counts once, however often it comes up."""

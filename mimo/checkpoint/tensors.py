@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mimo.checkpoint.folder import write_synced
-from mimo.engines.piece import Piece
+from mimo.engines.piece import EMA, Piece, key_of
 from mimo.errors import InputError
 
 _INDEX = "tensors.json"
@@ -324,6 +324,21 @@ def _fill(file: Any, begin: int, target: Tensor) -> None:
         if count <= 0:
             raise InputError(f"checkpoint {file.name}: the file is cut off; copy it again")
         left, begin = left[count:], begin + count
+
+
+def averages(stored: Collection[str]) -> dict[str, str]:
+    """By the key of each weight that has one, the key of its moving average.
+
+    Raises InputError if there is none.
+    """
+    beginning = key_of(EMA, "")
+    found = {key.removeprefix(beginning): key for key in stored if key.startswith(beginning)}
+    if not found:
+        raise InputError(
+            "--ema: the checkpoint has no moving average of the weights; train with "
+            "train.ema_decay, or leave --ema out"
+        )
+    return found
 
 
 # --------------------------------------------------------------------------- whole tensors

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mimo.commands._shared import RunArgument
+from mimo.commands._shared import EmaOption, RunArgument
 
 
 def convert_from_hf(
@@ -29,6 +29,7 @@ def convert_to_hf(
         bool,
         typer.Option("--adapter", help="Write the adapters of a run with lora alone, for peft."),
     ] = False,
+    ema: EmaOption = False,
 ) -> None:
     """Write a trained model in Hugging Face format, from whatever layout it was trained in.
 
@@ -37,12 +38,12 @@ def convert_to_hf(
     if adapter:
         from mimo.convert.adapter import convert as write_adapter
 
-        write_adapter(run, out)
+        write_adapter(run, out, ema)
         return
     from mimo.convert.to_hf import convert as write
     from mimo.convert.to_hf import parse_size
 
-    write(run, out, parse_size(shard_size))
+    write(run, out, parse_size(shard_size), ema)
 
 
 def tiny(

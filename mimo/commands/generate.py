@@ -1,11 +1,11 @@
-"""`mimo generate` and `mimo evaluate`: answers of a trained model, and the score of a split."""
+"""`mimo generate`, `mimo evaluate` and `mimo replay`: what a trained model answers and computes."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mimo.commands._shared import RunArgument, number
+from mimo.commands._shared import EmaOption, JsonOption, RunArgument, number
 
 
 def generate(
@@ -28,6 +28,7 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=2**20, help="Most tokens of the answer.")
     ] = 64,
+    ema: EmaOption = False,
 ) -> int | None:
     """Answer a question about images, a video or other items with a trained checkpoint.
 
@@ -42,7 +43,7 @@ def generate(
     if frame:
         items.append(GivenItem("--frame", "video", frame, {"frames": len(frame), "fps": fps}))
     items += [GivenItem.parse("--item", text) for text in item or []]
-    return answer(run, items, prompt, max_new_tokens)
+    return answer(run, items, prompt, max_new_tokens, ema)
 
 
 def evaluate(
@@ -56,6 +57,7 @@ def evaluate(
             help="Most tokens of an answer; default: those of the longest expected one.",
         ),
     ] = None,
+    ema: EmaOption = False,
 ) -> int | None:
     """Answer the held-out samples of a run's recipe and compare with the expected answers.
 
@@ -63,4 +65,22 @@ def evaluate(
     """
     from mimo.generate.evaluate import main as compare
 
-    return compare(run, split, max_new_tokens)
+    return compare(run, split, max_new_tokens, ema)
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run folder, or that of one phase.")],
+    step: Annotated[int, typer.Option(min=0, help="The step, as metrics.jsonl numbers it.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="With whose weights; default: the nearest before the step."),
+    ] = None,
+    json: JsonOption = None,
+) -> int | None:
+    """Run one step of a run again, alone on one rank, with statistics of every layer.
+
+    The batch is the one that the step had. Activations and gradients that are not finite stand out.
+    """
+    from mimo.generate.replay import main as run_again
+
+    return run_again(run, step, checkpoint, json)

@@ -32,16 +32,17 @@ _COMPARED_BYTES = 10**9
 _LISTED = 10
 
 
-def convert(run: Path, target: Path) -> None:
+def convert(run: Path, target: Path, average: bool = False) -> None:
     """Write the folder ``target``: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint, which must
-    still be there: every weight is compared with it, so that nothing learned is lost.
+    still be there: every weight is compared with it, so that nothing learned is lost. average:
+    write the moving average of what learned.
 
     Raises InputError for a checkpoint without adapters, and RecipeError where the folder it started
     from does not fit or where other weights have learned than adapters and a projector's.
     """
-    trained = open_trained(run)
+    trained = open_trained(run, average)
     if not any(one.adapter for one in trained.weights):
         raise InputError(
             f"{trained.checkpoint}: its recipe has no lora, so there is no adapter to write; leave "

@@ -26,18 +26,19 @@ from mimo.hf.new_folder import new_folder
 from mimo.progress import counter_of
 
 
-def convert(run: Path, target: Path, shard_bytes: int) -> None:
+def convert(run: Path, target: Path, shard_bytes: int, average: bool = False) -> None:
     """Write the folder ``target``: weights, index, configuration, tokenizer and processor files.
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
-    the largest size of a file; a larger tensor has one of its own. Where the language model was
-    trained without the checkpoint's tower, the tower goes along as it was, from the folder that the
-    recipe starts from. Encoders that the format has no place for are named on the console.
+    the largest size of a file; a larger tensor has one of its own. average: write the moving
+    average of the weights. Where the language model was trained without the checkpoint's tower, the
+    tower goes along as it was, from the folder that the recipe starts from. Encoders that the
+    format has no place for are named on the console.
 
     Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
     missing, unknown or has another shape.
     """
-    trained = open_trained(run)
+    trained = open_trained(run, average)
     changed = changed_settings(trained.recipe, trained.architecture, trained.assets)
     files: list[Callable[[], dict[str, Tensor]]] = [
         partial(_trained_tensors, trained, shard) for shard in trained.shards(shard_bytes)

@@ -76,13 +76,15 @@ class TrainedWeight:
 class TrainedModel:
     """A checkpoint of ours whose model has a form in Hugging Face format.
 
-    weights: every parameter of the modules that have that form.
+    weights: every parameter of the modules that have that form. averages: by its key, the key of
+    the moving average that is read in a parameter's place.
     """
 
     checkpoint: Path
     recipe: Recipe
     architecture: Architecture
     weights: list[TrainedWeight]
+    averages: Mapping[str, str]
 
     def tell_what_is_left_out(self) -> None:
         """One line on the console, where an encoder stays in our checkpoint alone."""
@@ -108,15 +110,21 @@ class TrainedModel:
     ) -> dict[str, Tensor]:
         """Parameters and what adapts them, or only that, by key."""
         stored = [pair for one in weights for pair in one.stored().items()]
-        wanted = {key: form for key, form in stored if is_adapter(key) or not only_adapters}
-        return checkpoint_tensors.read(self.checkpoint, wanted)
+        sources = {
+            key: (self.averages.get(key, key), form)
+            for key, form in stored
+            if is_adapter(key) or not only_adapters
+        }
+        found = checkpoint_tensors.read(self.checkpoint, dict(sources.values()))
+        return {key: found[source] for key, (source, _) in sources.items()}
 
 
-def open_trained(run: Path) -> TrainedModel:
+def open_trained(run: Path, average: bool = False) -> TrainedModel:
     """run: a run or checkpoint folder whose model started from a Hugging Face checkpoint.
 
-    Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
-    missing, unknown or has another shape.
+    average: read the moving average of the weights that have learned.
+    Raises InputError for a checkpoint of another kind or without an average, and RecipeError with
+    every tensor that is missing, unknown or has another shape.
     """
     checkpoint = find_checkpoint(run)
     recipe = recipe_of(checkpoint)
@@ -127,14 +135,18 @@ def open_trained(run: Path) -> TrainedModel:
             f"there is no configuration that describes it (train with init_from)"
         )
     architecture = architecture_of_folder(assets)
-    weights = _trained_weights(checkpoint, recipe, architecture)
-    return TrainedModel(checkpoint, recipe, architecture, weights)
+    described = checkpoint_tensors.describe(checkpoint)
+    weights = _trained_weights(checkpoint, described, recipe, architecture)
+    averages = checkpoint_tensors.averages(described) if average else {}
+    return TrainedModel(checkpoint, recipe, architecture, weights, averages)
 
 
 def _trained_weights(
-    checkpoint: Path, recipe: Recipe, architecture: Architecture
+    checkpoint: Path,
+    described: Mapping[str, tuple[torch.Size, torch.dtype]],
+    recipe: Recipe,
+    architecture: Architecture,
 ) -> list[TrainedWeight]:
-    described = checkpoint_tensors.describe(checkpoint)
     found: list[TrainedWeight] = []
     problems: list[str] = []
     wanted = architecture.weights_of(recipe)

@@ -140,8 +140,16 @@ class Module(Protocol):
         """
         ...
 
-    def update(self, learning_rate: float, gradient_factor: float) -> None:
-        """Scale the gradients by ``gradient_factor`` (clipping) and update the weights."""
+    def update(
+        self, learning_rate: float, gradient_factor: float, measured: bool = False
+    ) -> Tensor | float:
+        """Scale the gradients by ``gradient_factor`` (clipping) and update the weights.
+
+        The moving average of the weights, if there is one, follows. Left out, it leaves all that
+        this rank holds as if there had been no step.
+        Returns this rank's share of the squared norm of the change, if ``measured``, which takes
+        about as long as the update; else 0. Like `squared_norm` it is a number of the device.
+        """
         ...
 
     # ---- what it holds, under the names of the checkpoint format
@@ -153,7 +161,8 @@ class Module(Protocol):
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
         """The pieces that this rank writes, or those that it wants. No collective.
 
-        Keys are ``<module>.<parameter>`` and ``optimizer.<kind>.<module>.<parameter>``.
+        Keys are ``<module>.<parameter>``, and `mimo.engines.piece.key_of` what an optimizer keeps
+        of it: its moments, master weights and moving average.
         """
         ...
 

@@ -8,6 +8,13 @@ from torch import Tensor
 
 MASTER = "fp32_param"
 """Kind of an optimizer's tensor: the master weight of a 16-bit parameter."""
+EMA = "ema"
+"""Kind of an optimizer's tensor: the moving average of a parameter that learns."""
+
+
+def key_of(kind: str, key: str) -> str:
+    """The key of what an optimizer keeps, by kind, of the parameter of this key."""
+    return f"{EMA}.{key}" if kind == EMA else f"optimizer.{kind}.{key}"
 
 
 @dataclass(frozen=True)

@@ -80,15 +80,18 @@ class _Prompt:
 class Generator:
     """A model with its tokenizer and processors, ready to answer."""
 
-    def __init__(self, path: Path) -> None:
-        """path: a run or checkpoint folder. Raises InputError when it holds no checkpoint."""
+    def __init__(self, path: Path, average: bool = False) -> None:
+        """path: a run or checkpoint folder. average: use the moving average of its weights.
+
+        Raises InputError when it holds no checkpoint, or no average.
+        """
         recipe = recipe_of(find_checkpoint(path))
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
         self.encoders = {
             media: name for name, one in recipe.encoders.items() for media in one.media_tokens
         }
-        self.model = LocalModel.from_checkpoint(path, self.chat.vocab_size)
+        self.model = LocalModel.from_checkpoint(path, self.chat.vocab_size, average)
 
     @torch.no_grad()
     def answer(
@@ -196,14 +199,16 @@ class Generator:
         return logits[0, :, : self.model.num_tokens].argmax(-1).tolist()
 
 
-def main(path: Path, items: Sequence[GivenItem], prompt: str, max_new_tokens: int) -> int:
+def main(
+    path: Path, items: Sequence[GivenItem], prompt: str, max_new_tokens: int, average: bool = False
+) -> int:
     """`mimo generate RUN_OR_CHECKPOINT --image ... --prompt ...`: prints the answer.
 
-    items: placed before the prompt, in this order.
+    items: placed before the prompt, in this order. average: as of `Generator`.
     """
     processors = item_processors(recipe_of(find_checkpoint(path)))
     files = [file for item in items for file in _decoded(item, processors)]
-    generator = Generator(path)
+    generator = Generator(path, average)
     for media, text in generator.chat.media_text.items():
         for token in (text.written, text.placeholder):
             if token in prompt:

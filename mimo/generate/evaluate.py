@@ -74,7 +74,11 @@ def score(answered: Iterable[Answered]) -> Score:
 
 
 def evaluate(
-    run: Path, picture: Path, split: str = "test", max_new_tokens: int | None = None
+    run: Path,
+    picture: Path,
+    split: str = "test",
+    max_new_tokens: int | None = None,
+    average: bool = False,
 ) -> Score:
     """The score of `answer_split`; draws the first samples with items, if any, to ``picture``.
 
@@ -89,7 +93,7 @@ def evaluate(
             kind.append(one)
         return one
 
-    found = score(map(keep, answer_split(run, split, max_new_tokens)))
+    found = score(map(keep, answer_split(run, split, max_new_tokens, average)))
     if shown:
         draw(shown, picture)
     samples = [
@@ -102,22 +106,23 @@ def evaluate(
 
 
 def answer_split(
-    run: Path, split: str = "test", max_new_tokens: int | None = None
+    run: Path, split: str = "test", max_new_tokens: int | None = None, average: bool = False
 ) -> Iterator[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
     Samples are read as they are answered, about `BATCH_TOKENS` at a time. max_new_tokens: where an
-    answer is cut; None for the length of the longest expected answer. No prompt and answer together
-    exceed `data.sequence_length`. Prints how many expected answers are too long for
-    `max_new_tokens`, and which samples are left out and why. Raises RecipeError if the recipe names
-    no shards for the split, InputError with the name of a sample that cannot be answered.
+    answer is cut; None for the length of the longest expected answer. average: answer with the
+    moving average of the weights. No prompt and answer together exceed `data.sequence_length`.
+    Prints how many expected answers are too long for `max_new_tokens`, and which samples are left
+    out and why. Raises RecipeError if the recipe names no shards for the split, InputError with the
+    name of a sample that cannot be answered.
     """
     if split not in ("validation", "test"):
         raise RecipeError(f"--split {split}: choose validation or test")
     recipe = recipe_of(find_checkpoint(run))
     if not getattr(recipe.data, split):
         raise RecipeError(f"data.{split}: no shards are given, so there is nothing to evaluate")
-    generator = Generator(run)
+    generator = Generator(run, average)
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
     longest = recipe.data.sequence_length
@@ -235,10 +240,10 @@ def _answer_length(sample: EncodedSample) -> int:
     return int(np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)[-1].size)
 
 
-def main(run: Path, split: str, max_new_tokens: int | None = None) -> int:
+def main(run: Path, split: str, max_new_tokens: int | None = None, average: bool = False) -> int:
     """`mimo evaluate RUN`: draws a picture into the folder; the last line printed is the score."""
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
-    result = evaluate(run, picture, split, max_new_tokens)
+    result = evaluate(run, picture, split, max_new_tokens, average)
     if picture.is_file():  # samples without images make none
         print(f"picture: {picture}")
     print(f"exact_match={result.exact_match:.3f} per_word={result.per_word:.3f}")

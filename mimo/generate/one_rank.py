@@ -45,7 +45,7 @@ def one_rank_layout(recipe: Recipe) -> Layout:
 
 
 # Any machine answers, and prompts have any length.
-_ANYWHERE = {"fp8": "none", "tp_comm_overlap": False}
+_ANYWHERE = {"fp8": "none", "tp_comm_overlap": False, "ema_decay": None}
 
 
 def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
@@ -88,8 +88,8 @@ class LocalModel:
         self.device = self.model.device
 
     @classmethod
-    def from_checkpoint(cls, path: Path, tokenizer_size: int) -> LocalModel:
-        """Load a run's or a checkpoint's weights, whatever layout wrote them.
+    def from_checkpoint(cls, path: Path, tokenizer_size: int, average: bool = False) -> LocalModel:
+        """Load a run's or a checkpoint's weights, or their moving average, whoever wrote them.
 
         Makes this process a world of one rank, unless it is already part of a world. Raises
         InputError if there is no checkpoint or too little memory, ValueError if the checkpoint does
@@ -104,7 +104,7 @@ class LocalModel:
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
         provided = provided_names(FromWeights(checkpoint))
         local = cls(recipe, tokenizer_size, freeze=True, provided=provided)
-        load_checkpoint(local.model.modules, checkpoint, with_optimizer=False)
+        load_checkpoint(local.model.modules, checkpoint, with_optimizer=False, average=average)
         for module in local.model.modules.values():
             module.whole.eval()
         return local

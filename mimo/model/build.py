@@ -31,11 +31,11 @@ from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.initialize import global_name, stored_name
 from mimo.engines.megatron.module import MegatronModule
 from mimo.engines.megatron.parallel import (
-    OptimizerSettings,
     build_optimizer,
     prepare_engine,
     wrap_data_parallel,
 )
+from mimo.engines.optimizer import OptimizerSettings
 from mimo.errors import RecipeError
 from mimo.families.contracts import MegatronLanguageFamily
 from mimo.families.dtypes import DTYPES
@@ -181,7 +181,16 @@ def _megatron_module(
     for chunk in chunks:
         cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
     optimizer = build_optimizer(wrapped, optimizer_settings(train), rate, dtype, groups)
-    return MegatronModule(name, groups, chunks, list(wrapped), optimizer, rate, part.trains)
+    return MegatronModule(
+        name,
+        groups,
+        chunks,
+        list(wrapped),
+        optimizer,
+        rate,
+        part.trains,
+        ema_decay=train.ema_decay,
+    )
 
 
 @torch.no_grad()
@@ -226,6 +235,7 @@ def optimizer_settings(train: Train) -> OptimizerSettings:
         beta2=train.adam_beta2,
         eps=train.adam_eps,
         distributed=train.distributed_optimizer,
+        ema_decay=train.ema_decay,
     )
 
 

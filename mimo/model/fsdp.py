@@ -37,7 +37,7 @@ from mimo.recipe.modules import LoRA
 from mimo.recipe.schema import LANGUAGE, Recipe, key_of
 
 if TYPE_CHECKING:
-    from mimo.engines.megatron.parallel import OptimizerSettings
+    from mimo.engines.optimizer import OptimizerSettings
 
 _OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 

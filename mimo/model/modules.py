@@ -62,6 +62,8 @@ class MimoModel:
     partition: cuts sequences for this rank; on language ranks.
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are put in place in
     whole sequences, which are cut afterwards.
+    squared_changes: by module, this rank's share of how much the last update changed the weights,
+    until it is reported.
     """
 
     modules: dict[str, Module]
@@ -77,6 +79,7 @@ class MimoModel:
     watch: TransferWatch | None = None
     partition: PartitionAdapter | None = None
     whole_rows: bool = False
+    squared_changes: dict[str, float | Tensor] = field(default_factory=dict)
 
     def stage(
         self,

@@ -104,8 +104,12 @@ def gradient_bytes(train: Train) -> int:
 def optimizer_bytes(train: Train, replicas: int) -> float:
     """Of a parameter that learns. replicas: ranks that share its state if they can, dp · cp."""
     state = 2 * gradient_bytes(train) * (train.optimizer == "adam")
-    state += 4 * (train.precision == "bf16")
+    state += 4 * (train.precision == "bf16") + gradient_bytes(train) * _has_average(train)
     return state / (replicas if train.distributed_optimizer else 1)
+
+
+def _has_average(train: Train) -> bool:
+    return train.ema_decay is not None
 
 
 class _Module:
@@ -190,6 +194,7 @@ class _Module:
         keeps = self._num_backwards() > 1 and learnt > 0
         whole = layers if keeps or not self.part.reshard_after_forward else 1
         is_gathered = shares > 1 or self.size < self.wide
+        kept = 2 * (self.train.optimizer == "adam") + _has_average(self.train)
         gathered = (outside + whole * inside) * self.size if is_gathered else 0
         return RoleMemory(
             role=self.name,
@@ -197,7 +202,7 @@ class _Module:
             ranks=grid.ranks,
             weights=(outside + layers * inside) * self.wide / shares + gathered,
             gradients=learnt * self.wide / (1 if keeps else shares),
-            optimizer=learnt * 2 * self.wide * (self.train.optimizer == "adam") / shares,
+            optimizer=learnt * self.wide * kept / shares,
         )
 
     def _num_backwards(self) -> int:

@@ -113,6 +113,8 @@ class Language(Section):
     """
     learning_rate: bounds.LearningRate | None = None
     """Peak learning rate of this module; null takes `train.learning_rate`."""
+    warmup_steps: bounds.WarmupSteps | None = None
+    """Steps over which its learning rate rises from zero; null takes `train.warmup_steps`."""
     recompute: Recompute = "none"
     """Activations computed again in the backward pass: none, core attention, or all of each layer.
     """
@@ -201,6 +203,8 @@ class Encoder(Section):
     """Train only adapters in the tower, and the projector."""
     learning_rate: bounds.LearningRate | None = None
     """Peak learning rate of this module; null takes `train.learning_rate`."""
+    warmup_steps: bounds.WarmupSteps | None = None
+    """Steps over which its learning rate rises from zero; null takes `train.warmup_steps`."""
     recompute: Recompute = "none"
     """Activations computed again in the backward pass: none, core attention, or all of each layer.
     """

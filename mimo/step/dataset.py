@@ -24,8 +24,9 @@ from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
 from mimo.errors import InputError, RecipeError
 from mimo.families.registry import encoder_settings, language_settings
+from mimo.recipe.data import Source
 from mimo.recipe.modules import MediaTokens
-from mimo.recipe.schema import Recipe, Source
+from mimo.recipe.schema import Recipe
 from mimo.recipe.source import Location, dotted
 
 SPLITS = ("sources", "validation", "test")

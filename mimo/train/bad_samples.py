@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from data.index.samples import ENOUGH, SkippedSample, worst_shards
 from mimo.checkpoint.folder import Progress
-from mimo.recipe.schema import Data
+from mimo.recipe.data import Data
 from mimo.step.dataset import Dataset
 
 BAD_SAMPLES = "bad_samples.jsonl"

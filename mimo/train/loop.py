@@ -21,6 +21,7 @@ from mimo.train.bad_samples import BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches
 from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
+from mimo.train.odd_steps import OddSteps
 from mimo.train.profile import profiler_of
 from mimo.train.step import run_modules, train_step
 from mimo.train.times import StepTimes
@@ -56,6 +57,7 @@ class Trainer:
         """Train from ``self.progress`` to the last step, yielding each step's metrics.
 
         bad_samples: on the one rank that lists them.
+        Raises FloatingPointError as `OddSteps.look_at` does.
         """
         train, layout = self.recipe.train, self.topology.layout
         steps = range(self.progress.step, train.steps)
@@ -64,9 +66,10 @@ class Trainer:
         times = StepTimes(layout, self.topology.rank)
         SPANS.forget(on_device=has_gpu())
         used, counts = self.progress.used, flops if self.topology.reports else None
+        odd_steps = OddSteps(train, self.run_dir, dataset, self.topology.reports)
         with (
             open_decoding(self.recipe, layout, self.topology.rank, readers) as decoding,
-            self._batches(STEP, dataset, steps, used, 1, decoding, counts) as batches,
+            self.batches(STEP, dataset, steps, used, 1, decoding, counts) as batches,
             profiler_of(train, self.topology.rank, self.run_dir) as profiler,
         ):
             for step in steps:
@@ -79,10 +82,12 @@ class Trainer:
                 check_skipped(self.recipe.data, progress, batches.coming_used.samples, dataset)
                 result = train_step(step, self.recipe, self.model, batches, observer, times)
                 done = step + 1
-                self.progress = progress.after_step(step, batches.used)
-                metrics = {"step": step, **step_metrics(result, layout, progress.skipped_samples)}
+                self.progress = progress.after_step(step, batches.used, result.is_skipped)
+                skipped = self.progress.skipped_samples, self.progress.skipped_steps
+                metrics = {"step": step, **step_metrics(result, layout, *skipped)}
                 if self.topology.reports:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
+                odd_steps.look_at(step, result)
                 yield metrics
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")
@@ -96,7 +101,7 @@ class Trainer:
         steps = range(self.recipe.train.validation_batches)
         total = tokens = 0.0
         # None is prepared ahead of use: a batch of training is waiting on the device too.
-        with self._batches("validation batch", dataset, steps, Used(), 0, decoding) as batches:
+        with self.batches("validation batch", dataset, steps, Used(), 0, decoding) as batches:
             for _ in steps:
                 batch = batches.next()
                 own_part = run_modules(self.model, batch, forward_only=True)
@@ -118,7 +123,7 @@ class Trainer:
             self.recipe.train.keep_checkpoints,
         )
 
-    def _batches(
+    def batches(
         self,
         name: str,
         data: Dataset,
@@ -128,5 +133,6 @@ class Trainer:
         decoding: Decoding,
         counts: StepFlops | None = None,
     ) -> Batches:
+        """Batches for this rank's model; all as of `Batches`."""
         given = (name, self.recipe, self.topology, data, steps, used, num_prepared)
         return Batches(*given, self.model, decoding, counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ from mimo.recipe.schema import Recipe, Train
 from mimo.step.plan import StepPlan
 from mimo.train.loggers import open_loggers
 
+METRICS = "metrics.jsonl"
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -36,6 +39,9 @@ class StepResult:
     host_seconds: of this rank, the rest of the step: without its waits for data, for transfers of
     bridges, and for the sum over all ranks, which on a device is also the wait for the device. On a
     device that is the time to launch its work; on a CPU it is the work itself.
+    is_skipped: loss or gradient norm are not finite, so no module was updated. grad_norms: of each
+    module that trains. update_norms: how much the update before this step changed the weights of
+    each, as a norm; None where it was not measured.
     times: of `mimo.train.times`, in logged steps.
     """
 
@@ -48,6 +54,9 @@ class StepResult:
     step_seconds: float
     data_wait_seconds: float
     host_seconds: float
+    is_skipped: bool
+    grad_norms: Mapping[str, float]
+    update_norms: Mapping[str, float | None]
     times: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -56,10 +65,12 @@ def is_logged(train: Train, step: int) -> bool:
     return (step + 1) % train.log_every == 0 or step + 1 == train.steps
 
 
-def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict[str, float | None]:
+def step_metrics(
+    done: StepResult, layout: Layout, skipped_samples: int, skipped_steps: int
+) -> dict[str, float | None]:
     """The line of a step in metrics.jsonl, without its number.
 
-    skipped_samples: since the run began.
+    skipped_samples, skipped_steps: since the run began.
     mfu is the share of the peak of all ranks of the job together, those of encoders included; None
     if the device's peak is unknown.
     """
@@ -69,6 +80,8 @@ def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict
     return {
         "loss": done.loss / max(plan.num_loss_tokens, 1),
         "grad_norm": done.grad_norm,
+        **{f"grad_norm_{name}": norm for name, norm in done.grad_norms.items()},
+        **{f"update_norm_{name}": norm for name, norm in done.update_norms.items()},
         "lr": max(done.rates.values()),
         **{f"lr_{name}": rate for name, rate in done.rates.items()},
         "tokens": plan.num_tokens,
@@ -79,6 +92,7 @@ def step_metrics(done: StepResult, layout: Layout, skipped_samples: int) -> dict
         "encoder_idle_fraction": done.idle_seconds / (waiting * seconds) if waiting else None,
         "encoder_imbalance": plan.encoder_imbalance,
         "skipped_samples": skipped_samples,
+        "skipped_steps": skipped_steps,
         "step_seconds": seconds,
         "data_wait_seconds": done.data_wait_seconds,
         "host_seconds": done.host_seconds,
@@ -140,6 +154,11 @@ class MetricsWriter:
         done, total = step + 1, self._train.steps
         logged = is_logged(self._train, step)
         self._write(metrics, "train", logged)
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            self.say(
+                f"step {done}/{total} loss {metrics['loss']:g} grad_norm "
+                f"{metrics['grad_norm']:g}: not finite, so no module was updated"
+            )
         self._bar.update(
             self._task,
             completed=done,
@@ -173,8 +192,12 @@ class MetricsWriter:
         return timedelta(seconds=round((self._train.steps - done) * pace))
 
     def _write(self, metrics: Mapping[str, Any], group: str, logged: bool) -> None:
-        self._file.write(json.dumps(dict(metrics)) + "\n")
-        numbers = dict(metrics)
+        # JSON has no NaN, and a curve neither.
+        numbers: dict[str, Any] = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        self._file.write(json.dumps(numbers) + "\n")
         step = int(numbers.pop("step"))
         for source, epoch in numbers.pop("epochs", {}).items():
             numbers[f"epoch_{source}"] = epoch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
 from mimo.train.metrics import StepResult, is_logged
 from mimo.train.observer import StepObserver
+from mimo.train.schedule import learning_rate, learning_rates
 from mimo.train.times import StepTimes
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
@@ -38,7 +39,8 @@ def train_step(
     A step lasts from asking for its batch until its update is queued; the device still works on
     the update, which counts for the next step.
 
-    Raises FloatingPointError for a loss or a norm that is not finite.
+    A loss or a norm that is not finite, which all ranks see, updates no module: what is left is as
+    if the step had not been.
     """
     started = time.perf_counter()
 
@@ -59,49 +61,58 @@ def train_step(
     model.finish_gradients(plan.num_loss_tokens)
     observer.gradients_complete(step, model.modules)
 
-    # ---- norm: one over all modules; the loss and a later batch's unusable samples travel along
+    # ---- norms: the loss, the last update's change, unusable samples of a later batch go along
     observer.at(step, "data of a later step")
     with SPANS.span(RANK, "data"):
         batches.read_ahead()
     idle = sum(sender.end.clock.seconds for sender in model.senders.values())
     observer.at(step, "norm and loss")
-    own_part: float | Tensor = 0.0
+    train, rates = recipe.train, learning_rates(recipe, step)
+    own_norms: dict[str, Tensor] = {}
     for name, module in model.modules.items():
         with SPANS.span(name, "gradients"):
-            own_part = own_part + module.squared_norm()
-    SPANS.end_period(measures=is_logged(recipe.train, step + 2))
-    own_times = times.of_this_rank() if is_logged(recipe.train, step) else []
+            own_norms[name] = module.squared_norm()
+    SPANS.end_period(measures=is_logged(train, step + 2))
+    own_times = times.of_this_rank() if is_logged(train, step) else []
+    own_changes, model.squared_changes = model.squared_changes, {}
+    squares = [own.get(name, 0.0) for own in (own_norms, own_changes) for name in rates]
     waited = batches.take_waited_seconds()
     waits = batches.shares_of_means(waited)
     asked = time.perf_counter()
     with SPANS.span(RANK, "sync"):
-        squared_norm, loss, idle, *sums = batches.sum_over_world(
-            own_part, own_loss, idle, *waits, *own_times
-        )
+        loss, idle, *sums = batches.sum_over_world(own_loss, idle, *squares, *waits, *own_times)
     waited += time.perf_counter() - asked + model.take_waited_seconds()
-    norm = math.sqrt(squared_norm)
-    _check_finite(step, {"loss": loss, "gradient norm": norm})
+    n = len(rates)
+    squared_norms, squared_changes, sums = sums[:n], sums[n : 2 * n], sums[2 * n :]
+    norm = math.sqrt(sum(squared_norms))
 
     # ---- update: clip all modules by one factor; each learns at its own rate
     observer.at(step, "update")
-    factor = _clip_factor(recipe.train, norm)
-    for name, module in model.modules.items():
-        with SPANS.span(name, "update"):
-            module.update(learning_rate(recipe.train, module.learning_rate, step), factor)
-    observer.updated(step, model.modules)
+    is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    if not is_skipped:
+        factor, measured = _clip_factor(train, norm), _reports_changes(train, step + 1)
+        for name, module in model.modules.items():
+            rate = learning_rate(train, module.learning_rate, recipe.warmup_steps(name), step)
+            with SPANS.span(name, "update"):
+                model.squared_changes[name] = module.update(rate, factor, measured)
+        observer.updated(step, model.modules)
 
     # ---- metrics
     seconds = time.perf_counter() - started
+    has_changes = step > batches.steps.start and _reports_changes(train, step)
     return StepResult(
         plan,
         flops,
         loss,
         norm,
-        _rates(recipe, step),
+        rates,
         idle,
         step_seconds=seconds,
         data_wait_seconds=max(sums[: len(waits)]),
         host_seconds=seconds - waited,
+        is_skipped=is_skipped,
+        grad_norms=_roots(rates, squared_norms),
+        update_norms=_roots(rates, squared_changes) if has_changes else dict.fromkeys(rates),
         times=times.figures(sums[len(waits) :]),
     )
 
@@ -163,34 +174,10 @@ def _clip_factor(train: Train, norm: float) -> float:
     return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
-def _check_finite(step: int, values: Mapping[str, float]) -> None:
-    for what, value in values.items():
-        if not math.isfinite(value):
-            raise FloatingPointError(
-                f"step {step}: the {what} is {value}; lower train.learning_rate or look at the "
-                f"samples of this step"
-            )
+def _reports_changes(train: Train, step: int) -> bool:
+    """Whether this step tells how much the update before it changed: those that are logged do."""
+    return (step + 1) % train.log_every == 0
 
 
-def learning_rate(train: Train, peak: float, step: int) -> float:
-    """The learning rate of ``step``, which counts from 0.
-
-    It rises linearly to ``peak``, then falls along half a cosine to a fraction of it.
-    peak: the module's learning rate.
-    """
-    if step < train.warmup_steps:
-        return peak * (step + 1) / train.warmup_steps
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    lowest = train.min_learning_rate_ratio
-    return peak * (lowest + (1 - lowest) * cosine)
-
-
-def _rates(recipe: Recipe, step: int) -> dict[str, float]:
-    """The learning rate of every module that trains, whichever rank owns it."""
-    train = recipe.train
-    return {
-        name: learning_rate(train, part.learning_rate or train.learning_rate, step)
-        for name, part in recipe.modules.items()
-        if part.trains
-    }
+def _roots(names: Iterable[str], squares: Iterable[float]) -> dict[str, float]:
+    return {name: math.sqrt(square) for name, square in zip(names, squares, strict=True)}

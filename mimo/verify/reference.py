@@ -83,7 +83,7 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
                 gradient.mul_(min(1.0, train.clip_grad_norm / (norm + 1e-6)))
         floors: dict[str, float] = {}
         for group in optimizer.param_groups:
-            group["lr"] = scheduled_rate(train, group["peak"], step)
+            group["lr"] = scheduled_rate(train, group["peak"], group["warmup_steps"], step)
             eps = train.adam_eps if train.optimizer == "adam" else None
             floors |= dict.fromkeys(group["names"], update_floor(norm, group["lr"], eps))
         for name, floor in floors.items():
@@ -97,17 +97,21 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
     return Reference(steps, found)
 
 
-def scheduled_rate(train: Train, peak: float, step: int) -> float:
+def scheduled_rate(train: Train, peak: float, warmup_steps: int, step: int) -> float:
     """The learning rate of ``step``, which counts from 0, for a module with the rate ``peak``.
 
     A separate formula, so that an error in the schedule of the ranks shows.
     """
-    ramp = np.linspace(0.0, peak, train.warmup_steps + 1)[1:]
-    if step < len(ramp):
-        return float(ramp[step])
-    lowest = train.min_learning_rate_ratio * peak
-    way = min((step - len(ramp)) / max(train.steps - len(ramp), 1), 1.0)
-    return lowest + (peak - lowest) * math.cos(math.pi / 2 * way) ** 2
+    ramp = np.linspace(0.0, peak, warmup_steps + 1)[1:]
+    if step < len(ramp) or train.schedule == "constant":
+        return float([*ramp, peak][min(step, len(ramp))])
+    lowest, falls = train.min_learning_rate_ratio * peak, max(train.steps - len(ramp), 1)
+    if train.schedule == "wsd":
+        falls = train.last_decay_steps
+    left = min(max((train.steps - step) / falls, 0.0), 1.0)  # of the way down
+    if train.schedule == "cosine":
+        left = math.sin(math.pi / 2 * left) ** 2
+    return lowest + (peak - lowest) * left
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ def _optimizer(recipe: Recipe, tensors: Sequence[_Tensor]) -> torch.optim.Optimi
             "names": {piece.key for piece in one.pieces(one.parameter)},
             "params": [one.parameter],
             "peak": recipe.module(one.module).learning_rate or train.learning_rate,
+            "warmup_steps": recipe.warmup_steps(one.module),
             "weight_decay": train.weight_decay if one.parameter.dim() > 1 else 0.0,
         }
         for one in tensors

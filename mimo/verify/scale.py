@@ -142,7 +142,10 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
         f"no 8-bit linears (fp8: {train.fp8})": train.fp8 != "none",
         "messages of linears are not overlapped": train.tp_comm_overlap,
         f"learning rate {rate:g}{of_modules}, so that weights move": True,
-        f"warm-up of {_WARMUP_STEPS} steps instead of {train.warmup_steps}": train.warmup_steps,
+        f"warm-up of {_WARMUP_STEPS} steps instead of "
+        f"{max(map(recipe.warmup_steps, recipe.modules))}": any(
+            map(recipe.warmup_steps, recipe.modules)
+        ),
         f"adam_eps {eps:g} instead of {train.adam_eps:g}: a smaller one turns rounding of "
         "gradients near zero into whole steps": train.optimizer == "adam" and eps != train.adam_eps,
         f"no distributed optimizer: the engine has none in {precision}": (
@@ -190,6 +193,7 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         part = data["language"] if name == LANGUAGE else data["encoders"][name]
         if own.learning_rate is not None:
             part["learning_rate"] = _scaled_rate(recipe, own.learning_rate)
+        part["warmup_steps"] = own.warmup_steps and _WARMUP_STEPS
     data["train"] |= {
         "steps": NUM_STEPS + 1,  # the last step writes a checkpoint
         "precision": precision,
@@ -197,6 +201,8 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         "tp_comm_overlap": False,
         "learning_rate": _scaled_rate(recipe, None),
         "warmup_steps": _WARMUP_STEPS if recipe.train.warmup_steps else 0,
+        "decay_steps": recipe.train.decay_steps and 1,
+        "max_skipped_steps": 0,
         "adam_eps": _eps(recipe),
         "validate_every": None,
         "save_every": None,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Purpose
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
-from mimo.engines.fsdp.optimizer import build_optimizer, moments, set_steps
 from mimo.engines.fsdp.pieces import Names
 from mimo.engines.fsdp.sharding import (
     Held,
@@ -27,10 +26,19 @@ from mimo.engines.fsdp.sharding import (
 )
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.layers.attention_plan import LayerForm
-from mimo.engines.piece import MASTER, Piece
-
-if TYPE_CHECKING:
-    from mimo.engines.megatron.parallel import OptimizerSettings
+from mimo.engines.optimizer import (
+    MeasuredStep,
+    OptimizerSettings,
+    advance_average,
+    fill_state,
+    kept,
+    restart_average,
+    set_steps,
+    squared_norm,
+    start_average,
+    torch_optimizer,
+)
+from mimo.engines.piece import MASTER, Piece, key_of
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,12 @@ class FsdpModule:
         self._parameters = [self._parameter(*named) for named in wrapper.named_parameters()]
         learning = [one.local for one in self._parameters if one.local is not None]
         self.trains = self.learns = bool(learning)  # on every rank alike
-        self._optimizer = None
+        self._optimizer, self._ema_decay = None, settings.ema_decay
         if learning:
             assert stored_dtype(ctx).itemsize >= 4, "a module that trains in bf16 needs a mesh"
-            self._optimizer = build_optimizer(learning, settings, learning_rate)
+            self._optimizer = torch_optimizer(learning, settings, learning_rate)
+            if settings.ema_decay is not None:
+                start_average(self._optimizer)
         self._accumulates = False
 
     def _parameter(self, name: str, param: nn.Parameter) -> _Parameter:
@@ -182,21 +192,32 @@ class FsdpModule:
         counted = [g for one, g in self._gradients() if one.own.copy == 0 and g.numel()]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=local_device())
-        norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(counted)
-        return torch.stack(list(norms)).double().square().sum()
+        return squared_norm(counted)
 
-    def update(self, learning_rate: float, gradient_factor: float) -> None:
+    def update(
+        self, learning_rate: float, gradient_factor: float, measured: bool = False
+    ) -> Tensor | float:
         """Every rank updates its own part; the next forward gathers."""
         if self._optimizer is None:
-            return
+            return 0.0
         if gradient_factor != 1.0:
             self._scale(gradient_factor)
         for one, gradient in self._gradients():
             cast("nn.Parameter", one.local).grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._optimizer.step()
+        change = 0.0
+        if measured:
+            counted = {id(one.local) for one in self._parameters if one.own.copy == 0}
+            step = MeasuredStep(self._optimizer, lambda param: id(param) in counted)
+            step.step()
+            change = step.squared_change
+        else:
+            self._optimizer.step()
+        if self._ema_decay is not None:
+            advance_average(self._optimizer, self._ema_decay)
         self._optimizer.zero_grad()
+        return change
 
     def _gradients(self) -> list[tuple[_Parameter, Tensor]]:
         return [(one, one.gradient()) for one in self._parameters if one.local is not None]
@@ -216,22 +237,24 @@ class FsdpModule:
 
         To load an optimizer is to ask for its fp32 weights, where those of the checkpoint are less.
         """
+        if with_optimizer and self._optimizer is not None:
+            fill_state(self._optimizer)
         for number, one in enumerate(self._parameters):
             if purpose == "save" and number % one.own.copies != one.own.copy:
                 continue
-            kind, kept = None, {}
+            kind, state = None, {}
             if with_optimizer and self._optimizer is not None and one.local is not None:
                 kind = MASTER if purpose == "load" else None
-                kept = moments(self._optimizer, one.local)
+                state = kept(self._optimizer, one.local)
             yield from self._named(one, local_part(one.whole), kind)
-            for kind, tensor in kept.items():
+            for kind, tensor in state.items():
                 yield from self._named(one, tensor, kind)
 
     def _named(self, one: _Parameter, local: Tensor, kind: str | None = None) -> Iterator[Piece]:
         """The pieces of a tensor that is cut like a parameter; without a kind, of itself."""
-        beginning = "" if kind is None else f"optimizer.{kind}."
         for piece in self.names.pieces(one.key, replace(one.own, values=one.own.like(local))):
-            yield replace(piece, key=f"{beginning}{self.name}.{piece.key}")
+            key = f"{self.name}.{piece.key}"
+            yield replace(piece, key=key if kind is None else key_of(kind, key))
 
     def gradients(self) -> Iterator[Piece]:
         """The complete gradients here, equal copies on each of their ranks."""
@@ -239,7 +262,9 @@ class FsdpModule:
             yield from self._named(one, gradient)
 
     def follow_weights(self) -> None:
-        """The optimizer works on the weights themselves."""
+        """The optimizer works on the weights themselves; its moving average begins with them."""
+        if self._optimizer is not None:
+            restart_average(self._optimizer)
 
     def set_steps(self, step: int) -> None:
         """Tell the optimizer how many updates its state has seen."""

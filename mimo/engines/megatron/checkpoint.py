@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from mimo.engines.megatron.cut import Cut
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.initialize import global_name, stored_name
 from mimo.engines.megatron.optimizer_state import share_of
-from mimo.engines.piece import Piece
+from mimo.engines.piece import Piece, key_of
 
 _SHARED_BYTES = 1 << 20
 """Replicas share the writing of larger parameters; smaller ones are written by one of them each."""
@@ -33,7 +32,7 @@ def module_pieces(
 ) -> Iterator[Piece]:
     """The pieces of a module that this rank writes, or those that it wants. No collective.
 
-    Keys are ``<module>.<parameter>`` and ``optimizer.<kind>.<module>.<parameter>``. A distributed
+    Keys are ``<module>.<parameter>`` and those of `key_of`. A distributed
     optimizer's have the same form as a plain one's, so either can load what the other saved.
     """
     if optimizer is not None:
@@ -53,8 +52,7 @@ def module_pieces(
         share = share_of(optimizer, param)
         part = own if share.is_replicated else (share.start, share.end)
         for kind, tensor in share.tensors.items():
-            key_of_kind = f"optimizer.{kind}.{key}"
-            yield from _pieces(key_of_kind, shape, cut, tensor, share.start, part)
+            yield from _pieces(key_of(kind, key), shape, cut, tensor, share.start, part)
 
 
 def gradient_pieces(
@@ -102,13 +100,3 @@ def _pieces(
     own = held.view(-1)[part[0] - start : part[1] - start]
     for row, column, values in cut.rectangles(own, part[0]):
         yield Piece(key, shape, row, column, values)
-
-
-def set_steps(optimizer: MegatronOptimizer, step: int) -> None:
-    """Tell an optimizer whose tensors were loaded that it has done ``step`` updates."""
-    base = optimizer.optimizer
-    assert base is not None
-    for state in base.state.values():
-        # One tensor each: a shared one would be advanced once per parameter.
-        if "step" in state:
-            state["step"] = torch.full_like(state["step"], step)

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Purpose
 from mimo.engines.megatron.attention import forms_in
-from mimo.engines.megatron.checkpoint import (
-    gradient_pieces,
-    module_pieces,
-    set_steps,
-)
+from mimo.engines.megatron.checkpoint import gradient_pieces, module_pieces
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.parallel import (
@@ -37,6 +33,7 @@ from mimo.engines.megatron.schedule import (
     run_schedule,
     sum_losses,
 )
+from mimo.engines.optimizer import set_steps
 from mimo.engines.piece import Piece
 
 
@@ -45,7 +42,8 @@ class MegatronModule:
     """Implements `mimo.engines.contract.Module`, which says what its methods do.
 
     raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
-    where this rank has weights to update. optimizer: None where it has none.
+    where this rank has weights to update. optimizer: None where it has none. ema_decay: of the
+    moving average of the weights; None keeps none.
     """
 
     name: str
@@ -56,6 +54,7 @@ class MegatronModule:
     learning_rate: float
     trains: bool
     run_ahead: int = 0
+    ema_decay: float | None = None
 
     @property
     def learns(self) -> bool:
@@ -150,10 +149,14 @@ class MegatronModule:
             return torch.zeros((), dtype=torch.float64, device=local_device())
         return squared_gradient_norm(self.optimizer, self.groups)
 
-    def update(self, learning_rate: float, gradient_factor: float) -> None:
+    def update(
+        self, learning_rate: float, gradient_factor: float, measured: bool = False
+    ) -> Tensor | float:
         """Update the weights, if this rank has any that learn."""
-        if self.optimizer is not None:
-            step_optimizer(self.optimizer, learning_rate, gradient_factor)
+        if self.optimizer is None:
+            return 0.0
+        given = learning_rate, gradient_factor, self.ema_decay, measured
+        return step_optimizer(self.optimizer, self.groups, *given)
 
     def settle(self) -> None:
         """Wait for weights that are being gathered."""
@@ -178,8 +181,8 @@ class MegatronModule:
 
     def set_steps(self, step: int) -> None:
         """Tell the optimizer how many updates its state has seen."""
-        if self.optimizer is not None:
-            set_steps(self.optimizer, step)
+        if self.optimizer is not None and self.optimizer.optimizer is not None:
+            set_steps(self.optimizer.optimizer, step)
 
     def _gather_gradients(self) -> None:
         for chunk in self.chunks:

@@ -15,9 +15,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from mimo.engines.optimizer import kept
 from mimo.engines.piece import MASTER
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,9 @@ class Share:
     """This rank's part of a parameter's optimizer state.
 
     start, end: the stretch of the flat parameter that is held here.
-    tensors: by kind, each with end - start elements: Adam's moments, and the fp32 master weight
-        of a 16-bit parameter. They are the optimizer's, so writing to them changes it.
+    tensors: by kind, each with end - start elements: Adam's moments, the fp32 master weight of a
+        16-bit parameter, and its moving average if there is one. They are the optimizer's, so
+        writing to them changes it.
     is_replicated: whether every data-parallel rank holds the same.
     """
 
@@ -36,10 +36,9 @@ class Share:
     is_replicated: bool
 
 
-def _with_moments(optimizer: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
-    base = optimizer.optimizer
-    assert base is not None, "a module that trains has parameters"
-    return {kind: base.state[main][kind] for kind in _MOMENTS if kind in base.state[main]}
+def _kept(optimizer: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
+    assert optimizer.optimizer is not None, "a module that trains has parameters"
+    return kept(optimizer.optimizer, main)
 
 
 def share_of(optimizer: MegatronOptimizer, param: Tensor) -> Share:
@@ -47,11 +46,10 @@ def share_of(optimizer: MegatronOptimizer, param: Tensor) -> Share:
     if isinstance(optimizer, DistributedOptimizer):
         return _distributed_share(optimizer, param)
     main = getattr(param, "main_param", None)
-    tensors = _with_moments(optimizer, param if main is None else main)
+    tensors = _kept(optimizer, param if main is None else main)
     if main is not None:
-        tensors[MASTER] = main
-    held = {kind: tensor.detach() for kind, tensor in tensors.items()}
-    return Share(0, param.numel(), held, is_replicated=True)
+        tensors[MASTER] = main.detach()
+    return Share(0, param.numel(), tensors, is_replicated=True)
 
 
 def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
@@ -60,8 +58,7 @@ def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
     group, order = optimizer.model_param_group_index_map[param]
     main = optimizer.optimizer.param_groups[group]["params"][order]
     place = optimizer._get_model_param_range_map(cast("Any", param))["param"]
-    tensors = _with_moments(optimizer, main)
+    tensors = _kept(optimizer, main)
     if param.dtype != torch.float32:
-        tensors[MASTER] = main
-    held = {kind: tensor.detach() for kind, tensor in tensors.items()}
-    return Share(place.start, place.end, held, is_replicated=False)
+        tensors[MASTER] = main.detach()
+    return Share(place.start, place.end, tensors, is_replicated=False)

@@ -8,7 +8,6 @@ Gradients are summed over data parallelism, never averaged: every module's confi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,27 +26,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from mimo.device import has_gpu, local_device
+from mimo.device import local_device
 from mimo.engines.megatron.cpu import adapt_to_machine
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW ("adam") or plain SGD ("sgd"). Clipping happens elsewhere: its norm is global.
-
-    distributed: with Adam in fp32 or bf16, every data-parallel rank keeps and updates only its
-        share of the optimizer's state (ZeRO stage 1, Rajbhandari et al. 2020).
-    """
-
-    name: str
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    distributed: bool = False
-
-    def __post_init__(self) -> None:
-        assert not self.distributed or self.name == "adam", "only Adam's state can be distributed"
+from mimo.engines.optimizer import (
+    MeasuredStep,
+    OptimizerSettings,
+    advance_average,
+    fill_state,
+    restart_average,
+    squared_norm,
+    start_average,
+    torch_optimizer,
+)
 
 
 def prepare_engine(seed: int) -> None:
@@ -110,14 +100,8 @@ def build_optimizer(
     """One optimizer for one module. No collective is called.
 
     Megatron's factory gathers over the whole world, which hangs where ranks own different
-    modules; so the pieces are put together here. Matrices decay, vectors (norms, biases) don't.
+    modules; so the pieces are put together here.
     """
-    params = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-    param_groups = [
-        {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    param_groups = [group for group in param_groups if group["params"]]
     config = OptimizerConfig(
         optimizer=settings.name,
         lr=learning_rate,
@@ -132,32 +116,12 @@ def build_optimizer(
         # Clipping uses one norm over all modules and is done by the caller.
         clip_grad=0.0,
     )
-    base: torch.optim.Optimizer
-    if settings.name == "adam":
-        base = torch.optim.AdamW(
-            param_groups,
-            lr=learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            # One kernel for all parameters. On a CPU it would round otherwise than the default.
-            fused=has_gpu(),
-        )
-    else:
-        base = torch.optim.SGD(param_groups, lr=learning_rate)
+    params = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    base = torch_optimizer(params, settings, learning_rate)
 
-    def fill_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-        """Create Adam's state before a checkpoint is loaded into it."""
-        if settings.name != "adam":
-            return
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if not optimizer.state[p]:
-                    optimizer.state[p] = {
-                        # A fused update counts steps on the device.
-                        "step": torch.zeros((), device=p.device if has_gpu() else None),
-                        "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": torch.zeros_like(p),
-                    }
+    def fill(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+        """Called before a checkpoint is loaded."""
+        fill_state(optimizer)
 
     optimizer: MegatronOptimizer
     # bf16 has the range of fp32 and needs no loss scaling.
@@ -167,7 +131,7 @@ def build_optimizer(
             base,
             config,
             scaler,
-            fill_state,
+            fill,
             model_chunks=list(chunks),  # type: ignore[arg-type]
             per_model_buffers={n: cast("Any", chunk).buffers for n, chunk in enumerate(chunks)},
             data_parallel_group=groups.intra_dp_cp,
@@ -176,20 +140,23 @@ def build_optimizer(
             distributed_optimizer_instance_id=0,
         )
     elif dtype in (torch.float32, torch.float64):
-        optimizer = FP32Optimizer(base, config, fill_state)
+        optimizer = FP32Optimizer(base, config, fill)
     else:
-        optimizer = Float16OptimizerWithFloat16Params(base, config, scaler, fill_state)
+        optimizer = Float16OptimizerWithFloat16Params(base, config, scaler, fill)
     # Read by Megatron when it decides which parameters are tensor-parallel duplicates.
     optimizer.tp_group = groups.tp  # type: ignore[attr-defined]
+    if settings.ema_decay is not None:
+        start_average(base)
     return optimizer
 
 
 def follow_weights(optimizer: MegatronOptimizer) -> None:
-    """Refresh the fp32 master copies that an optimizer keeps of 16-bit weights. No collective.
+    """Refresh what an optimizer keeps of weights that were just loaded. No collective.
 
-    Without it the first step would put back the weights that the optimizer was built with.
+    Without it the first step would put back the 16-bit weights that the optimizer was built with.
     """
     optimizer.reload_model_params()
+    restart_average(_base(optimizer))
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -231,33 +198,60 @@ def squared_gradient_norm(optimizer: MegatronOptimizer, groups: ProcessGroupColl
     parameter is taken in its gradient's dtype, fp32 or fp64.
     """
     optimizer.prepare_grads()
-    counts = groups.dp_cp.rank() == 0 or isinstance(optimizer, DistributedOptimizer)
-    grads = optimizer.get_grads_for_grad_norm() if counts else []
+    grads = _counted_gradients(optimizer, groups)
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=local_device())
-    norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(grads)
-    return torch.stack(list(norms)).double().square().sum()
+    return squared_norm(grads)
 
 
 def step_optimizer(
-    optimizer: MegatronOptimizer, learning_rate: float, gradient_factor: float
-) -> None:
+    optimizer: MegatronOptimizer,
+    groups: ProcessGroupCollection,
+    learning_rate: float,
+    gradient_factor: float,
+    ema_decay: float | None = None,
+    measured: bool = False,
+) -> Tensor | float:
     """Scale the prepared gradients by ``gradient_factor`` (clipping) and update the weights.
 
     Every rank of the module calls it: a distributed optimizer's ranks gather what they updated, or
-    begin to.
+    begin to. Returns this rank's share of the squared norm of what the update changed, if
+    ``measured``, else 0; it counts what `squared_gradient_norm` does.
     """
-    assert optimizer.optimizer is not None, "a module without trainable parameters has no optimizer"
+    base, change = _base(optimizer), 0.0
     if gradient_factor != 1.0:
         grads = [param.grad for param in optimizer.get_parameters() if param.grad is not None]
         cast("Any", torch)._foreach_mul_(grads, gradient_factor)
-    for group in optimizer.optimizer.param_groups:
+    for group in base.param_groups:
         group["lr"] = learning_rate
-    optimizer.step_with_ready_grads()
+    if measured:
+        own = {id(grad): grad for grad in _counted_gradients(optimizer, groups)}
+        step = MeasuredStep(base, lambda param: id(param.grad) in own)
+        optimizer.optimizer = cast("Any", step)  # Megatron asks it for one step, and no more
+        optimizer.step_with_ready_grads()
+        optimizer.optimizer, change = base, step.squared_change
+    else:
+        optimizer.step_with_ready_grads()
+    if ema_decay is not None:
+        advance_average(base, ema_decay)
     if isinstance(optimizer, DistributedOptimizer):
         for chunk in cast("list[DistributedDataParallel]", optimizer.model_chunks):
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
+    return change
+
+
+def _base(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
+    assert optimizer.optimizer is not None, "a module that trains has parameters"
+    return optimizer.optimizer
+
+
+def _counted_gradients(
+    optimizer: MegatronOptimizer, groups: ProcessGroupCollection
+) -> list[Tensor]:
+    """The prepared gradients that this rank counts in a norm."""
+    counts = groups.dp_cp.rank() == 0 or isinstance(optimizer, DistributedOptimizer)
+    return optimizer.get_grads_for_grad_norm() if counts else []
 
 
 def wait_for_weights(chunks: Sequence[nn.Module]) -> None:

@@ -168,7 +168,7 @@ MEMORY = {
         "train.precision=bf16",
         "train.global_batch_size=2",
     ],
-    "frozen": ["language.freeze=true", "encoders.vision.freeze=tower"],
+    "frozen": ["language.freeze=true", "encoders.vision.freeze=tower", "train.ema_decay=0.9"],
 }
 
 
@@ -188,7 +188,7 @@ def test_each_role_holds_what_the_formula_says(
 
 def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, ...]]:
     """Bytes of weights, gradients, optimizer, and of what a rank gathers at a time, by module."""
-    from mimo.engines.fsdp.optimizer import moments
+    from mimo.engines.optimizer import fill_state, kept
     from mimo.families.dtypes import DTYPES
     from mimo.hf.initial import initial_weights
     from mimo.layout.groups import build_topology
@@ -212,11 +212,10 @@ def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, ..
         first = [key for key in layer if "s.0." in key]
         size = DTYPES[recipe.train.precision].itemsize
         gathered = sum(n for key, n in whole.items() if key not in layer or key in first) * size
-        state = sum(
-            tensor.nbytes
-            for one, _ in own
-            if one.local is not None
-            for tensor in moments(module._optimizer, one.local).values()
-        )
+        state, optimizer = 0, module._optimizer
+        if optimizer is not None:
+            fill_state(optimizer)
+            locals_ = [one.local for one, _ in own if one.local is not None]
+            state = sum(t.nbytes for param in locals_ for t in kept(optimizer, param).values())
         found[name] = (weights, gradients, state, gathered)
     return found

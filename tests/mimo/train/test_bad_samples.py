@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from data.index.samples import SkippedSample
 from mimo.checkpoint.folder import Progress
-from mimo.recipe.schema import Data
+from mimo.recipe.data import Data
 from mimo.step.dataset import Dataset
 from mimo.train import bad_samples
 from mimo.train.bad_samples import BAD_SAMPLES, BadSamples, check_skipped, leave_note

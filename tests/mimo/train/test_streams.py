@@ -89,12 +89,12 @@ def without_a_model(rank: int) -> Iterator[None]:
         batch = own.next()
         own.read_ahead()
         own.sum_over_world()
-        return batch
+        return SimpleNamespace(batch=batch, is_skipped=False)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "build_model", lambda *given: model)
         patched.setattr(loop, "train_step", step)
-        patched.setattr(loop, "step_metrics", lambda batch, *given: {"batch": batch})
+        patched.setattr(loop, "step_metrics", lambda done, *given: {"batch": done.batch})
         patched.setattr(loop, "save_checkpoint", lambda *given: None)
         patched.setattr(decoding, "find_host", lambda: Host((rank,), "streams", 2**40, 1))
         patched.setattr(

@@ -58,9 +58,9 @@ def lengthen_steps_of_distributed_optimizer() -> None:
 
     step = training.step_optimizer
 
-    def longer(optimizer: Any, rate: float, factor: float) -> None:
+    def longer(optimizer: Any, groups: Any, rate: float, *given: Any) -> Any:
         is_distributed = isinstance(optimizer, DistributedOptimizer)
-        step(optimizer, rate * (1 + SMALL) if is_distributed else rate, factor)
+        return step(optimizer, groups, rate * (1 + SMALL) if is_distributed else rate, *given)
 
     training.step_optimizer = longer
 

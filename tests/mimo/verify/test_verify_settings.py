@@ -9,7 +9,7 @@ import pytest
 
 from mimo.hf.recipes import load_recipe
 from mimo.recipe.schema import Train
-from mimo.train.step import learning_rate
+from mimo.train.schedule import learning_rate
 from mimo.verify.cells import SweepCell, recipe_cells
 from mimo.verify.reference import scheduled_rate
 from mimo.verify.scale import ScaledRecipe, scale_recipe
@@ -28,8 +28,8 @@ def ignore_warm_up() -> None:
 
     schedule = training.learning_rate
 
-    def without(train: Train, peak: float, step: int) -> float:
-        return schedule(train.model_copy(update={"warmup_steps": 0}), peak, step)
+    def without(train: Train, peak: float, warmup_steps: int, step: int) -> float:
+        return schedule(train, peak, 0, step)
 
     training.learning_rate = without
 
@@ -44,8 +44,8 @@ def ignore_rate_of_encoder() -> None:
 def without_rate(make: Any) -> Any:
     """A module of either engine, all of which learn at the language model's rate."""
 
-    def made(*args: Any) -> Any:
-        return make(*args[:5], 0.1, *args[6:])
+    def made(*args: Any, **given: Any) -> Any:
+        return make(*args[:5], 0.1, *args[6:], **given)
 
     return made
 
@@ -56,7 +56,7 @@ def step_first_parameter_group_only() -> None:
 
     step = training.step_optimizer
 
-    def first_only(optimizer: Any, rate: float, factor: float) -> None:
+    def first_only(optimizer: Any, *given: Any) -> Any:
         kept = [group["lr"] for group in optimizer.optimizer.param_groups[1:]]
 
         def restore(*_: Any) -> None:
@@ -64,8 +64,9 @@ def step_first_parameter_group_only() -> None:
                 group["lr"] = old
 
         hook = optimizer.optimizer.register_step_pre_hook(restore)
-        step(optimizer, rate, factor)
+        change = step(optimizer, *given)
         hook.remove()
+        return change
 
     training.step_optimizer = first_only
 
@@ -181,9 +182,12 @@ def test_the_workload_has_the_rates_of_the_modules_and_a_warm_up_where_the_recip
     assert (recipe.train.learning_rate, *own, recipe.train.warmup_steps) == pytest.approx(expected)
 
 
-def test_the_schedule_of_the_reference_is_that_of_training() -> None:
-    for warmup in (0, 1, 2, 7, 20):
-        train = load_recipe(RECIPE, ["train.steps=12", f"train.warmup_steps={warmup}"]).train
-        expected = [learning_rate(train, 0.3, step) for step in range(14)]
-        rates = [scheduled_rate(train, 0.3, step) for step in range(14)]
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
+def test_the_schedule_of_the_reference_is_that_of_training(schedule: str) -> None:
+    for warmup in (0, 1, 2, 7):
+        decays = ["train.decay_steps=4"] if schedule == "wsd" else []
+        given = ["train.steps=12", "train.warmup_steps=0", f"train.schedule={schedule}", *decays]
+        train = load_recipe(RECIPE, given).train
+        expected = [learning_rate(train, 0.3, warmup, step) for step in range(14)]
+        rates = [scheduled_rate(train, 0.3, warmup, step) for step in range(14)]
         assert rates == pytest.approx(expected, rel=1e-12)

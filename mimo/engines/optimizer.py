@@ -1,0 +1,185 @@
+"""The optimizer of one module in either engine: torch's, on the tensors that this rank updates.
+
+AdamW and SGD treat every element alone, so they work on plain tensors: whole parameters, a rank's
+shares of them, or master copies of 16-bit ones. No function here is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mimo.device import has_gpu
+from mimo.engines.piece import EMA
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SLICE_BYTES = 1 << 26
+"""How much of the weights is copied at a time to measure their change."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW ("adam") or plain SGD ("sgd"). Clipping happens elsewhere: its norm is global.
+
+    distributed: with Adam in fp32 or bf16, every data-parallel rank keeps and updates only its
+        share of the optimizer's state (ZeRO stage 1, Rajbhandari et al. 2020).
+    ema_decay: how much of the moving average of the weights stays at each update; None keeps none.
+    """
+
+    name: str
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    distributed: bool = False
+    ema_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        assert not self.distributed or self.name == "adam", "only Adam's state can be distributed"
+
+
+def torch_optimizer(
+    params: Iterable[nn.Parameter], settings: OptimizerSettings, learning_rate: float
+) -> torch.optim.Optimizer:
+    """Matrices decay, vectors (norms, biases) don't.
+
+    params: of as many dimensions as the whole.
+    """
+    params = list(params)
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate)
+    return torch.optim.AdamW(
+        groups,
+        lr=learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        # One kernel for all parameters. On a CPU it would round otherwise than the default.
+        fused=has_gpu(),
+    )
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make what Adam's first update would make, where there is none yet."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return
+    for param in _params(optimizer):
+        state = optimizer.state[param]
+        if "step" not in state:
+            # A fused update counts steps on the device.
+            state["step"] = torch.zeros((), device=param.device if has_gpu() else None)
+            state |= {kind: torch.zeros_like(param) for kind in _MOMENTS}
+
+
+def kept(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+    """What the optimizer keeps of a tensor that it updates, by kind, in its shape.
+
+    The tensors are the optimizer's, so writing to them changes it.
+    """
+    state = optimizer.state[param]
+    return {kind: state[kind].detach() for kind in (*_MOMENTS, EMA) if kind in state}
+
+
+def set_steps(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Tell an optimizer whose tensors were loaded that it has done ``step`` updates."""
+    for state in optimizer.state.values():
+        # One tensor each: a shared one would be advanced once per parameter.
+        if "step" in state:
+            state["step"] = torch.full_like(state["step"], step)
+
+
+# ------------------------------------------------------------------ moving average
+
+
+def start_average(optimizer: torch.optim.Optimizer) -> None:
+    """Let the moving average of the weights begin with those that they have now."""
+    fill_state(optimizer)  # torch takes any state for one that it has filled itself
+    for param in _params(optimizer):
+        weights = param.detach()
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        optimizer.state[param][EMA] = weights.to(wide, copy=True)
+
+
+def restart_average(optimizer: torch.optim.Optimizer) -> None:
+    """Let the moving average, if there is one, begin anew with weights that were just loaded."""
+    if any(EMA in state for state in optimizer.state.values()):
+        start_average(optimizer)
+
+
+def advance_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """After an update: average = decay · average + (1 - decay) · weights. The host waits not."""
+    params = _params(optimizer)
+    averages = [optimizer.state[param][EMA] for param in params]
+    if averages:
+        cast("Any", torch)._foreach_lerp_(averages, [p.detach() for p in params], 1.0 - decay)
+
+
+# -------------------------------------------------------------- change of the weights
+
+
+class MeasuredStep:
+    """Does an optimizer's update slice by slice, in its place, and measures what it changes.
+
+    It measures the weights themselves, rounding included, for which they are copied: a slice at a
+    time. The update is the same as one of all at once.
+    counts: whether a tensor's change is this rank's to count.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, counts: Callable[[Tensor], bool]) -> None:
+        self.optimizer, self.counts = optimizer, counts
+        self._squares: list[Tensor] = []
+
+    @property
+    def squared_change(self) -> Tensor | float:
+        """The squared norm of the counted change: () fp64 on the device; the host waits not."""
+        return torch.stack(self._squares).sum() if self._squares else 0.0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all weights."""
+        groups = self.optimizer.param_groups
+        try:
+            for group in groups:
+                for part in _slices(group["params"]):
+                    self.optimizer.param_groups = [group | {"params": part}]
+                    counted = [param for param in part if self.counts(param) and param.numel()]
+                    before = [param.clone() for param in counted]
+                    self.optimizer.step()
+                    self._add_change(before, counted)
+        finally:
+            self.optimizer.param_groups = groups
+
+    def _add_change(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        if before:
+            cast("Any", torch)._foreach_sub_(before, after)
+            self._squares.append(squared_norm(before))
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Of at least one tensor together: () fp64. Each one's norm is taken in its own dtype."""
+    norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(tensors)
+    return torch.stack(list(norms)).double().square().sum()
+
+
+def _slices(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    part, size = list[Tensor](), 0
+    for param in params:
+        part.append(param)
+        size += param.numel() * param.element_size()
+        if size >= _SLICE_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,198 @@
+"""Norms of every module in the metrics, and the moving average of the weights.
+
+Runs of one model on one rank and on several, by either engine. What a checkpoint holds tells what
+the metrics should say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mimo.checkpoint.contents import with_masters
+from mimo.checkpoint.start import Resume
+from mimo.checkpoint.tensors import averages
+from mimo.convert import to_hf
+from mimo.engines.piece import Piece
+from mimo.errors import InputError
+from mimo.hf.recipes import load_recipe
+from tests.cases import quick_values
+from tests.conftest import RunRanks
+from tests.mimo.model.test_fsdp_runs import FSDP, TP, make, read, trained
+
+DECAY = 0.75
+SETTINGS = [
+    *("train.save_every=1", "train.log_every=1", "train.validate_every=null"),
+    f"train.ema_decay={DECAY}",
+    "encoders.vision.learning_rate=0.001",
+]
+ALONE = ["language.grid.dp=1", "encoders.vision.grid.dp=1"]
+LAYOUTS = {
+    "state shared out": ["train.distributed_optimizer=true"],
+    "tp, sp": TP,
+    "pp": ["language.grid={pp: 2, dp: 1}"],
+    "sgd": ["train.optimizer=sgd"],
+    "fsdp, tp": [*FSDP, *TP],
+    "fsdp, copies": [*FSDP, "language.grid.dp_replicate=2", "encoders.vision.grid.dp_replicate=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("norms"), "qwen3_vl")
+
+
+def lines_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def of_module(tensors: dict[str, Tensor], module: str) -> dict[str, Tensor]:
+    return {key: one.double() for key, one in tensors.items() if key.startswith(f"{module}.")}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float((one[key] - other[key]).square().sum()) for key in one))
+
+
+def check_by_hand(run: Path) -> None:
+    """Updates and averages are those that follow from the weights after every step."""
+    states = [read(run / "checkpoints" / f"step_{step}") for step in range(1, 5)]
+    lines = lines_of(run)
+    for module in ("language", "vision"):
+        weights = [of_module(state, module) for state in states]
+        means = [of_module(state, f"ema.{module}") for state in states]
+        assert {f"ema.{key}" for key in weights[0]} == set(means[0])
+        # The first average tells the weights that the run began with.
+        first = {
+            key: (means[0][f"ema.{key}"] - (1 - DECAY) * one) / DECAY
+            for key, one in weights[0].items()
+        }
+        assert lines[0][f"update_norm_{module}"] is None
+        assert lines[1][f"update_norm_{module}"] == pytest.approx(
+            distance(weights[0], first), rel=1e-3
+        )
+        for step in (2, 3):
+            expected = distance(weights[step - 1], weights[step - 2])
+            assert lines[step][f"update_norm_{module}"] == pytest.approx(expected, rel=1e-4)
+        for before, after, now in zip(means, means[1:], weights[1:], strict=False):
+            for key, one in now.items():
+                expected = DECAY * before[f"ema.{key}"] + (1 - DECAY) * one
+                torch.testing.assert_close(after[f"ema.{key}"], expected, rtol=1e-6, atol=1e-7)
+    for line in lines:
+        parts = line["grad_norm_language"], line["grad_norm_vision"]
+        assert math.hypot(*parts) == pytest.approx(line["grad_norm"], rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks: RunRanks, recipe: Path) -> dict[str, list[dict]]:
+    """Metrics of the runs of one rank, by optimizer; they are right by hand."""
+    found = {}
+    for optimizer in ("adam", "sgd"):
+        given = [*SETTINGS, *ALONE, f"train.optimizer={optimizer}"]
+        run = trained(run_ranks, recipe, f"alone_{optimizer}", *given)
+        check_by_hand(run)
+        found[optimizer] = lines_of(run)
+    return found
+
+
+@pytest.mark.parametrize("layout", quick_values(LAYOUTS, "state shared out", "fsdp, tp"))
+def test_norms_and_averages_are_those_of_one_rank_in_every_layout_of_either_engine(
+    run_ranks: RunRanks, recipe: Path, alone: dict[str, list[dict]], layout: list[str]
+) -> None:
+    name = "run_" + str(list(LAYOUTS.values()).index(layout))
+    run = trained(run_ranks, recipe, name, *SETTINGS, *layout)
+    check_by_hand(run)
+    optimizer = load_recipe(recipe, layout).train.optimizer
+    for line, expected in zip(lines_of(run), alone[optimizer], strict=True):
+        for key in ("grad_norm_language", "grad_norm_vision"):
+            assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
+        for key in ("update_norm_language", "update_norm_vision") if line["step"] else ():
+            assert line[key] == pytest.approx(expected[key], rel=1e-3), (line["step"], key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [["train.distributed_optimizer=true"], FSDP],
+    ids=["bf16, state shared out", "bf16, fsdp"],
+)
+def test_an_average_is_in_fp32_and_goes_on_from_a_checkpoint_to_the_last_bit(
+    run_ranks: RunRanks, recipe: Path, layout: list[str]
+) -> None:
+    name = f"bf16_{len(''.join(layout))}"
+    given = [*SETTINGS, *layout, "train.precision=bf16"]
+    run = trained(run_ranks, recipe, name, *given)
+    expected = read(run / "checkpoints" / "step_4")
+    means = {key: one for key, one in expected.items() if key.startswith("ema.")}
+    assert means
+    assert all(one.dtype == torch.float32 for one in means.values())
+    start = Resume(run / "checkpoints" / "step_2")
+    again = trained(run_ranks, recipe, name, *given, start=start)
+    got = read(again / "checkpoints" / "step_4")
+    assert got.keys() == expected.keys()
+    for key, one in expected.items():
+        assert torch.equal(got[key], one), key
+
+
+@pytest.mark.slow
+def test_an_update_is_measured_in_steps_that_are_logged_and_not_of_what_is_frozen(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    given = ["train.log_every=2", "train.steps=6", "encoders.vision.freeze=true", *ALONE]
+    lines = lines_of(trained(run_ranks, recipe, "logged", *given, "train.validate_every=null"))
+    assert [line["update_norm_language"] is not None for line in lines] == [False, True] * 3
+    assert "grad_norm_vision" not in lines[0]
+    assert lines[0]["grad_norm_language"] == lines[0]["grad_norm"]
+
+
+def answering_weights(rank: int, run: Path) -> list[Piece]:
+    """What a model that answers with the average has for weights."""
+    from mimo.generate.answer import Generator
+
+    modules = Generator(run, average=True).model.model.modules.values()
+    pieces = [piece for module in modules for piece in module.pieces("load", with_optimizer=False)]
+    return [replace(piece, values=piece.values.clone()) for piece in pieces]
+
+
+def test_the_average_answers_and_is_exported_in_place_of_the_weights(
+    run_ranks: RunRanks, recipe: Path, tmp_path: Path
+) -> None:
+    given = [*SETTINGS, "encoders.vision.freeze=true", "train.steps=2"]
+    run = trained(run_ranks, recipe, "exported", *given)
+    stored = read(run / "checkpoints" / "step_2")
+    average = {k.removeprefix("ema."): one for k, one in stored.items() if k.startswith("ema.")}
+    assert {key.partition(".")[0] for key in average} == {"language"}
+    (found,) = run_ranks(answering_weights, 1, run)
+    for piece in found:
+        rows, columns = piece.values.shape
+        whole = average.get(piece.key, stored[piece.key]).view(piece.shape[0], -1)
+        expected = whole[piece.row : piece.row + rows, piece.column : piece.column + columns]
+        assert torch.equal(piece.values, expected), piece.key
+    to_hf.convert(run, tmp_path / "out", 10**9, average=True)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    known = torch.cat([one.flatten() for one in average.values()]).unique()
+    for key, values in exported.items():
+        nearest = known[torch.searchsorted(known, values).clamp(max=len(known) - 1)]
+        assert torch.equal(nearest, values) == ("visual" not in key), key
+
+
+def test_an_average_that_a_run_has_not_kept_is_no_export() -> None:
+    with pytest.raises(InputError, match="train with train.ema_decay"):
+        averages(["language.a", "optimizer.exp_avg.language.a"])
+
+
+def test_an_average_that_a_checkpoint_lacks_begins_with_its_most_exact_weights() -> None:
+    wanted = ["language.a", "ema.language.a", "ema.language.b", "optimizer.fp32_param.language.b"]
+    pieces = [Piece(key, (1,), 0, 0, torch.zeros(1, 1)) for key in wanted]
+    stored = ["language.a", "language.b", "optimizer.fp32_param.language.a"]
+    found = [piece.key for piece in with_masters(pieces, stored)]
+    assert found == ["language.a", "optimizer.fp32_param.language.a", "language.b", "language.b"]
+    kept = [piece.key for piece in with_masters(pieces, [*stored, *wanted])]
+    assert kept == wanted

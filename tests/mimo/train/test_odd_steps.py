@@ -1,0 +1,239 @@
+"""Steps that are skipped and spikes of the loss: what is left of them, and what is told."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mimo.checkpoint.folder import Progress, find_checkpoint, read_progress
+from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.hf.recipes import load_recipe
+from mimo.layout.build import build_layout
+from mimo.model.recipe_checks import check_recipe
+from mimo.step.dataset import open_dataset
+from mimo.train.incidents import incidents
+from mimo.train.observer import StepObserver
+from mimo.train.odd_steps import LossSpikes
+from mimo.train.run_folder import make_run_dir
+from tests.cases import quick_values
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.model.test_fsdp_runs import FSDP, make, read
+from tests.mimo.runs import ADAM, LAYOUT, metrics
+
+# ------------------------------------------------------------------------------ spikes
+
+
+def test_a_spike_is_found_among_noise_and_hides_no_other() -> None:
+    rng = np.random.default_rng(0)
+    spikes, found = LossSpikes(64), []
+    for step in range(400):
+        loss = 2.0 - 0.002 * step + 0.02 * rng.standard_normal()
+        if step in (200, 202, 300):
+            loss += 0.5
+        found += [step] if spikes.score(loss) > 8 else []
+    assert found == [200, 202, 300]
+
+
+def test_a_score_is_the_distance_from_the_median_in_robust_deviations() -> None:
+    spikes = LossSpikes(8, [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert spikes.score(10.0) == pytest.approx(0.6745 * (10 - 3) / 1)
+    # It has joined the others: 1 2 3 4 5 10.
+    assert spikes.score(3.5) == pytest.approx(0.0)
+
+
+def test_too_few_losses_and_equal_ones_have_no_spikes() -> None:
+    few = LossSpikes(8)
+    assert [few.score(loss) for loss in (1.0, 1.0, 1.0, 99.0)] == [0.0] * 4
+    equal = LossSpikes(8, [2.0] * 8)
+    assert equal.score(2.001) < 1
+    assert equal.score(2.1) > 8
+
+
+# ------------------------------------------------- a step that is skipped, in either engine
+
+CASES = {
+    "megatron": [],
+    "megatron, state shared out, bf16": [
+        "train.distributed_optimizer=true",
+        "train.precision=bf16",
+        "train.overlap_grad_reduce=true",
+        "train.overlap_param_gather=true",
+    ],
+    "fsdp": FSDP,
+    "fsdp, bf16": [*FSDP, "train.precision=bf16"],
+}
+
+
+class Poison(StepObserver):
+    """Makes the gradients of one module infinite on one rank, in one step."""
+
+    def __init__(self, rank: int, step: int, module: str) -> None:
+        self.rank, self.step, self.module = rank, step, module
+
+    def gradients_complete(self, step: int, modules: Any) -> None:
+        if step == self.step and self.module in modules:
+            pieces = list(modules[self.module].gradients())  # every rank: it may gather them
+            for piece in pieces if self.rank == 0 else ():
+                piece.values.fill_(torch.inf)
+
+
+def around_a_skipped_step(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Steps 0, 1 and 2, the second without numbers; and steps 0 and 2 alone."""
+    from mimo.hf.initial import initial_weights
+    from mimo.layout.groups import build_topology
+    from mimo.train.loop import Trainer
+
+    recipe = load_recipe(path, overrides)
+    topology = build_topology(build_layout(recipe))
+
+    def trainer() -> Any:
+        return Trainer(recipe, topology, recipe.run_dir, initial_weights(recipe))
+
+    def state(own: Any) -> dict[str, torch.Tensor]:
+        found = {}
+        for module in own.model.modules.values():
+            module.settle()
+            for piece in module.pieces("save", with_optimizer=True):
+                found[f"{piece.key}[{piece.row},{piece.column}]"] = piece.values.clone()
+            optimizer: Any = getattr(module, "_optimizer", None) or module.optimizer.optimizer
+            for number, one in enumerate(optimizer.state.values()):
+                found[f"{module.name} updates {number}"] = one["step"].clone()
+        return found
+
+    own, other = trainer(), trainer()
+    dataset = open_dataset(recipe, "sources", own.chat, own.processors)
+    assert dataset is not None
+    steps = own.train(dataset, None, Poison(rank, 1, "language"))
+    lines, states = [], []
+    for _ in range(3):
+        lines.append(next(steps))
+        states.append(state(own))
+    steps.close()
+    steps = other.train(dataset, None, Poison(rank, -1, "language"))
+    next(steps)
+    steps.close()
+    other.progress = Progress(2, 2 * recipe.train.global_batch_size)
+    steps = other.train(dataset, None, Poison(rank, -1, "language"))
+    lines.append(next(steps))
+    steps.close()
+    return {"lines": lines, "states": states, "without": state(other), "progress": own.progress}
+
+
+@pytest.fixture(scope="module")
+def from_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("skipped"), "qwen3_vl")
+
+
+@pytest.mark.parametrize("case", quick_values(CASES, "megatron", "fsdp"))
+def test_a_step_without_numbers_leaves_all_modules_as_if_it_had_not_been(
+    run_ranks: RunRanks, from_a_checkpoint: Path, case: list[str]
+) -> None:
+    overrides = [*case, "train.ema_decay=0.75", "train.validate_every=null"]
+    for found in run_ranks(around_a_skipped_step, 2, from_a_checkpoint, overrides):
+        before, skipped, after = found["states"]
+        assert any(key.startswith("ema.") for key in before)
+        assert before.keys() == skipped.keys()
+        for key, tensor in before.items():
+            assert torch.equal(skipped[key], tensor), key
+        for key, tensor in found["without"].items():
+            assert torch.equal(after[key], tensor), key
+        first, second, third, alone = found["lines"]
+        assert [one["skipped_steps"] for one in (first, second, third)] == [0, 1, 1]
+        assert np.isinf(second["grad_norm"])
+        assert np.isfinite(second["grad_norm_vision"])
+        assert second["lr"] < first["lr"], "the schedule goes on"
+        for key in ("loss", "grad_norm", "lr"):
+            assert third[key] == alone[key]
+        assert found["progress"].updates == 2
+
+
+# ------------------------------------------------------------------- in whole runs
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def train_poisoned(rank: int, path: Path, overrides: list[str], bad: set[int], start: Start) -> str:
+    """A run in some of whose steps the encoder's gradients are no numbers; its error."""
+    from mimo.engines.megatron.module import MegatronModule
+    from mimo.train.rank import train_in_world
+
+    first = read_progress(start.checkpoint).step if isinstance(start, Resume) else 0
+    recipe, steps = load_recipe(path, overrides), count(first)
+    finish = MegatronModule.finish_gradients
+
+    def poison(self: Any, num_loss_tokens: int) -> None:
+        finish(self, num_loss_tokens)
+        if self.name == "vision" and next(steps) in bad:
+            for piece in self.gradients():
+                piece.values.fill_(torch.nan)
+
+    MegatronModule.finish_gradients = poison
+    try:
+        train_in_world(recipe, check_recipe(recipe, None), recipe.run_dir, start)
+    except FloatingPointError as error:
+        return str(error)
+    return ""
+
+
+def run_poisoned(
+    run_ranks: RunRanks, path: Path, overrides: list[str], bad: set[int], start: Start | None = None
+) -> list[str]:
+    recipe = load_recipe(path, overrides)
+    make_run_dir(recipe, resumes=start is not None)
+    size = check_recipe(recipe, None).world_size
+    return run_ranks(train_poisoned, size, path, overrides, bad, start or FromScratch())
+
+
+def test_skipped_steps_are_counted_told_and_kept_and_end_the_run_when_too_many_follow(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    settings = [*LAYOUT, *ADAM, "train.steps=8", "train.max_skipped_steps=1"]
+    bad = {1, 3, 5, 6}
+    errors = run_poisoned(run_ranks, recipe, settings, bad)
+    assert all("none of 2 steps since step 5 was finite" in error for error in errors)
+    assert all("train.max_skipped_steps 1" in error for error in errors)
+    lines = metrics(recipe)
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 1, 2, 2, 3]
+    assert [line["grad_norm"] is None for line in lines] == [n in bad for n in range(6)]
+    assert all(line["grad_norm_language"] > 0 for line in lines), "the one that is sound"
+    run = recipe.parent / "runs" / "tiny"
+    found = incidents(run)
+    assert [(one["kind"], one["step"]) for one in found] == [
+        ("skipped step", n) for n in sorted(bad)
+    ]
+    for one in found:
+        kept = json.loads((run / one["batch"]).read_text())
+        assert len(kept["samples"]) == one["num_samples"] == 12
+        assert [sample["key"] for sample in kept["samples"]] == one["samples"]
+        assert {sample["lane"] for sample in kept["samples"]} == {0, 1}
+
+
+def test_a_run_with_skipped_steps_goes_on_from_a_checkpoint_to_the_last_bit(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    settings = [*LAYOUT, *ADAM, "train.steps=5", "train.save_every=3", "train.ema_decay=0.5"]
+    assert run_poisoned(run_ranks, recipe, settings, {1}) == [""] * 3
+    before = metrics(recipe)
+    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_3"
+    assert read_progress(checkpoint).updates == 2, "Adam's number of steps"
+    last = recipe.parent / "runs" / "tiny"
+    expected = read(find_checkpoint(last))
+    assert run_poisoned(run_ranks, recipe, settings, set(), Resume(checkpoint)) == [""] * 3
+    for line, then in zip(metrics(recipe), before, strict=True):
+        for key in ("loss", "grad_norm", "lr", "skipped_steps"):
+            assert line[key] == then[key], (line["step"], key)
+    got = read(find_checkpoint(last))
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
