@@ -247,7 +247,7 @@ def test_stalled_peer_ends_the_run_with_edge_microbatch_peer_rows_and_samples(
         rf"arrive within bridge.timeout_seconds 5; still waiting for {ROWS}",
         error,
     )
-    assert where.startswith("in step 1, samples of microbatch 1: ")
+    assert re.match(r"in step 1, samples of microbatch 1 \(\d+ tokens, \d+ rows\): ", where)
     assert len(ended.named_samples()) == len(SAMPLES) // MICROBATCHES
     assert set(ended.named_samples()) < set(SAMPLES)
     assert TIMEOUT_SECONDS - 1 < ended.seconds < TIMEOUT_SECONDS + 10
@@ -278,7 +278,7 @@ def test_mismatched_plans_name_the_ranks_the_microbatch_and_its_samples(
         r"planned different transfers; they read different data indexes or recipes",
         error,
     )
-    assert where.startswith("in step 0, samples of microbatch 0: ")
+    assert re.match(r"in step 0, samples of microbatch 0 \(\d+ tokens, \d+ rows\): ", where)
     assert len(ended.named_samples()) == len(SAMPLES) // MICROBATCHES
 
 

@@ -1,0 +1,122 @@
+"""What a thread waits for, and for which ranks, as its stack tells it.
+
+So nothing has to be noted while training. On a GPU most waits are queued on the device: there only
+the host's own show.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+_DISTRIBUTED = str(Path(dist.__file__).parent)
+_PACKAGES = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Waits:
+    """``what`` a rank waits for, and the ``ranks`` that have to act for it to come.
+
+    is_transfer: of a bridge; these have a shorter timeout than collective calls.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    is_transfer: bool = False
+
+
+def waits_of(stack: FrameType | None) -> Waits | None:
+    """What a thread with this ``stack`` waits for; None if for no other rank."""
+    inner = frame = stack
+    while frame is not None:
+        # By their names, so that telling needs none of what they belong to.
+        if (tell := _TELL.get(frame.f_code.co_qualname)) is not None:
+            return tell(frame.f_locals)
+        frame = frame.f_back
+    return None if inner is None else _collective(inner)
+
+
+def place_of(stack: FrameType | None) -> str:
+    """The innermost line of a ``stack`` that is ours, such as `mimo/train/step.py:57 train_step`.
+
+    With the function that it calls, if that is another one's.
+    """
+    inner = frame = stack
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGES) and "site-packages" not in path.parts:
+            called = "" if frame is inner or inner is None else f", in {inner.f_code.co_name}"
+            where = f"{path.relative_to(_PACKAGES)}:{frame.f_lineno}"
+            return f"{where} {frame.f_code.co_name}{called}"
+        frame = frame.f_back
+    return ""
+
+
+def _collective(inner: FrameType) -> Waits | None:
+    """The collective call that the stack of ``inner`` ends in."""
+    name, group, frame = "", None, inner
+    while frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED):
+        given = frame.f_locals.get("group")
+        if isinstance(given, dist.ProcessGroup):
+            name, group = frame.f_code.co_name, given
+        frame = frame.f_back
+    if group is not None:
+        of = group.group_desc if group is not dist.group.WORLD else "all ranks"
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return Waits(f"{name.strip('_')} of {of}", ranks)
+    line = linecache.getline(inner.f_code.co_filename, inner.f_lineno)
+    if ".wait(" in line and not inner.f_code.co_filename.endswith("threading.py"):
+        return Waits("a collective call that was begun before", tuple(range(dist.get_world_size())))
+    return None
+
+
+def _transfer(own: Mapping[str, Any]) -> Waits:
+    transfer = own["self"]
+    late = [message for message in transfer.messages if not message.work.is_completed()]
+    return Waits(transfer.what, tuple(sorted({message.peer for message in late})), is_transfer=True)
+
+
+def _pipeline(own: Mapping[str, Any]) -> Waits:
+    link, others, parts, ranks = own["self"], own["others"], [], []
+    exchanges = (
+        ("hidden states from", own["recv_prev"], link.prev_rank),
+        ("gradients from", own["recv_next"], link.next_rank),
+        ("its hidden states to be taken by", _sends(others, "next"), link.next_rank),
+        ("its gradients to be taken by", _sends(others, "prev"), link.prev_rank),
+    )
+    for what, takes_place, rank in exchanges:
+        if takes_place:
+            parts.append(f"{what} rank {rank}")
+            ranks.append(rank)
+    return Waits(f"pipeline of {link.pp_group.group_desc}: {', '.join(parts)}", tuple(ranks))
+
+
+def _sends(others: Mapping[str, Any], way: str) -> bool:
+    return others.get(f"tensor_send_{way}") is not None
+
+
+def _loader(own: Mapping[str, Any]) -> Waits | None:
+    """What another rank decodes for this one; None if it waits for its own decoding."""
+    steps = list(own["self"]._steps)
+    if not steps or not steps[0].awaited or steps[0].num_missing > len(steps[0].awaited):
+        return None
+    task = steps[0].awaited[0]
+    return Waits(f"samples of step {task.step} that it decodes", (task.by,))
+
+
+def _world(own: Mapping[str, Any]) -> Waits:
+    return Waits("the sum over all ranks", tuple(range(dist.get_world_size())))
+
+
+_TELL: dict[str, Callable[[Mapping[str, Any]], Waits | None]] = {
+    "Transfer.wait": _transfer,
+    "PlannedCommunicator._communicate": _pipeline,
+    "StepLoader.next": _loader,
+    "sum_over_world": _world,
+}
