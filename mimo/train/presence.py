@@ -30,9 +30,9 @@ import psutil
 
 from bridge import BridgeError
 from mimo.errors import InputError
-from mimo.launch.processes import is_consequence
+from mimo.launch.processes import RankError, is_consequence
 from mimo.layout.grids import Layout
-from mimo.model.memory import memory_in_words
+from mimo.model.memory import in_words, memory_in_words
 from mimo.train.hang import Hang, State, explain
 from mimo.train.incidents import Kind, record
 from mimo.train.observer import ACTIVITIES, StepObserver
@@ -244,7 +244,6 @@ class Presence(StepObserver):
             waits_for=waits.ranks,
             place=place_of(stack),
             seconds=time.monotonic() - self._since,
-            batch=self._batch_in_words(),
         )
         try:
             self._hang_folder.mkdir(exist_ok=True)
@@ -253,9 +252,12 @@ class Presence(StepObserver):
                 print(f"{state}: {state.story}\n", file=file, flush=True)
                 faulthandler.dump_traceback(file)
             self._write()
-            return self._summary()
+            text = self._summary()
         except OSError as error:
-            return f"the run hangs, and {self._hang_folder} cannot be written: {error}"
+            text = f"the run hangs, and {self._hang_folder} cannot be written: {error}"
+        self._state = replace(self._state, failure=text.splitlines()[0])
+        self._write()
+        return text
 
     def _summary(self) -> str:
         """The explanation; written by one rank, whichever it is, and read by the others."""
@@ -288,10 +290,6 @@ class Presence(StepObserver):
         os.replace(partial, summary)
         return text
 
-    def _batch_in_words(self) -> str:
-        doing = self.model.doing if self.model is not None else None
-        return "" if doing is None else self.model.batch_in_words(doing[1])
-
     def _stack(self) -> FrameType | None:
         """That of the thread that trains."""
         return sys._current_frames().get(self._trains)
@@ -305,15 +303,13 @@ class Presence(StepObserver):
         return self._folder / f"rank_{rank}.stacks"
 
     def _now(self) -> State:
-        step, activity = self._place
-        doing = self.model.doing if self.model is not None else None
-        return replace(
-            self._state,
-            step=step,
-            activity=activity,
-            doing="" if doing is None else f"{doing[0]}, microbatch {doing[1]}",
-            resident_bytes=self._process.memory_info().rss,
-        )
+        (step, activity), resident = self._place, self._process.memory_info().rss
+        now = replace(self._state, step=step, activity=activity, resident_bytes=resident)
+        if self.model is None or (doing := self.model.doing) is None:
+            return replace(now, doing="", batch="")
+        what, microbatch = doing
+        batch = self.model.batch_in_words(microbatch)
+        return replace(now, doing=f"{what}, microbatch {microbatch}", batch=batch)
 
     def _write(self) -> None:
         partial = self._folder / f".rank_{self._rank}"
@@ -360,6 +356,27 @@ class Presence(StepObserver):
     def _lost(self) -> list[State]:
         self._write()
         return [one for one in self._read().values() if one.age_seconds > self._lost_seconds]
+
+
+def say_killed(run_dir: Path, error: RankError) -> None:
+    """Keep an incident of a rank that ended without a word, with where it last was.
+
+    For the process that started it.
+    """
+    if error.traceback:
+        return  # it has done so itself
+    try:
+        state = State(**json.loads((run_dir / RANKS / f"rank_{error.rank}.json").read_text()))
+    except (OSError, ValueError):  # it ended too early
+        record(run_dir, "crash", str(error), rank=error.rank)
+        return
+    memory = in_words(state.resident_bytes)
+    text = f"{state} {error.reason}, last seen {state.where}, with {memory} of resident memory"
+    if "SIGKILL" in error.reason:
+        text += "; where nobody sent that, the kernel did for lack of memory (see dmesg)"
+    text = f"{text}; {state.batch}" if state.batch else text
+    print(text, file=sys.stderr)
+    record(run_dir, "crash", text, state.step, rank=error.rank, activity=state.activity)
 
 
 def _told(lost: Sequence[State]) -> str:
