@@ -237,6 +237,9 @@ class Presence(StepObserver):
         faulthandler.dump_traceback_later(self._beat_seconds + _END_SECONDS, exit=True)
         stack = self._stack()
         waits = waits_of(stack) or Waits("", ())
+        watch = self.model.watch if self.model is not None else None
+        if waits.what and watch is not None and (oldest := watch.oldest()) is not None:
+            waits = Waits(*oldest)  # the host waits for the device, and the device for this
         self._state = replace(
             self._state,
             told=True,

@@ -124,7 +124,7 @@ def _when_sending(strike: Callable[[], None], struck: Path) -> None:
 
 
 def _kill() -> None:
-    time.sleep(0.5)  # the others have what was sent before, and wait
+    time.sleep(1.0)  # the others wait, and this rank has written where it is
     os.kill(os.getpid(), signal.SIGKILL)
 
 
