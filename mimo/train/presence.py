@@ -287,7 +287,8 @@ class Presence(StepObserver):
             if path.exists() and path.stat().st_size:
                 shutil.copy(path, self._hang_folder / f"rank_{rank}.txt")
         step = min((one.step for one in states.values()), default=None)
-        record(self._folder.parent, "hang", text, step, ranks=explained.ranks)
+        brief = "; ".join(text.splitlines()[:2])
+        record(self._folder.parent, "hang", brief, step, ranks=explained.ranks)
         partial = summary.with_name(f".{SUMMARY}")
         partial.write_text(text + "\n")
         os.replace(partial, summary)
@@ -311,8 +312,10 @@ class Presence(StepObserver):
         if self.model is None or (doing := self.model.doing) is None:
             return replace(now, doing="", batch="")
         what, microbatch = doing
-        batch = self.model.batch_in_words(microbatch)
-        return replace(now, doing=f"{what}, microbatch {microbatch}", batch=batch)
+        now = replace(now, doing=f"{what}, microbatch {microbatch}", batch="")
+        with suppress(IndexError):  # it has just begun another batch
+            now = replace(now, batch=self.model.batch_in_words(microbatch))
+        return now
 
     def _write(self) -> None:
         partial = self._folder / f".rank_{self._rank}"

@@ -115,11 +115,11 @@ def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
     def in_words(microbatch: int | None) -> str:
         if microbatch is None:
             return f"in {name}"
-        keys, samples = sample_keys(microbatch), microbatches[microbatch].samples
-        more = f" and {len(keys) - _SHOWN_SAMPLES} more" if keys[_SHOWN_SAMPLES:] else ""
+        samples, keys = microbatches[microbatch].samples, sample_keys(microbatch, _SHOWN_SAMPLES)
         size = f"{samples.length.sum()} tokens, {samples.item_rows.sum()} rows"
-        shown = ", ".join(keys[:_SHOWN_SAMPLES])
-        return f"in {name}, samples of microbatch {microbatch} ({size}): {shown}{more}"
+        more = samples.num_samples - len(keys)
+        shown = ", ".join(keys) + (f" and {more} more" if more else "")
+        return f"in {name}, samples of microbatch {microbatch} ({size}): {shown}"
 
     def note(error: Exception) -> None:
         if not isinstance(error, BridgeError):

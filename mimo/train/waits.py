@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
-_PACKAGES = Path(__file__).parents[2]
+_OURS = {"bridge", "data", "encoders", "mimo"}
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,16 @@ def waits_of(stack: FrameType | None) -> Waits | None:
 
 
 def place_of(stack: FrameType | None) -> str:
-    """The innermost line of a ``stack`` that is ours, such as `mimo/train/step.py:57 train_step`.
+    """The innermost line of a ``stack`` that is ours, such as `mimo.train.step:57 train_step`.
 
-    With the function that it calls, if that is another one's.
+    With the function of another package that it is in, if it is in one.
     """
-    inner = frame = stack
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_PACKAGES) and "site-packages" not in path.parts:
-            called = "" if frame is inner or inner is None else f", in {inner.f_code.co_name}"
-            where = f"{path.relative_to(_PACKAGES)}:{frame.f_lineno}"
-            return f"{where} {frame.f_code.co_name}{called}"
+    frame = stack
+    while frame is not None and stack is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in _OURS:
+            inside = "" if frame is stack else f", in {stack.f_code.co_name}"
+            return f"{module}:{frame.f_lineno} {frame.f_code.co_name}{inside}"
         frame = frame.f_back
     return ""
 

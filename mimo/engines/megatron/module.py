@@ -158,7 +158,8 @@ class MegatronModule:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Gradients are in the buffers of DDP."""
-        found = {"parameters": [own for chunk in self.raw for own in chunk.parameters()]}
+        found = dict[str, list[Tensor]]()
+        found["parameters"] = [own for chunk in self.raw for own in chunk.parameters()]
         if self.optimizer is not None:
             chunks = [cast("Any", chunk) for chunk in self.chunks]
             buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
