@@ -11,7 +11,7 @@ _SHOWN_RANKS = 8  # in one sentence
 
 
 class Hang(Exception):
-    """The run does not get on; the text is the whole explanation, the same on all ranks."""
+    """The run does not get on; the text is how the explanation begins, the same on all ranks."""
 
 
 @dataclass(frozen=True)

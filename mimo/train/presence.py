@@ -61,7 +61,7 @@ _BEAT_SECONDS = (0.5, 5.0)  # at least, at most
 _PATIENCE = 0.8
 _TELL_SECONDS = 2.0  # that all ranks get to tell where they are, besides a beat
 _LOOK_SECONDS = 0.1
-_END_SECONDS = 15.0  # that a rank gets to end once all is told
+_END_SECONDS = 4.0  # that a rank gets to end once all is told
 _STUCK_SECONDS = 30.0  # beyond the timeout, that an interpreter without a running thread gets
 
 
@@ -191,7 +191,10 @@ class Presence(StepObserver):
                 got_on()
                 self._write()
                 if self._is_stuck() or self._hang_folder.exists():
-                    raise Hang(self._explain_hang())
+                    told = self._explain_hang()
+                    # Ending may need others, such as the rank that holds the store.
+                    faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
+                    raise Hang(told)
 
     @contextmanager
     def _interpreter_watched(self) -> Iterator[Callable[[], None]]:
@@ -231,10 +234,11 @@ class Presence(StepObserver):
         return stood > patience * (1.0 if waits.is_transfer else COLLECTIVE_PATIENCE)
 
     def _explain_hang(self) -> str:
-        """Tell where this rank is, wait until all have done so, and explain it or read that."""
+        """Tell where this rank is, wait until all have done so, and explain it or read that.
+
+        Returns the two most important lines.
+        """
         self._hangs.set()
-        # Ending may need others as well, such as the rank that holds the store.
-        faulthandler.dump_traceback_later(self._beat_seconds + _END_SECONDS, exit=True)
         stack = self._stack()
         waits = waits_of(stack) or Waits("", ())
         watch = self.model.watch if self.model is not None else None
@@ -258,9 +262,10 @@ class Presence(StepObserver):
             text = self._summary()
         except OSError as error:
             text = f"the run hangs, and {self._hang_folder} cannot be written: {error}"
-        self._state = replace(self._state, failure=text.splitlines()[0])
+        told = "\n".join(text.splitlines()[:2])
+        self._state = replace(self._state, failure=told)
         self._write()
-        return text
+        return told
 
     def _summary(self) -> str:
         """The explanation; written by one rank, whichever it is, and read by the others."""
@@ -287,6 +292,7 @@ class Presence(StepObserver):
             if path.exists() and path.stat().st_size:
                 shutil.copy(path, self._hang_folder / f"rank_{rank}.txt")
         step = min((one.step for one in states.values()), default=None)
+        print(text, file=sys.stderr, flush=True)
         brief = "; ".join(text.splitlines()[:2])
         record(self._folder.parent, "hang", brief, step, ranks=explained.ranks)
         partial = summary.with_name(f".{SUMMARY}")

@@ -50,7 +50,7 @@ def place_of(stack: FrameType | None) -> str:
     frame = stack
     while frame is not None and stack is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] in _OURS:
+        if module.partition(".")[0] in _OURS and not frame.f_code.co_name.startswith("__"):
             inside = "" if frame is stack else f", in {stack.f_code.co_name}"
             return f"{module}:{frame.f_lineno} {frame.f_code.co_name}{inside}"
         frame = frame.f_back
@@ -93,7 +93,9 @@ def _pipeline(own: Mapping[str, Any]) -> Waits:
         if takes_place:
             parts.append(f"{what} rank {rank}")
             ranks.append(rank)
-    return Waits(f"pipeline of {link.pp_group.group_desc}: {', '.join(parts)}", tuple(ranks))
+    return Waits(
+        f"pipeline of {link.pp_group.group_desc}: {', '.join(parts)}", tuple(dict.fromkeys(ranks))
+    )
 
 
 def _sends(others: Mapping[str, Any], way: str) -> bool:
