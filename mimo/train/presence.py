@@ -249,7 +249,7 @@ class Presence(StepObserver):
             told=True,
             waits=waits.what,
             waits_for=waits.ranks,
-            place=place_of(stack),
+            place=", ".join([place_of(stack), *self._files_being_saved()]),
             seconds=time.monotonic() - self._since,
         )
         try:
@@ -299,6 +299,11 @@ class Presence(StepObserver):
         partial.write_text(text + "\n")
         os.replace(partial, summary)
         return text
+
+    def _files_being_saved(self) -> list[str]:
+        checkpoints = str(self._folder.with_name("checkpoints"))
+        paths = [one.path for one in self._process.open_files()]
+        return [f"writing {path}" for path in paths if path.startswith(checkpoints)]
 
     def _stack(self) -> FrameType | None:
         """That of the thread that trains."""

@@ -7,6 +7,7 @@ the host's own show.
 from __future__ import annotations
 
 import linecache
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,19 @@ def _loader(own: Mapping[str, Any]) -> Waits | None:
     return Waits(f"samples of step {task.step} that it decodes", (task.by,))
 
 
+def _save(own: Mapping[str, Any]) -> Waits | None:
+    """Whose part of a checkpoint is missing, once this rank's own is written."""
+    if own["event"].is_set():
+        return Waits("the save of all ranks", tuple(range(dist.get_world_size())))
+    frame = sys._current_frames().get(own["save"].thread.ident)
+    while frame is not None:
+        if frame.f_code.co_qualname == "Saver._file_of":
+            rank = frame.f_locals["rank"]
+            return Waits("its part of the checkpoint", (rank,))
+        frame = frame.f_back
+    return None
+
+
 def _world(own: Mapping[str, Any]) -> Waits:
     return Waits("the sum over all ranks", tuple(range(dist.get_world_size())))
 
@@ -119,5 +133,6 @@ _TELL: dict[str, Callable[[Mapping[str, Any]], Waits | None]] = {
     "Transfer.wait": _transfer,
     "PlannedCommunicator._communicate": _pipeline,
     "StepLoader.next": _loader,
+    "Saver._all_reach": _save,
     "sum_over_world": _world,
 }
