@@ -82,8 +82,8 @@ def explain(states: Mapping[int, State], num_ranks: int) -> Explanation:
 
     states: what ranks have said, in this hang (``told``) or before it.
 
-    The origin is whoever does not answer; else whoever waits for nobody although others wait for
-    it; else whoever has gone past what the ranks furthest behind wait for: it has left that out.
+    The origin is whoever does not answer; else whoever waits for nobody, and does not get on,
+    although others wait for it; else whoever has gone past what the ranks furthest behind wait for: it has left that out.
     """
     here = {rank: state for rank, state in states.items() if state.told}
     if origins := [rank for rank in range(num_ranks) if rank not in here]:
@@ -110,10 +110,15 @@ def explain(states: Mapping[int, State], num_ranks: int) -> Explanation:
 
 
 def _awaited(here: Mapping[int, State]) -> list[int]:
-    """Ranks that wait for nobody; if there are any, those for whom others wait."""
-    busy = [rank for rank, state in here.items() if not state.waits]
+    """Ranks that wait for nobody; if there are any, those for whom others wait.
+
+    Of these only who has been in one place for long: the others still get on.
+    """
+    busy = [state for state in here.values() if not state.waits]
     awaited = {rank for state in here.values() for rank in state.waits_for}
-    return [rank for rank in busy if rank in awaited] or busy
+    found = [state for state in busy if state.rank in awaited] or busy
+    longest = max((state.seconds for state in found), default=0.0)
+    return [state.rank for state in found if state.seconds >= longest / 2]
 
 
 def _silent(rank: int, state: State | None) -> str:

@@ -278,7 +278,7 @@ class Presence(StepObserver):
             return summary.read_text()
         states = self._read()
         explained = explain(states, self._size)
-        state = states.get(self._rank, self._now())
+        state = max([self._now(), *states.values()], key=lambda one: one.seconds)
         key, limit = "train.step_timeout_seconds", self._step_timeout
         if limit is None:
             key, limit = "bridge.timeout_seconds", self._timeout

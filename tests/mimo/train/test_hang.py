@@ -40,6 +40,13 @@ def test_of_ranks_that_wait_for_nobody_the_origin_is_the_one_that_others_wait_fo
     assert ranks == (1,)
 
 
+def test_a_rank_that_still_gets_on_is_not_the_origin() -> None:
+    ranks, _ = origins(
+        rank(0, seconds=2.0), rank(1), rank(2, waits="all_reduce", waits_for=(0, 1, 2))
+    )
+    assert ranks == (1,)
+
+
 def test_a_rank_that_does_not_answer_comes_before_all_others() -> None:
     silent = rank(1, told=False)
     ranks, lines = origins(rank(0), silent, rank(2, waits=ROWS, waits_for=(0,)), num_ranks=4)
