@@ -83,7 +83,8 @@ def explain(states: Mapping[int, State], num_ranks: int) -> Explanation:
     states: what ranks have said, in this hang (``told``) or before it.
 
     The origin is whoever does not answer; else whoever waits for nobody, and does not get on,
-    although others wait for it; else whoever has gone past what the ranks furthest behind wait for: it has left that out.
+    although others wait for it; else whoever has gone past what the ranks furthest behind wait for:
+    it has left that out.
     """
     here = {rank: state for rank, state in states.items() if state.told}
     if origins := [rank for rank in range(num_ranks) if rank not in here]:

@@ -77,9 +77,8 @@ def _collective(inner: FrameType) -> Waits | None:
 
 
 def _transfer(own: Mapping[str, Any]) -> Waits:
-    transfer = own["self"]
-    late = [message for message in transfer.messages if not message.work.is_completed()]
-    return Waits(transfer.what, tuple(sorted({message.peer for message in late})), is_transfer=True)
+    """It waits for one message after the other; whether those after this have come, is unknown."""
+    return Waits(own["what"], (own["message"].peer,), is_transfer=True)
 
 
 def _pipeline(own: Mapping[str, Any]) -> Waits:
@@ -130,7 +129,7 @@ def _world(own: Mapping[str, Any]) -> Waits:
 
 
 _TELL: dict[str, Callable[[Mapping[str, Any]], Waits | None]] = {
-    "Transfer.wait": _transfer,
+    "wait_for": _transfer,
     "PlannedCommunicator._communicate": _pipeline,
     "StepLoader.next": _loader,
     "Saver._all_reach": _save,
