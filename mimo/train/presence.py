@@ -135,12 +135,12 @@ class Presence(StepObserver):
         except Exception as error:
             self._failing.set()
             if self._hangs.is_set():  # what fails meanwhile is no news; the process is about to end
-                thread.join()
+                thread.join(_STUCK_SECONDS)
             self._failed(error)
             raise
         finally:
             self._left.set()
-            thread.join()
+            thread.join(_TELL_SECONDS)  # it is at once, unless the file system hangs
             if not self._state.failure:
                 with self._writing:
                     self._file(self._rank).unlink(missing_ok=True)

@@ -39,6 +39,7 @@ HERE = "tests.mimo.train.test_stalls"
 STRUCK = "struck"  # a file in the run folder
 TIMEOUT_SECONDS = 3.0
 STAGES = "language.grid={tp: 1, pp: 2, dp: 1}"
+SHARES = "language.grid={tp: 2, dp: 1}"
 LANES = "language.grid={tp: 1, dp: 2}"
 
 
@@ -106,6 +107,11 @@ CASES = {
     "data": Case(
         1, _sleep, (0, "norm and loss"), "mimo.train.batches:Batches", "_prepare",
         alone(2, "batch"), 2, rf"at step 2, {PLANS}",
+    ),
+    "decode": Case(
+        1, _sleep, (0, "setup"), "mimo.step.crew:Crew", "begin",
+        alone(0, "setup"), 2, "at step 0, in 'setup', waits for rank 1: samples of step 0 that it",
+        layout=SHARES,
     ),
     "encode": Case(
         0, _sleep, STEP, "encoders._tower:Tower", "forward",
