@@ -176,12 +176,13 @@ def arm(case: Case, rank: int, run_dir: Path) -> None:
     """Let this process, which is ``rank``, stall if it is its turn."""
     from mimo.train.presence import Presence
 
-    is_stuck, begins, place, calls = Presence._is_stuck, Presence.at, (0, "setup"), 0
+    is_stuck, begins, calls = Presence._is_stuck, Presence.at, 0
+    place: tuple[int, str] = (0, "setup")
 
-    def at(self: Presence, *now: Any) -> None:
+    def at(self: Presence, step: int, activity: str) -> None:
         nonlocal place
-        place = now
-        begins(self, *now)
+        place = step, activity
+        begins(self, step, activity)
 
     def is_stuck_since_then(self: Presence) -> bool:
         # How long setup takes on a busy machine says nothing.
