@@ -51,6 +51,7 @@ class TransferWatch:
 
     def __init__(self) -> None:
         self.tell_where: Callable[[BridgeError], None] | None = None
+        self._watched: list[Watched] = []  # in the order in which they were started
         self._new: queue.SimpleQueue[Watched] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -74,10 +75,17 @@ class TransferWatch:
             self._thread.start()
         return watched
 
+    def oldest(self) -> tuple[str, tuple[int, ...]] | None:
+        """The transfer that has been under way for longest, and the ranks that it waits for."""
+        for one in list(self._watched):
+            if missing := {m.peer for m in one.messages if not m.work.is_completed()}:
+                return one.what, tuple(sorted(missing))
+        return None
+
     def _run(self) -> None:
         """Sleep while nothing is under way; raise BridgeError when something is too late."""
-        watched: list[Watched] = []  # in the order in which they were started
         while True:
+            watched = self._watched
             if not watched:
                 watched.append(self._new.get())
             while not self._new.empty():
@@ -94,8 +102,8 @@ class TransferWatch:
                 if now > one.since + one.timeout_seconds:
                     raise self._error(one, missing)
                 still.append(one)
-            watched = still
-            shortest = min((one.timeout_seconds for one in watched), default=0.0)
+            self._watched = still
+            shortest = min((one.timeout_seconds for one in still), default=0.0)
             time.sleep(min(_POLL_SECONDS, shortest / _POLLS_PER_TIMEOUT))
 
     def _error(self, one: Watched, missing: Sequence[Message]) -> BridgeError:

@@ -167,6 +167,19 @@ def gpu_memory() -> Memory | None:
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
 
 
+def memory_in_use() -> dict[str, int]:
+    """Bytes of this process, by what they are: on its GPU as its allocator counts, and resident."""
+    found = {"resident memory": psutil.Process().memory_info().rss}
+    if has_gpu():
+        device = local_device()
+        found |= {
+            "allocated GPU memory": torch.cuda.memory_allocated(device),
+            "allocated GPU memory at its peak": torch.cuda.max_memory_allocated(device),
+            "reserved GPU memory": torch.cuda.memory_reserved(device),
+        }
+    return found
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor of the host on ``device``, by a copy that the host does not wait for.
 

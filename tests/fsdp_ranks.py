@@ -150,6 +150,9 @@ def _train(rank: int, job: Job) -> dict[str, Any]:
             norms.append(norm_of(module))
             gradients = sent(module.gradients())
             module.update(1e-2, 1.0)
+        held = {kind: sum(t.numel() for t in own) for kind, own in module.tensors().items()}
+        assert held["gradients"] == sum(values.numel() for *_, values in gradients)
+        assert held["parameters"] >= held["gradients"], "frozen weights have none"
         found = {
             "gradients": gradients,
             "weights": sent(module.pieces("save", with_optimizer=False)),

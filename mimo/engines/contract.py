@@ -154,6 +154,10 @@ class Module(Protocol):
 
     # ---- what it holds, under the names of the checkpoint format
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What it has in memory, "parameters", "gradients" and "optimizer state". No collective."""
+        ...
+
     def settle(self) -> None:
         """Wait for weights that `update` may still be gathering."""
         ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mimo.launch.processes import RanksFailed, run_processes, warm_up
+from mimo.launch.processes import RankError, RanksFailed, run_processes, warm_up
 
 RENDEZVOUS = "MIMO_RENDEZVOUS"
 
@@ -40,19 +40,22 @@ def launch(
     world_size: int,
     preload: Sequence[str] = (),
     log_dir: Path | None = None,
+    on_failure: Callable[[RankError], object] = lambda _: None,
 ) -> int:
     """Run `target(*args)` (`module:function`) in `world_size` ranks and return an exit code.
 
     The modules `preload` are imported once, before the ranks are forked. When a rank fails, the
     others are ended, the cause is the last thing on stderr, and every failed rank's traceback goes
     to `log_dir/error_rank_<r>.txt`. The exit code is 0, 2 for an InputError, 1 for any
-    other exception of a rank, or 128 + the signal that ended this process.
+    other exception of a rank, or 128 + the signal that ended this process. on_failure: gets the
+    cause.
     """
     warm_up(preload)
     try:
         with _signals_raise(), _rendezvous_dir() as folder:
             run_processes(target, args, world_size, rank_variables(folder))
     except RanksFailed as failure:
+        on_failure(failure.errors[0])
         return _report(failure, log_dir)
     except _Signalled as signalled:
         (signum,) = signalled.args

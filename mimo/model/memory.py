@@ -7,6 +7,8 @@ tokenizer's vocabulary if the recipe gives no `vocab_size`, come on top.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mimo.device import Memory
 from mimo.errors import RecipeError
 from mimo.layout.grids import LANGUAGE, Layout
@@ -56,6 +58,15 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
             f"model smaller, raise {shares}, or use more machines",
         )
     )
+
+
+def memory_in_words(memory: Mapping[str, Mapping[str, int]]) -> str:
+    """What `mimo.model.modules.MimoModel.memory` gives, for people to read."""
+    parts = [
+        f"{owner}: {', '.join(f'{in_words(size)} of {what}' for what, size in sizes.items())}"
+        for owner, sizes in memory.items()
+    ]
+    return "; ".join(parts)
 
 
 def in_words(num_bytes: float) -> str:

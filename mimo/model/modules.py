@@ -10,7 +10,7 @@ Letters: B sequences (1 for packed) of S tokens on this lane, N rows, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from bridge import (
     take_chunk,
 )
 from data.batch import PackedLane
-from mimo.device import Staging
+from mimo.device import Staging, memory_in_use
 from mimo.engines.contract import Chunk, Module
 from mimo.families.item_rules import ItemRules
 from mimo.layout.grids import LANGUAGE
@@ -60,6 +60,8 @@ class MimoModel:
     through all stages of the language model, frozen or not.
     watch: watches transfers on a device where waiting does not block the host.
     partition: cuts sequences for this rank; on language ranks.
+    doing: what its modules do at this moment, and with which microbatch; None outside of `run`.
+    batch_in_words: of the batch that `run` works on, given a microbatch.
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are put in place in
     whole sequences, which are cut afterwards.
     squared_changes: by module, this rank's share of how much the last update changed the weights,
@@ -80,6 +82,8 @@ class MimoModel:
     partition: PartitionAdapter | None = None
     whole_rows: bool = False
     squared_changes: dict[str, float | Tensor] = field(default_factory=dict)
+    doing: tuple[str, int] | None = None
+    batch_in_words: Callable[[int | None], str] = lambda microbatch: ""
 
     def stage(
         self,
@@ -145,6 +149,7 @@ class MimoModel:
                 self._run_encoder(module, items[name], forward_only)
         for bridge in bridges.values():
             bridge.finish()
+        self.doing = None
         return loss
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
@@ -152,6 +157,28 @@ class MimoModel:
         for name, module in self.modules.items():
             with SPANS.span(name, "gradients"):
                 module.finish_gradients(num_loss_tokens)
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes on this rank by module and kind, memory that is shared once; and of the process."""
+        seen, found = set[int](), dict[str, dict[str, int]]()
+        for name, module in self.modules.items():
+            found[name] = {}
+            for kind, tensors in module.tensors().items():
+                own = {one.untyped_storage().data_ptr(): one for one in tensors}
+                new = [one for at, one in own.items() if at not in seen]
+                found[name][kind] = sum(one.untyped_storage().nbytes() for one in new)
+                seen |= own.keys()
+        return {**found, "process": memory_in_use()}
+
+    def _noting_backward(self, output: Tensor, part: str, microbatch: int) -> Tensor:
+        """The same ``output``, whose backward says that this rank is in it when it begins."""
+
+        def note(gradient: Tensor) -> None:
+            self.doing = f"backward of {part}", microbatch
+
+        if output.requires_grad:
+            output.register_hook(note)
+        return output
 
     def take_waited_seconds(self) -> float:
         """Seconds that the host waited for transfers of all bridges since the last call."""
@@ -168,19 +195,21 @@ class MimoModel:
     ) -> None:
         # Only the last stage has any.
         senders = {link: s for link, s in self.senders.items() if link.encoder == module.name}
+        part = f"{module.name}, stage {module.groups.pp.rank()}"
 
         def forward(batch: tuple[int, EncoderBatch], tower: nn.Module):
             number, own = batch
+            self.doing = f"forward of {part}", number
             with SPANS.span(module.name, "encode", number=number):
                 output = tower(own.patches, own.items)
-                if not senders:
-                    return output
-                rows = _flat_embeddings(output, senders, range(number, number + 1))
-                tokens = [
-                    sender.send(number, own_rows)
-                    for sender, own_rows in zip(senders.values(), rows, strict=True)
-                ]
-                return torch.stack(tokens).sum()
+                if senders:
+                    rows = _flat_embeddings(output, senders, range(number, number + 1))
+                    tokens = [
+                        sender.send(number, own_rows)
+                        for sender, own_rows in zip(senders.values(), rows, strict=True)
+                    ]
+                    output = torch.stack(tokens).sum()
+            return self._noting_backward(output, part, number)
 
         learns = module.trains and not forward_only
         # What is no forward pass is backward, or a wait inside of it.
@@ -218,6 +247,7 @@ class MimoModel:
                 for name, parts in rows.items():
                     bridges = self._colocated_of(name).values()
                     if self.modules[name].trains and not forward_only:
+                        self.doing = f"backward of {name}", start
                         with SPANS.span(name, "backward"):
                             gradients = [bridge.collect(group) for bridge in bridges]
                             torch.autograd.backward(parts, gradients)
@@ -243,6 +273,7 @@ class MimoModel:
         Returns the rows (N, k·H) of each of its bridges, for the backward.
         """
         module = self.modules[name]
+        self.doing = f"forward of {name}", group.start
         with SPANS.span(name, "encode"):
             with torch.set_grad_enabled(module.trains and not forward_only):
                 made = module.encode(items.patches, items.items)
@@ -256,12 +287,15 @@ class MimoModel:
         self, module: Module, batches: Sequence[LanguageBatch], group: range, forward_only: bool
     ) -> float | Tensor:
         trains = module.trains or self.trains_encoders
+        stage = module.groups.pp.rank()
 
         def forward(number: int, chunk: Chunk) -> Tensor:
             own = batches[number]
+            part = f"{LANGUAGE}, stage {stage}, chunk {chunk.number}"
+            self.doing = f"forward of {part}", number
             with SPANS.span(module.name, "forward", number=number):
                 arrived = self._receive(chunk, number)
-                return chunk.run(
+                output = chunk.run(
                     input_ids=own.input_ids,
                     position_ids=own.position_ids,
                     labels=own.labels,
@@ -270,6 +304,7 @@ class MimoModel:
                     place=partial(self._place, own, arrived) if chunk.is_first else None,
                     levels=self._levels(own, arrived),
                 )
+            return self._noting_backward(output, part, number)
 
         sizes = [batches[number].position_ids.shape[:0:-1] for number in group]
         learns = trains and not forward_only

@@ -141,6 +141,9 @@ class Train(Section):
     """Steps between two checkpoints; null saves only the last."""
     keep_checkpoints: bounds.Checkpoints = 2
     """Checkpoints that are kept; older ones are removed."""
+    step_timeout_seconds: bounds.Seconds | None = None
+    """How long a rank may stay in one place (a microbatch, a save, ...) before the run is explained
+    as hanging and ends; null: only where it waits for others, shortly before that times out."""
     run_dir: bounds.PathText = "runs"
     """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None

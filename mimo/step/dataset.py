@@ -40,9 +40,10 @@ class Dataset:
     readers: tuple[SampleReader, ...]
     order: SampleOrder
 
-    def sample_keys(self, microbatch: GlobalMicrobatch) -> list[str]:
-        """The keys of a microbatch's samples, lane after lane."""
-        pairs = zip(microbatch.source.tolist(), microbatch.sample.tolist(), strict=True)
+    def sample_keys(self, microbatch: GlobalMicrobatch, most: int | None = None) -> list[str]:
+        """The keys of a microbatch's samples, lane after lane; of the first ``most`` only."""
+        sources, samples = microbatch.source[:most], microbatch.sample[:most]
+        pairs = zip(sources.tolist(), samples.tolist(), strict=True)
         return [self.indexes[source].key(sample) for source, sample in pairs]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bridge import SampleKeys
 from data.packing import Used
 from mimo.device import Staging, copy_stream, local_device, send
 from mimo.layout.grids import LANGUAGE
@@ -54,14 +53,14 @@ class RankBatch:
     """What the modules of this rank compute on in one step, on its device.
 
     language, items: of `MimoModel.stage`. name, sample_keys: for messages; the keys are those of
-    one microbatch. flops: by module, over all ranks, where they are counted.
+    one microbatch, or the first of them. flops: by module, over all ranks, where they are counted.
     """
 
     name: str
     plan: StepPlan
     language: list[LanguageBatch]
     items: dict[str, list[EncoderBatch]]
-    sample_keys: SampleKeys
+    sample_keys: Callable[..., list[str]]
     flops: dict[str, float]
 
 
@@ -213,8 +212,8 @@ class Batches:
         staging = Staging(self._stream)
         language, encoders = self._model.stage(plan, lanes, items, staging)
 
-        def sample_keys(microbatch: int) -> list[str]:
-            return dataset.sample_keys(plan.microbatches[microbatch].samples)
+        def sample_keys(microbatch: int, most: int | None = None) -> list[str]:
+            return dataset.sample_keys(plan.microbatches[microbatch].samples, most)
 
         name = f"{self.name} {loaded.step}"
         flops = {} if self._flops is None else self._flops.of(plan)

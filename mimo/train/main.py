@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,6 +29,7 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
 from mimo.train.loggers import check_loggers
+from mimo.train.presence import say_killed
 from mimo.train.run_folder import check_run_dir, make_run_dirs
 from mimo.train.run_lock import run_lock
 
@@ -133,7 +135,10 @@ def train_here(job: Job) -> int:
             print(run, flush=True)
         run_dir = run.recipe.run_dir
         args = (run.recipe, run.layout, run_dir, run.start)
-        code = launch("mimo.train.rank:run_rank", args, run.layout.world_size, PRELOAD, run_dir)
+        say = partial(say_killed, run_dir)
+        code = launch(
+            "mimo.train.rank:run_rank", args, run.layout.world_size, PRELOAD, run_dir, say
+        )
         if code != 0:
             return code
     return 0

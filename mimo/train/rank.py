@@ -42,12 +42,9 @@ from mimo.train.environment import write_environment
 from mimo.train.garbage import collected_together
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
-from mimo.train.presence import RANKS, Presence
+from mimo.train.presence import COLLECTIVE_PATIENCE, RANKS, Presence
 
 logger = logging.getLogger(__name__)
-
-# Bridge transfers say what is missing, so they should time out before other collectives do.
-_COLLECTIVE_PATIENCE = 1.5
 
 
 def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
@@ -85,7 +82,7 @@ def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> Ra
 
 def collective_timeout(recipe: Recipe) -> float:
     """Seconds that a collective call may take, in the world's group and in all others."""
-    return recipe.bridge.timeout_seconds * _COLLECTIVE_PATIENCE
+    return recipe.bridge.timeout_seconds * COLLECTIVE_PATIENCE
 
 
 def leave_world() -> None:
@@ -106,7 +103,8 @@ def train_in_world(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) 
         rank = dist.get_rank()
         if (memory := gpu_memory()) is not None:
             check_memory(recipe, layout, range(rank, rank + 1), memory)
-        presence = Presence(run_dir / RANKS, layout, rank, recipe.bridge.timeout_seconds)
+        timeouts = recipe.bridge.timeout_seconds, recipe.train.step_timeout_seconds
+        presence = Presence(run_dir / RANKS, layout, rank, *timeouts)
         with presence.watched():
             topology = build_topology(layout, collective_timeout(recipe))
             _train(recipe, topology, run_dir, start, presence)
@@ -120,10 +118,14 @@ def _train(
     # If the weights come from one of our checkpoints, the initial ones need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
     trainer = Trainer(recipe, topology, run_dir, initial, provided_names(start))
+    presence.model = trainer.model
+    presence.at(0, "setup")  # still, but it gets on
     dataset = _open_together(recipe, "sources", trainer)
     validation = _open_together(recipe, "validation", trainer)
     assert dataset is not None, "the recipe schema asks for at least one source"
+    presence.at(0, "setup")
     progress = begin(trainer.model.modules, start)
+    presence.at(0, "setup")
     dataset, trainer.progress, said = continue_order(dataset, progress)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
     with changed_shards_named(), ExitStack() as stack:

@@ -13,7 +13,7 @@ from mimo.checkpoint.start import FromScratch
 from mimo.errors import RecipeError
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
-from mimo.train.presence import RANKS
+from mimo.train.presence import CRASH, HANG, RANKS
 
 
 def check_run_dir(phased: PhasedRecipe) -> None:
@@ -43,6 +43,9 @@ def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     # A rank that failed in an earlier start has left word of it, which must not be taken for news.
     shutil.rmtree(run_dir / RANKS, ignore_errors=True)
+    (run_dir / CRASH).unlink(missing_ok=True)
+    if (hang := run_dir / HANG).exists():
+        _moved_aside(hang)
     (run_dir / "recipe.yaml").write_text(recipe.to_yaml())
     return run_dir
 
@@ -71,8 +74,11 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
 def _step_aside(run_dir: Path) -> None:
     if not run_dir.exists():
         return
+    print(f"the previous run moved to {_moved_aside(run_dir)}")
+
+
+def _moved_aside(folder: Path) -> Path:
     number = 1
-    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    run_dir.rename(aside)
-    print(f"the previous run moved to {aside}")
+    return folder.rename(aside)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from bridge import BridgeError, SampleKeys
+from bridge import BridgeError
 from mimo.model.modules import MimoModel
 from mimo.recipe.schema import Recipe, Train
 from mimo.spans import RANK, SPANS
@@ -124,41 +124,48 @@ def run_modules(
 
     check: compare plans over the bridge first. Every rank of the world calls it.
     """
-    with _errors_name(batch.name, batch.sample_keys, model):
+    with _errors_name(batch, model):
         return model.run(
             batch.plan, batch.language, batch.items, forward_only, check, batch.sample_keys
         )
 
 
 @contextmanager
-def _errors_name(name: str, sample_keys: SampleKeys, model: MimoModel) -> Iterator[None]:
-    """Add the batch's name and the microbatch's samples, as a note, to bridge errors raised inside.
+def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
+    """Add the batch's name and the microbatch's samples, as a note, to errors raised inside.
 
     An error about one sample names only that sample.
 
-    Until the next batch the model's watch adds the note too: on a device, transfers started
-    inside may turn out to be late long afterwards. So it must not hold the batch itself.
+    Until the next batch the model can say the same: on a device, transfers started inside may turn
+    out to be late long afterwards. So it must not hold the batch itself.
     """
+    name, sample_keys, microbatches = batch.name, batch.sample_keys, batch.plan.microbatches
+    del batch
 
-    def note(error: BridgeError) -> None:
-        where = name
-        if error.microbatch is not None:
-            keys = sample_keys(error.microbatch)
-            if error.sample is not None:
-                error.add_note(
-                    f"in {where}, sample {keys[error.sample]} of microbatch {error.microbatch}"
-                )
-                return
-            more = f" and {len(keys) - _SHOWN_SAMPLES} more" if keys[_SHOWN_SAMPLES:] else ""
-            where += f", samples of microbatch {error.microbatch}: "
-            where += ", ".join(keys[:_SHOWN_SAMPLES]) + more
-        error.add_note(f"in {where}")
+    def in_words(microbatch: int | None) -> str:
+        if microbatch is None:
+            return f"in {name}"
+        samples, keys = microbatches[microbatch].samples, sample_keys(microbatch, _SHOWN_SAMPLES)
+        size = f"{samples.length.sum()} tokens, {samples.item_rows.sum()} rows"
+        more = samples.num_samples - len(keys)
+        shown = ", ".join(keys) + (f" and {more} more" if more else "")
+        return f"in {name}, samples of microbatch {microbatch} ({size}): {shown}"
 
+    def note(error: Exception) -> None:
+        if not isinstance(error, BridgeError):
+            error.add_note(in_words(None if model.doing is None else model.doing[1]))
+        elif error.microbatch is None or error.sample is None:
+            error.add_note(in_words(error.microbatch))
+        else:
+            key = sample_keys(error.microbatch)[error.sample]
+            error.add_note(f"in {name}, sample {key} of microbatch {error.microbatch}")
+
+    model.batch_in_words = in_words
     if model.watch is not None:
         model.watch.tell_where = note
     try:
         yield
-    except BridgeError as error:
+    except Exception as error:
         note(error)
         raise
 

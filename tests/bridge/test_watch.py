@@ -168,6 +168,7 @@ def test_a_late_transfer_names_what_is_missing_and_where_and_nothing_that_has_co
     )
     assert (error.microbatch, error.waits_for) == (3, (2,))
     assert error.__notes__ == ["in step 7, microbatch 3"]
+    assert watch.oldest() == ("rows", (2,))
 
 
 def test_transfers_that_finish_in_time_are_forgotten(failures: list[BaseException]) -> None:

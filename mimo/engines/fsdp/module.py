@@ -229,6 +229,16 @@ class FsdpModule:
 
     # ---- what it holds
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Of all that is sharded, this rank's part."""
+        found = {"parameters": [local_part(one.whole) for one in self._parameters]}
+        if self._optimizer is not None:
+            gradients = [one.whole.grad for one in self._parameters]
+            found["gradients"] = [local_part(own) for own in gradients if own is not None]
+            states = [own for state in self._optimizer.state.values() for own in state.values()]
+            found["optimizer state"] = [own for own in states if isinstance(own, Tensor)]
+        return found
+
     def settle(self) -> None:
         """Nothing is on its way."""
 

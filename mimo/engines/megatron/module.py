@@ -21,6 +21,7 @@ from mimo.engines.megatron.parallel import (
     MegatronOptimizer,
     finish_gradients,
     follow_weights,
+    optimizer_tensors,
     squared_gradient_norm,
     step_optimizer,
     wait_for_weights,
@@ -157,6 +158,17 @@ class MegatronModule:
             return 0.0
         given = learning_rate, gradient_factor, self.ema_decay, measured
         return step_optimizer(self.optimizer, self.groups, *given)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Gradients are in the buffers of DDP."""
+        found = dict[str, list[Tensor]]()
+        found["parameters"] = [own for chunk in self.raw for own in chunk.parameters()]
+        if self.optimizer is not None:
+            chunks = [cast("Any", chunk) for chunk in self.chunks]
+            buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+            found["gradients"] = [buffer.grad_data for buffer in buffers]
+            found["optimizer state"] = optimizer_tensors(self.optimizer)
+        return found
 
     def settle(self) -> None:
         """Wait for weights that are being gathered."""

@@ -159,6 +159,15 @@ def follow_weights(optimizer: MegatronOptimizer) -> None:
     restart_average(_base(optimizer))
 
 
+def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """The state of every parameter, and the parameters that the optimizer updates itself."""
+    base = optimizer.optimizer
+    assert base is not None, "a module without trainable parameters has no optimizer"
+    states = [one for state in base.state.values() for one in state.values()]
+    updated = [p for group in base.param_groups for p in group["params"]]
+    return [one for one in (*states, *updated) if isinstance(one, Tensor)]
+
+
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Clear all gradients before a step.
 

@@ -54,21 +54,6 @@ def test_a_rank_that_failed_is_named_with_its_error_at_once(
     assert LOST in str(caught.value.__cause__)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_behind_is_named_though_it_answers(
-    present: Callable[[int], Presence],
-) -> None:
-    behind, one = present(0), present(1)
-    behind.at(7, "gradients")
-    one.at(7, "norm and loss")
-    with ExitStack() as stack:
-        stack.enter_context(behind.watched())
-        with pytest.raises(
-            RankLost, match=r"^rank 0 \(vision, lane 0\) is still at step 7, in 'gr"
-        ):
-            fail(one, RuntimeError("Timed out waiting 1000ms for recv operation to complete"))
-
-
 def test_an_error_of_this_rank_alone_stays_as_it_is_and_ranks_that_ended_leave_no_file(
     present: Callable[[int], Presence], tmp_path: Path
 ) -> None:

@@ -1,0 +1,290 @@
+"""A rank that stalls in any phase of a step: the run ends soon, and says who waits for whom.
+
+One encoder lane (rank 0) feeds two language lanes (ranks 1 and 2), or the two stages of one. A rank
+sleeps for ever, is stopped, loops in Python or in a library that lets no other thread run, or
+leaves out a collective call.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pkgutil
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.checkpoint.start import FromScratch
+from mimo.hf.recipes import load_recipe
+from mimo.launch.ranks import RENDEZVOUS, launch, rank_environment
+from mimo.layout.grids import Layout
+from mimo.model.recipe_checks import check_recipe
+from mimo.recipe.schema import Recipe
+from mimo.train.incidents import incidents
+from mimo.train.observer import ACTIVITIES
+from mimo.train.run_folder import make_run_dir
+from tests.cases import quick
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.launch.test_meeting import free_port, train
+from tests.ranks import running
+
+HERE = "tests.mimo.train.test_stalls"
+STRUCK = "struck"  # a file in the run folder
+TIMEOUT_SECONDS = 3.0
+STAGES = "language.grid={tp: 1, pp: 2, dp: 1}"
+SHARES = "language.grid={tp: 2, dp: 1}"
+LANES = "language.grid={tp: 1, dp: 2}"
+
+
+def _sleep(*_: Any, **__: Any) -> None:
+    time.sleep(600)
+
+
+def _stop(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _loop(*_: Any, **__: Any) -> None:
+    while True:
+        pass
+
+
+def _hold(*_: Any, **__: Any) -> None:
+    re.match(r"(a+)+$", "a" * 60 + "b")  # takes longer than anybody waits, in one call
+
+
+def _leave_out(*_: Any, **__: Any) -> None:
+    """Return at once, as if all had been done."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """From a ``phase`` of a step on, ``rank`` stalls instead of call ``number`` of ``owner.name``.
+
+    origin: what the summary says of that rank. waits: what it says of another one, `waiting`.
+    """
+
+    rank: int
+    stall: Callable[..., None]
+    phase: tuple[int, str]
+    owner: str
+    name: str
+    origin: str
+    waiting: int
+    waits: str
+    number: int = 0
+    layout: str = LANES
+
+
+def progress(step: int, activity: str) -> tuple[int, int]:
+    return step, ACTIVITIES.index(activity)
+
+
+def alone(step: int, activity: str, doing: str = "") -> str:
+    return rf"waits for no other rank: at step {step}, in '{activity}'{doing} \("
+
+
+SILENT = r"does not answer, last seen at step \d, in '.*'.*; stopped or killed, stuck in a library"
+STEP, LANGUAGE = (1, "forward and backward"), "of language, stage 0, chunk 0, microbatch"
+MODEL, ENGINE = "mimo.model.modules:MimoModel", "mimo.engines.megatron.module:MegatronModule"
+RECEIVER, SENDER = (f"bridge.communicator:Bridge{end}er" for end in ("Receiv", "Send"))
+ROWS = "waits for rank 0: bridge vision -> language: rows of microbatch 1"
+GRADIENTS = r"waits for rank 1(, 2)?: bridge language -> vision: gradients of microbatch"
+REDUCES, SUM = r"inside \w+ of language.dp: ranks 1, 2", "inside the sum over all ranks: ranks 0, 1"
+PLANS = r"in 'forward and backward', inside \w+ of bridge.vision.0.forward: ranks 0, 1, 2"
+CASES = {
+    "setup": Case(
+        1, _sleep, (0, "setup"), "mimo.train.rank", "begin",
+        alone(0, "setup"), 2, r"at step 0, in 'setup', inside \w+ of all ranks: ranks 0, 1, 2",
+    ),
+    "data": Case(
+        1, _sleep, (0, "norm and loss"), "mimo.train.batches:Batches", "_prepare",
+        alone(2, "batch"), 2, rf"at step 2, {PLANS}",
+    ),
+    "decode": Case(
+        1, _sleep, (0, "setup"), "mimo.step.crew:Crew", "begin",
+        alone(0, "setup"), 2, "at step 0, in 'setup', waits for rank 1: samples of step 0 that it",
+        layout=SHARES,
+    ),
+    "encode": Case(
+        0, _sleep, STEP, "encoders._tower:Tower", "forward",
+        alone(*STEP, ": forward of vision, stage 0, microbatch 1"),
+        1, f"at step 1, in 'forward and backward': forward {LANGUAGE} 1, {ROWS}", number=1,
+    ),
+    "bridge forward": Case(
+        0, _stop, STEP, SENDER, "_forward",
+        SILENT, 1, f"at step 1, in 'forward and backward': forward {LANGUAGE} 1, {ROWS}", number=1,
+    ),
+    "bridge backward": Case(
+        1, _loop, STEP, RECEIVER, "_backward",
+        alone(*STEP, f": backward {LANGUAGE} 1"),
+        0, rf".*: backward of vision, stage 0, microbatch 1, {GRADIENTS} 1", number=1,
+    ),
+    "stage": Case(
+        2, _sleep, STEP, MODEL, "_receive",
+        alone(*STEP, ": forward of language, stage 1, chunk 0, microbatch 1"), 1,
+        rf".*: forward {LANGUAGE} \d, waits for rank 2: pipeline of language.pp: gradients from",
+        number=1, layout=STAGES,
+    ),
+    "gradients": Case(
+        2, _leave_out, (1, "gradients"), ENGINE, "finish_gradients",
+        r"has left out what rank 1 waits for, and is already at step 1, in 'norm and loss', inside",
+        1, f"at step 1, in 'gradients', {REDUCES}",
+    ),
+    "norm": Case(
+        0, _stop, (1, "norm and loss"), "mimo.train.batches", "sum_over_world",
+        SILENT, 1, f"at step 1, in 'norm and loss', {SUM}",
+    ),
+    "optimizer": Case(
+        1, _hold, (1, "update"), ENGINE, "update",
+        SILENT, 0, rf"at step 2, {PLANS}",
+    ),
+    "validation": Case(
+        0, _loop, (0, "validation"), "encoders._tower:Tower", "forward",
+        alone(0, "validation", ": forward of vision, stage 0, microbatch 1"),
+        1, rf"at step 0, in 'validation': forward {LANGUAGE} 1, {ROWS}", number=1,
+    ),
+    "save": Case(
+        2, _sleep, (0, "checkpoint"), "mimo.checkpoint.tensors", "_chunks",
+        alone(0, "checkpoint") + r".*, writing .*/checkpoints/.step_1.partial/\S+\)",
+        0, r"at step 0, in 'checkpoint', ",
+    ),
+}  # fmt: skip
+
+
+# ------------------------------------------------------- functions that run inside ranks
+
+
+def run_stalling_rank(case: Case, recipe: Recipe, layout: Layout, run_dir: Path) -> None:
+    from mimo.train.rank import run_rank
+
+    env = rank_environment()
+    assert env is not None
+    (run_dir / f"pid_{env.rank}").write_text(str(os.getpid()))
+    arm(case, env.rank, run_dir)
+    run_rank(recipe, layout, run_dir, FromScratch())
+
+
+def arm(case: Case, rank: int, run_dir: Path) -> None:
+    """Let this process, which is ``rank``, stall if it is its turn."""
+    from mimo.train.presence import Presence
+
+    is_stuck, begins, calls = Presence._is_stuck, Presence.at, 0
+    place: tuple[int, str] = (0, "setup")
+
+    def at(self: Presence, step: int, activity: str) -> None:
+        nonlocal place
+        place = step, activity
+        begins(self, step, activity)
+
+    def is_stuck_since_then(self: Presence) -> bool:
+        # How long setup takes on a busy machine says nothing.
+        begun = place[1] != "setup" or (run_dir / STRUCK).exists()
+        return is_stuck(self) and begun
+
+    Presence.at, Presence._is_stuck = at, is_stuck_since_then  # type: ignore[method-assign]
+    if rank == case.rank:
+        owner = pkgutil.resolve_name(case.owner)
+        called = getattr(owner, case.name)
+
+        def stall_or_call(*args: Any, **settings: Any) -> Any:
+            nonlocal calls
+            calls += progress(*place) >= progress(*case.phase)
+            if calls > case.number:
+                (run_dir / STRUCK).touch()
+                return case.stall()
+            return called(*args, **settings)
+
+        setattr(owner, case.name, stall_or_call)
+
+
+def run_stalling_task(case: Case, rank: int, port: int, folder: Path, arguments: list[str]) -> None:
+    """A task of srun, which no launcher ends."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", RENDEZVOUS: ""}
+    arm(case, rank, folder / "runs" / "tiny")
+    os._exit(train(port, folder, arguments))
+
+
+# ---------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("phase", quick(CASES, "encode", "gradients"))
+def test_a_stall_ends_the_run_and_its_origin_and_who_waits_for_it_are_named(
+    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], phase: str
+) -> None:
+    case = CASES[phase]
+    tiny.write_samples(tmp_path, (2, 1, 1, 3) * 3)
+    tiny.write_samples(tmp_path, (2, 1, 1, 3) * 3, "validation")
+    settings = [f"train.step_timeout_seconds={TIMEOUT_SECONDS}", case.layout]
+    settings += ["train.global_batch_size=12", "train.micro_batch_size=2"]
+    if phase == "save":
+        settings += ["train.save_every=1"]
+    if phase == "validation":
+        validation = f"[{{path: '{tmp_path}/validation-*.tar'}}]"
+        settings += ["train.validate_every=1", f"data.validation={validation}"]
+    recipe = load_recipe(tiny.write_recipe(tmp_path), settings)
+    layout = check_recipe(recipe, None)
+    run_dir = make_run_dir(recipe, resumes=False)
+
+    args = (case, recipe, layout, run_dir)
+    code = launch(f"{HERE}:run_stalling_rank", args, layout.world_size, log_dir=run_dir)
+    ended = time.time()
+
+    told = capfd.readouterr().err
+    summary = run_dir / "hang" / "summary.txt"
+    assert summary.exists(), told
+    struck = (run_dir / STRUCK).stat().st_mtime
+    text = summary.read_text()
+    first, origin, *others = text.splitlines()
+    assert re.match(r"the run hangs: rank \d .* \(train.step_timeout_seconds 3\)", first)
+    assert re.match(rf"origin: rank {case.rank} \(\w+, lane \d\) {case.origin}", origin), text
+    waits = rf"(.*, )?rank {case.waiting} \(\w+, lane \d\)(, rank.*?)?: {case.waits}"
+    assert any(re.match(waits, line) for line in others), text
+    assert told.rstrip().endswith(f"{first}\n{origin}")
+    assert code == 1
+    assert summary.stat().st_mtime - struck < TIMEOUT_SECONDS + 10
+    assert ended - struck < TIMEOUT_SECONDS + 10
+    pids = [int((run_dir / f"pid_{rank}").read_text()) for rank in range(layout.world_size)]
+    assert not running(pids), "a rank is left over"
+    (incident,) = incidents(run_dir)
+    assert (incident["kind"], incident["ranks"]) == ("hang", [case.rank])
+    stacks = {path.name: path.read_text() for path in (run_dir / "hang").glob("rank_*.txt")}
+    answering = {0, 1, 2} - ({case.rank} if case.stall is _stop else set())
+    assert stacks.keys() == {f"rank_{rank}.txt" for rank in answering}
+    assert all("Thread 0x" in text for text in stacks.values())
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_end_although_the_stopped_rank_is_the_one_where_they_meet(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    tiny.write_samples(tmp_path, (2, 1, 1, 3) * 3)
+    timeout = f"train.step_timeout_seconds={TIMEOUT_SECONDS}"
+    arguments = [str(tiny.write_recipe(tmp_path)), LANES, timeout, "train.micro_batch_size=2"]
+    context = multiprocessing.get_context("forkserver")
+    port = free_port()
+    args = [(CASES["norm"], rank, port, tmp_path, arguments) for rank in range(3)]
+    tasks = [context.Process(target=run_stalling_task, args=own) for own in args]
+    for task in tasks:
+        task.start()
+    try:
+        struck = tmp_path / "runs" / "tiny" / STRUCK
+        for task in tasks[1:]:
+            task.join(60)
+            assert task.exitcode == 1
+        assert time.time() - struck.stat().st_mtime < TIMEOUT_SECONDS + 10
+    finally:
+        for task in tasks:
+            task.kill()
+            task.join()
+    text = (struck.parent / "hang" / "summary.txt").read_text()
+    assert re.search(rf"origin: rank 0 \(vision, lane 0\) {SILENT}", text)
+    printed = [(tmp_path / f"printed_{rank}").read_text() for rank in (1, 2)]
+    assert sum(text in one for one in printed) == 1
