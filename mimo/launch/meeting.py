@@ -153,7 +153,7 @@ class Meeting:
         text = summary = "".join(traceback.format_exception_only(error))
         if not isinstance(error, InputError):
             text = "".join(traceback.format_exception(error))
-        if log_dir.is_dir():
+        with suppress(OSError):  # the folder is gone or its disk full, perhaps the very error
             (log_dir / f"error_rank_{self._rank}.txt").write_text(text, encoding="utf-8")
         times = 1
         with suppress(RuntimeError):  # the rank with the store is gone
@@ -208,8 +208,9 @@ def _address(environment: RankEnv) -> tuple[str, int] | None:
 
 
 def _password(world_size: int) -> str:
-    """Something that the ranks of one job share with no other job."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    """Something that the ranks of one job share with no other job, nor with an earlier attempt."""
+    names = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
+    names += ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]
     parts = [os.environ.get(name, "") for name in names]
     return f"mimo {hashlib.sha256(repr((world_size, parts)).encode()).hexdigest()[:16]}"
 

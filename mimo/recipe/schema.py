@@ -210,6 +210,9 @@ class Train(Section):
     """Steps between two checkpoints; null saves only the last."""
     keep_checkpoints: bounds.Checkpoints = 2
     """Checkpoints that are kept; older ones are removed."""
+    max_minutes: bounds.Minutes | None = None
+    """After so many minutes the run finishes its step, saves and ends with exit code 75, to be
+    continued with --resume; null for no limit."""
     run_dir: bounds.PathText = "runs"
     """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -91,9 +94,9 @@ class MetricsWriter:
 
         self.log_every = log_every
         self.total_steps = total_steps
-        path = run_dir / "metrics.jsonl"
-        _drop_lines_from(path, first_step)
-        self._file = path.open("a", buffering=1)
+        self._path = run_dir / "metrics.jsonl"
+        _drop_lines_from(self._path, first_step)
+        self._file = self._path.open("a", buffering=1)
         self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
         self.console = Console(file=sys.stdout, soft_wrap=True)
         self._bar = Progress(
@@ -116,8 +119,9 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-        self._events.close()
-        self._file.close()
+        for file in (self._events, self._file):
+            with suppress(OSError):  # of a full disk, which ends the run by another write
+                file.close()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Record one training step; ``metrics`` is a line of metrics.jsonl."""
@@ -149,13 +153,26 @@ class MetricsWriter:
         self.console.print(line, highlight=False, markup=False)
 
     def _write(self, metrics: Mapping[str, Any], group: str) -> None:
-        self._file.write(json.dumps(dict(metrics)) + "\n")
+        with _naming(self._path):
+            self._file.write(json.dumps(dict(metrics)) + "\n")
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                raise FileNotFoundError(errno.ENOENT, "the run folder was replaced")
         numbers = dict(metrics)
         for source, epoch in numbers.pop("epochs", {}).items():
             numbers[f"epoch_{source}"] = epoch
         for name, value in numbers.items():
             if name != "step" and value is not None:
                 self._events.add_scalar(f"{group}/{name}", value, int(metrics["step"] or 0))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an OSError that is raised inside name ``path``; one of a write names nothing."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _drop_lines_from(path: Path, first_step: int) -> None:
