@@ -20,6 +20,7 @@ from mimo.train.batches import STEP, Batches
 from mimo.train.ending import Ending
 from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
+from mimo.train.run_folder import naming
 from mimo.train.step import run_modules, train_step
 
 
@@ -85,8 +86,9 @@ class Trainer:
                     yield {"step": done, "validation_loss": self.validate(validation, decoding)}
                 if done == train.steps or _is_due(train.save_every, done) or soon:
                     observer.at(step, "checkpoint")
-                    self.run_dir.stat()  # raises if it is gone; a save would make another
-                    self.save()
+                    with naming(self.run_dir / "checkpoints"):
+                        self.run_dir.stat()  # raises if it is gone; a save would make another
+                        self.save()
                 if soon:
                     return
 

@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mimo.device import has_gpu, peak_flops
 from mimo.layout.grids import Layout
 from mimo.step.plan import StepPlan
+from mimo.train.run_folder import naming
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class MetricsWriter:
         self.console.print(line, highlight=False, markup=False)
 
     def _write(self, metrics: Mapping[str, Any], group: str) -> None:
-        with _naming(self._path):
+        with naming(self._path):
             self._file.write(json.dumps(dict(metrics)) + "\n")
             if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 raise FileNotFoundError(errno.ENOENT, "the run folder was replaced")
@@ -163,16 +164,6 @@ class MetricsWriter:
         for name, value in numbers.items():
             if name != "step" and value is not None:
                 self._events.add_scalar(f"{group}/{name}", value, int(metrics["step"] or 0))
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an OSError that is raised inside name ``path``; one of a write names nothing."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def _drop_lines_from(path: Path, first_step: int) -> None:

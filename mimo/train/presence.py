@@ -121,9 +121,8 @@ class Presence(StepObserver):
         finally:
             self._left.set()
             if not self._failure:
-                with self._writing:
+                with self._writing, suppress(OSError):  # read-only, or others are still there
                     self._file(self._rank).unlink(missing_ok=True)
-                with suppress(OSError):  # others are still there
                     self._folder.rmdir()
 
     def _fail(self, error: Exception) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -75,6 +76,16 @@ def go_back(run_dir: Path, checkpoint: Path) -> None:
         latest.write_text(checkpoint.name)
     else:
         latest.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError that is raised inside name ``path``; that of a failed write names nothing."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _step_aside(run_dir: Path) -> None:

@@ -71,13 +71,9 @@ def nothing(_: None, attempt: int, run_dir: Path, start: Start) -> None:
 # -------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("to", quick(["launcher", "encoder", "language"], "launcher", "encoder"))
+@pytest.mark.parametrize("to", quick(["launcher", "encoder", "language"], "launcher"))
 def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming_is_exact(
-    run_ranks: RunRanks,
-    recipe: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    to: str,
+    run_ranks: RunRanks, recipe: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     train = disturbing(monkeypatch, f"{HERE}:signal_one", to)
     assert train(recipe, SETTINGS) == EXIT_CONTINUE
@@ -86,7 +82,6 @@ def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming
     assert checkpoint.name == "step_2"
     name = "SIGUSR1" if to == "encoder" else "SIGTERM"
     said = f"ended by {name}, with a checkpoint after 2 steps"
-    assert f"\n{said}; continue with --resume\n" in capfd.readouterr().out
     (incident,) = incidents(run_dir)
     assert (incident["kind"], incident["text"], incident["step"]) == ("signal", said, 1)
     run(run_ranks, recipe, *SETTINGS, resume_from=checkpoint)
@@ -119,15 +114,13 @@ def test_a_second_signal_ends_a_run_that_hangs_in_a_save_and_its_last_checkpoint
 
 
 def test_a_run_whose_time_is_up_saves_and_wants_to_be_continued(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = disturbing(monkeypatch, f"{HERE}:nothing", None)
-    limited = [*SETTINGS, "train.max_minutes=0.0001"]
-    for done in (1, 2):
-        assert train(recipe, limited, resume=done > 1) == EXIT_CONTINUE
-        said = f"ended by train.max_minutes, with a checkpoint after {done} steps"
-        assert said in capfd.readouterr().out
-    assert [line["step"] for line in metrics(recipe)] == [0, 1]
+    assert train(recipe, [*SETTINGS, "train.max_minutes=0.0001"]) == EXIT_CONTINUE
+    (incident,) = incidents(recipe.parent / "runs" / "tiny")
+    assert incident["text"] == "ended by train.max_minutes, with a checkpoint after 1 steps"
+    assert [line["step"] for line in metrics(recipe)] == [0]
 
 
 def test_what_is_agreed_on_is_what_any_rank_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -61,6 +61,7 @@ def disturb(kills: list[Kill], attempt: int, run_dir: Path, start: Start) -> Non
     """Note the samples of every step; die if it is this rank's turn."""
     rank = int(os.environ["RANK"])
     note_samples(run_dir / f"samples_{rank}.jsonl")
+    (run_dir / f"pid_{attempt}_{rank}").write_text(str(os.getpid()))
     kill = kills[attempt] if attempt < len(kills) else None
     if kill is not None and kill.rank == rank:
         first = read_progress(start.checkpoint).step if isinstance(start, Resume) else 0
@@ -252,17 +253,28 @@ def undisturbed(folder: Path):
     return of
 
 
-def kill_from_outside(kills: list[Kill], begun: Path, over: threading.Event) -> None:
-    """Send SIGKILL to a rank of this process some time after each life has begun."""
-    for attempt, kill in enumerate(kills):
-        while len(begun.read_text()) <= attempt if begun.exists() else True:
-            if over.wait(0.002):
-                return
-        if kill.where == "outside":
-            over.wait(0.1 + 0.9 * kill.moment)
-            for process in multiprocessing.active_children():
-                if process.name == f"rank {kill.rank}":
-                    process.kill()
+@contextmanager
+def killing_from_outside(kills: list[Kill], run_dir: Path) -> Iterator[None]:
+    """Send SIGKILL to ranks of jobs that run inside, some time after each of their lives began."""
+    over = threading.Event()
+
+    def kill_each() -> None:
+        for attempt, kill in enumerate(kills):
+            pid = run_dir / f"pid_{attempt}_{kill.rank}"
+            while not (pid.exists() and pid.read_text()):
+                if over.wait(0.005):
+                    return
+            if kill.where == "outside" and not over.wait(0.2 + kill.moment):
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_each)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def kills_of(seed: int) -> list[Kill]:
@@ -288,7 +300,8 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_an_undisturbed_one(
     kind, kills, name = seed // len(DEATHS) % len(KINDS), kills_of(seed), f"killed_{seed}"
     run_dir, expected = folder / "runs" / name, undisturbed(kind)
     train = disturbing(monkeypatch, f"{HERE}:disturb", kills)
-    assert train(folder / "tiny.yaml", settings(folder, kind, name), max_restarts=3) == 0
+    with killing_from_outside(kills, run_dir):
+        assert train(folder / "tiny.yaml", settings(folder, kind, name), max_restarts=3) == 0
 
     restarts = [one for one in incidents(run_dir) if one["kind"] == "restart"]
     assert restarts, "nobody was killed"

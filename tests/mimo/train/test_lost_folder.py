@@ -36,8 +36,8 @@ def disturb(fault: str, attempt: int, run_dir: Path, start: Start) -> None:
         (run_dir.parent / STRUCK).touch()
         FAULTS[fault](run_dir)
 
-    # The checkpoint of step 2 is there; rank 2 writes the metrics, all write checkpoints.
-    if os.environ["RANK"] == "2":
+    # The checkpoint of step 2 is there; rank 1 writes the metrics, all write checkpoints.
+    if os.environ["RANK"] == "1":
         when_at(2, "batch", strike)
 
 
@@ -57,14 +57,14 @@ SAID = {
     "gone": r"No such file or directory: '{run}/metrics\.jsonl'",
     "replaced": r"the run folder was replaced: '{run}/metrics\.jsonl'",
     "no room for metrics": r"File too large: '{run}/metrics\.jsonl'",
-    "no room for a checkpoint": r"File too large",
+    "no room for a checkpoint": r"File too large: '{run}/checkpoints",
 }
 
 
 # -------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("fault", quick(FAULTS, "gone", "no room for metrics"))
+@pytest.mark.parametrize("fault", quick(FAULTS, "gone"))
 def test_a_folder_that_cannot_be_written_ends_the_run_with_reason_and_path(
     run_ranks: RunRanks,
     tmp_path: Path,
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_ends_the_run_with_reason_and_path(
     assert train(recipe, SETTINGS) == 1
     assert time.time() - (runs / STRUCK).stat().st_mtime < 10
     text = capfd.readouterr().err
-    assert text.splitlines()[-1].startswith("rank 2 failed: "), text
+    assert text.splitlines()[-1].startswith("rank 1 failed: "), text
     expected = SAID[fault].format(run=runs / "tiny")
     assert re.search(expected, text.splitlines()[-1]), text
     kept = runs / ("elsewhere" if (runs / "elsewhere").exists() else "tiny")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,9 @@ def train_under_torchrun(port: int, restart: int, arguments: list[str], death: s
     }
     if os.environ["RANK"] == "1" and death:
         when_at(3, "update", strikes[death])
-    return app(["train", *arguments], standalone_mode=False) or 0
+    printed = Path(arguments[0]).parent / f"printed_{restart}_{os.environ['RANK']}"
+    with printed.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        return app(["train", *arguments], standalone_mode=False) or 0
 
 
 def free_port() -> int:
@@ -130,6 +133,7 @@ def test_failures_of_other_jobs_or_with_a_checkpoint_between_them_are_no_reason_
         check_again(tmp_path, failure)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_to_an_earlier_checkpoint_restarts_from_there(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: RunRanks
 ) -> None:
@@ -158,7 +162,7 @@ def test_a_job_with_phases_restarts_in_the_phase_that_failed(
 
 
 def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say_so_once(
-    run_ranks: RunRanks, recipe: Path, capfd: pytest.CaptureFixture[str]
+    run_ranks: RunRanks, recipe: Path
 ) -> None:
     run(run_ranks, recipe, *SETTINGS, "name=whole")
     shutil.copytree(recipe.parent / "runs" / "whole", recipe.parent / "runs" / "tiny")
@@ -174,18 +178,22 @@ def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say
     ]
     (restart,) = incidents(runs / "tiny")
     assert (restart["kind"], restart["step"], restart["checkpoint"]) == ("restart", 3, "step_2")
-    assert "restart 1 of 3, from step_2: " in capfd.readouterr().out
+    printed = [(recipe.parent / f"printed_1_{rank}").read_text() for rank in range(3)]
+    assert "\nrestart 1 of 3, from step_2: " in printed[0]
+    assert "restart 1 of" not in "".join(printed[1:])
 
 
+@pytest.mark.slow
 def test_torchrun_does_not_go_on_with_a_run_that_was_asked_to_end(
-    run_ranks: RunRanks, recipe: Path, capfd: pytest.CaptureFixture[str]
+    run_ranks: RunRanks, recipe: Path
 ) -> None:
     arguments, port = [str(recipe), *SETTINGS, "train.steps=9"], free_port()
     codes = run_on_cpu(train_under_torchrun, (port, 0, arguments, "asked"), 3, 60)
     assert codes == [EXIT_CONTINUE] * 3
     codes = run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60)
     assert codes == [EXIT_CONTINUE] * 3
-    assert "ended by SIGTERM, with a checkpoint after 5 steps: not st" in capfd.readouterr().err
+    said = (recipe.parent / "printed_1_0").read_text()
+    assert "ended by SIGTERM, with a checkpoint after 5 steps: not started again\n" in said
     assert find_checkpoint(recipe.parent / "runs" / "tiny").name == "step_5"
 
 
