@@ -30,7 +30,7 @@ from tests.mimo.disturbed import disturbing, when_at
 from tests.mimo.runs import ADAM, metrics
 
 HERE = "tests.mimo.train.test_kills"
-STEPS = 8
+STEPS = 6
 SAVE_EVERY = 2
 CASES = 50
 # A rank for the tower and one for the language model; or both on both ranks, in two stages.

@@ -179,7 +179,7 @@ def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say
     (restart,) = incidents(runs / "tiny")
     assert (restart["kind"], restart["step"], restart["checkpoint"]) == ("restart", 3, "step_2")
     printed = [(recipe.parent / f"printed_1_{rank}").read_text() for rank in range(3)]
-    assert "\nrestart 1 of 3, from step_2: " in printed[0]
+    assert printed[0].startswith("restart 1 of 3, from step_2: ")
     assert "restart 1 of" not in "".join(printed[1:])
 
 
