@@ -31,7 +31,7 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
 from mimo.train.restarts import check_again, failure_of, has_begun, say_begun, say_restart
-from mimo.train.run_folder import check_run_dir, go_back, make_run_dirs
+from mimo.train.run_folder import check_run_dir, go_back, make_run_dirs, naming
 from mimo.train.run_lock import keep_lock, run_lock
 
 if TYPE_CHECKING:
@@ -123,19 +123,18 @@ class Job:
             initial_weights(first.recipe)
         else:
             read_index(first.start.checkpoint)
-        make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
+        with naming(self.phased.run_dir):
+            make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
         if isinstance(first.start, Resume):
             if self.resume_from is not None:
                 go_back(first.recipe.run_dir, first.start.checkpoint)
             _say_what_differs(first.recipe, first.start.checkpoint)
         return runs
 
-    def begin_again(
-        self, number: int, most: int, cause: str = "", rank: int | None = None
-    ) -> list[Run]:
+    def begin_again(self, most: int, cause: str = "", rank: int | None = None) -> list[Run]:
         """As `begin`, after the ranks that began have failed: go on from the last checkpoint.
 
-        Without any, from where the job began. number: of this restart. cause, rank: if known.
+        Without any, from where the job began. most: restarts of the job. cause, rank: if known.
         Raises NotRestarted where that would be in vain.
         """
         has_any = newest_checkpoint(self.phased.run_dir) is not None
@@ -144,7 +143,7 @@ class Job:
         run_dir = runs[0].recipe.run_dir
         failure = failure_of(run_dir, cause, rank)
         check_again(run_dir, failure)
-        say_restart(run_dir, failure, number, most)
+        say_restart(run_dir, failure, most)
         return again.begin()
 
 
@@ -170,7 +169,7 @@ def train_here(job: Job, max_restarts: int = 0, began: float | None = None) -> i
             return code
         restarts += 1
         cause = failures.pop()
-        runs = job.begin_again(restarts, max_restarts, str(cause).splitlines()[0], cause.rank)
+        runs = job.begin_again(max_restarts, str(cause).splitlines()[0], cause.rank)
 
 
 def _launch(job: Job, runs: Sequence[Run], began: float, failures: list[RankError]) -> int:
@@ -217,8 +216,8 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
             assert job is not None, "a rank without a job has a problem"
             run_dir, restart = job.phased.run_dir, environment.restart
             stack.enter_context(run_lock(run_dir, _LOCK_SECONDS if restart else 0.0))
-            if restart and has_begun(run_dir):
-                return job.begin_again(restart, environment.max_restarts)
+            if has_begun(run_dir, restart):
+                return job.begin_again(environment.max_restarts)
             runs = job.begin()
             say_begun(run_dir)
             return runs

@@ -43,22 +43,34 @@ class Failure:
 
 def job_name() -> str:
     """What this job has in common with its later attempts, and with no other job."""
-    agent = os.environ.get("TORCHELASTIC_RUN_ID")
-    if agent is None:
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
         return f"{socket.gethostname()} {os.getpid()}"
     # Without a rendezvous of its own torchrun calls every job alike.
-    return f"{socket.gethostname()} {os.getppid()}" if agent == "none" else agent
+    return _agent() if run == "none" else run
+
+
+def _agent() -> str:
+    """The process of torchrun that started this rank, and starts it again."""
+    return f"{socket.gethostname()} {os.getppid()}"
 
 
 def say_begun(run_dir: Path) -> None:
-    """Note in the folder which job has begun there."""
-    (run_dir / _BEGUN_BY).write_text(job_name())
+    """Note in the folder which job of torchrun has begun there."""
+    (run_dir / _BEGUN_BY).write_text(f"{job_name()}\n{_agent()}")
 
 
-def has_begun(run_dir: Path) -> bool:
-    """Whether an earlier attempt of this job has begun in the folder."""
-    file = run_dir / _BEGUN_BY
-    return file.exists() and file.read_text() == job_name()
+def has_begun(run_dir: Path, restart: int) -> bool:
+    """Whether an earlier attempt of this job of torchrun has begun in the folder.
+
+    restart: how often the ranks of this machine were started again; it may be 0 when those of
+    another one failed. A person may give the same name to several jobs.
+    """
+    try:
+        name, agent = (run_dir / _BEGUN_BY).read_text().split("\n")
+    except (FileNotFoundError, ValueError):
+        return False
+    return agent == _agent() or (restart > 0 and name == job_name())
 
 
 def failure_of(run_dir: Path, cause: str = "", rank: int | None = None) -> Failure:
@@ -101,7 +113,7 @@ def check_again(run_dir: Path, failure: Failure) -> None:
     """Raise NotRestarted if the ranks need not start again after a ``failure`` of this job."""
     if not run_dir.is_dir():
         raise NotRestarted(f"{run_dir} is gone: not started again", 1)
-    own = [one for one in incidents(run_dir) if one.get("job") == job_name()]
+    own = _incidents_of_job(run_dir)
     if own and own[-1]["kind"] == "signal":
         raise NotRestarted(f"{own[-1]['text']}: not started again", EXIT_CONTINUE)
     last = own[1 - _IN_VAIN :]
@@ -114,9 +126,14 @@ def check_again(run_dir: Path, failure: Failure) -> None:
         )
 
 
-def say_restart(run_dir: Path, failure: Failure, number: int, most: int) -> None:
-    """Record that all ranks start again, and print it in one line."""
+def _incidents_of_job(run_dir: Path) -> list[dict]:
+    return [one for one in incidents(run_dir) if one.get("job") == job_name()]
+
+
+def say_restart(run_dir: Path, failure: Failure, most: int) -> None:
+    """Record that all ranks start again, and print it in one line. most: restarts of this job."""
     checkpoint = _name(newest_checkpoint(run_dir))
+    number = 1 + len(_incidents_of_job(run_dir))
     text = f"restart {number} of {most}, from {checkpoint or 'the beginning'}: {failure}"
     print(text, flush=True)
     record(

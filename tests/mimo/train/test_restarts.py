@@ -12,6 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import Start
@@ -73,7 +74,7 @@ def train_under_torchrun(port: int, restart: int, arguments: list[str], death: s
     os.environ |= {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "a run",
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": "3",
@@ -89,9 +90,10 @@ def train_under_torchrun(port: int, restart: int, arguments: list[str], death: s
         return app(["train", *arguments], standalone_mode=False) or 0
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
+@pytest.fixture
+def store() -> TCPStore:
+    """That of the agent, which outlives the ranks of an attempt and keeps what they wrote."""
+    return TCPStore("localhost", 0, None, True, wait_for_workers=False)
 
 
 # -------------------------------------------------------------------------------- tests
@@ -120,8 +122,8 @@ def test_failures_of_other_jobs_or_with_a_checkpoint_between_them_are_no_reason_
     tmp_path: Path,
 ) -> None:
     failure = Failure("rank 1 failed", 1, 3)
-    for number in range(2):
-        say_restart(tmp_path, failure, number, 9)
+    for _ in range(2):
+        say_restart(tmp_path, failure, 9)
     with pytest.raises(NotRestarted):
         check_again(tmp_path, failure)
     check_again(tmp_path, Failure("rank 1 failed", 1, 4))
@@ -162,11 +164,11 @@ def test_a_job_with_phases_restarts_in_the_phase_that_failed(
 
 
 def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say_so_once(
-    run_ranks: RunRanks, recipe: Path
+    run_ranks: RunRanks, recipe: Path, store: TCPStore
 ) -> None:
     run(run_ranks, recipe, *SETTINGS, "name=whole")
     shutil.copytree(recipe.parent / "runs" / "whole", recipe.parent / "runs" / "tiny")
-    arguments, port = [str(recipe), *SETTINGS], free_port()
+    arguments, port = [str(recipe), *SETTINGS], store.port
     # Another run has that name: the first start moves it aside, the second one does not.
     with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL"):
         run_on_cpu(train_under_torchrun, (port, 0, arguments, "killed"), 3, 60)
@@ -185,9 +187,9 @@ def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say
 
 @pytest.mark.slow
 def test_torchrun_does_not_go_on_with_a_run_that_was_asked_to_end(
-    run_ranks: RunRanks, recipe: Path
+    run_ranks: RunRanks, recipe: Path, store: TCPStore
 ) -> None:
-    arguments, port = [str(recipe), *SETTINGS, "train.steps=9"], free_port()
+    arguments, port = [str(recipe), *SETTINGS, "train.steps=9"], store.port
     codes = run_on_cpu(train_under_torchrun, (port, 0, arguments, "asked"), 3, 60)
     assert codes == [EXIT_CONTINUE] * 3
     codes = run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60)
