@@ -20,6 +20,7 @@ from typing import override
 
 from bridge import BridgeError
 from mimo.launch.processes import is_consequence
+from mimo.launch.signals import asked
 from mimo.layout.grids import Layout
 from mimo.train.observer import ACTIVITIES, StepObserver
 
@@ -159,7 +160,7 @@ class Presence(StepObserver):
                 return told, [one.rank for one in failed]
             if lost := self._lost():
                 return _told(lost), [one.rank for one in lost]
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or asked():  # torchrun may know already
                 break
             time.sleep(self._beat_seconds / 2)
         step, activity = self._place

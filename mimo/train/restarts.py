@@ -78,18 +78,17 @@ def failure_of(run_dir: Path, cause: str = "", rank: int | None = None) -> Failu
 
     cause, rank: if they are known; if not, what a rank has left word of, if any has.
     """
-    steps, failures = [-1], dict[int, str]()
+    # They write where they are now and then, but each step that is done.
+    steps, failures = _steps_done(run_dir), dict[int, str]()
     for number, state in _last_words(run_dir):
-        steps.append(state["step"] if state["activity"] != "setup" else -1)
+        steps += [state["step"]] if state["activity"] != "setup" else []
         failures |= {number: state["failure"]} if state["failure"] else {}
-    if max(steps) >= 0:  # they write where they are now and then, but every step that is done
-        steps.append(_steps_done(run_dir))
     if not cause:
         rank = min(failures, default=None)
         cause = "a rank was killed or ended without a word"
         if rank is not None:
             cause = f"rank {rank} failed: {failures[rank]}"
-    return Failure(cause, rank, None if max(steps) < 0 else max(steps))
+    return Failure(cause, rank, max(steps, default=None))
 
 
 def _last_words(run_dir: Path) -> Iterator[tuple[int, dict]]:
@@ -100,13 +99,14 @@ def _last_words(run_dir: Path) -> Iterator[tuple[int, dict]]:
             continue
 
 
-def _steps_done(run_dir: Path) -> int:
+def _steps_done(run_dir: Path) -> list[int]:
+    """How many steps are in the metrics; empty if none is."""
     try:
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
         last = json.loads(lines[-1])
-        return last["step"] + ("validation_loss" not in last)
+        return [last["step"] + ("validation_loss" not in last)]
     except (OSError, ValueError, IndexError):  # none yet, or it was being written
-        return 0
+        return []
 
 
 def check_again(run_dir: Path, failure: Failure) -> None:
