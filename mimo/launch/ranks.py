@@ -170,9 +170,10 @@ def _report(failure: RanksFailed, log_dir: Path | None) -> int:
     """Write what happened, the cause last, and return the exit code."""
     cause, *others = failure.errors
     try:
-        for error in failure.errors if log_dir is not None and log_dir.is_dir() else ():
-            path = log_dir / f"error_rank_{error.rank}.txt"
-            path.write_text(f"{error.traceback}{error}\n", encoding="utf-8")
+        if log_dir is not None and log_dir.is_dir():
+            for error in failure.errors:
+                path = log_dir / f"error_rank_{error.rank}.txt"
+                path.write_text(f"{error.traceback}{error}\n", encoding="utf-8")
     except OSError as problem:  # a full disk, which may be why they failed
         print(f"warning: not written: {problem}", file=sys.stderr)
     sys.stdout.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,7 +31,7 @@ class Ending:
             own = (*own, _TIME_IS_UP)
         return np.array([float(reason in own) for reason in _REASONS])
 
-    def agree(self, sums: Sequence[float]) -> None:
-        """Take the sums of `flags` over all ranks; what was once agreed on stays."""
+    def agree(self, sums: np.ndarray) -> None:
+        """Take (R,) sums of `flags` over all ranks; what was once agreed on stays."""
         found = [reason for reason, count in zip(_REASONS, sums, strict=True) if count > 0]
         self.reasons = tuple(dict.fromkeys((*self.reasons, *found)))
