@@ -93,11 +93,11 @@ def mounts_may_be_made() -> bool:
 
 
 MOUNTED = {
-    "full": ("size=700k", "true", "No space left on device"),
+    "full": ("size=500k", "true", "No space left on device"),
     "read-only": (
         "size=64m",
-        "(until [ -e runs/tiny/checkpoints/latest ]; do sleep 0.1; done;"
-        " mount -o remount,ro runs) & true",
+        "(until [ -e $C/latest ]; do sleep 0.1; done;"
+        " mount --bind $C $C; mount -o remount,ro,bind $C) & true",
         "Read-only file system",
     ),
 }
@@ -121,16 +121,17 @@ def test_a_disk_that_is_full_or_turns_read_only_ends_the_run_and_keeps_its_check
             "sh",
             "-c",
             f"""
+            C=runs/tiny/checkpoints
             mount -t tmpfs -o {size} none runs; cd .; {background}
             {train}; code=$?
-            cat runs/tiny/checkpoints/latest; exit $code
+            cat $C/latest; exit $code
         """,
         ],
         cwd=tmp_path,
         env={**job.environment, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
     )
     assert done.returncode == 1, done.stderr
     assert reason in done.stderr.splitlines()[-1]
