@@ -45,7 +45,8 @@ def main(descriptor: int, folder: Path) -> None:
     The rank asks: to load readers (the answer is what went wrong), to fork a worker (its process id
     and connection), to bury one (how it ended), or to end.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's to handle
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the rank's to handle
+        signal.signal(signum, signal.SIG_IGN)
     control, readers, workers = Connection(descriptor), [], set[int]()
     try:
         while True:

@@ -87,6 +87,8 @@ ItemSeconds = Annotated[float, Field(ge=0.1, le=3600.0)]
 """Of an item that has a length in time."""
 Seconds = Annotated[float, Field(ge=0.1, le=7 * 24 * 3600)]
 """How long something may take: longer than a packet on its way, shorter than a job."""
+Minutes = Annotated[float, Field(gt=0, le=366 * 24 * 60)]
+"""How long a job may take."""
 InitStd = Annotated[float, Field(gt=0, le=100)]
 RotaryBase = Annotated[float, Field(gt=1, le=1e12)]
 RotaryFactor = Annotated[float, Field(ge=1e-3, le=1e6)]

@@ -26,11 +26,22 @@ def train(
         ),
     ] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Continue from this checkpoint.")] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How often all ranks start again when one of them fails."),
+    ] = 0,
 ) -> int | None:
     """Train a recipe on this machine, or as one rank of a torchrun or srun job."""
     from mimo.train.main import main as run
 
-    return run(recipe, overrides or [], num_ranks, resume=resume, resume_from=resume_from)
+    return run(
+        recipe,
+        overrides or [],
+        num_ranks,
+        resume=resume,
+        resume_from=resume_from,
+        max_restarts=max_restarts,
+    )
 
 
 def quickstart(overrides: OverridesArgument = None) -> int | None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -153,7 +154,7 @@ class Meeting:
         text = summary = "".join(traceback.format_exception_only(error))
         if not isinstance(error, InputError):
             text = "".join(traceback.format_exception(error))
-        if log_dir.is_dir():
+        with suppress(OSError):  # the folder is gone or its disk full, perhaps the very error
             (log_dir / f"error_rank_{self._rank}.txt").write_text(text, encoding="utf-8")
         times = 1
         with suppress(RuntimeError):  # the rank with the store is gone
@@ -182,7 +183,10 @@ def _open_store(
     if address is None:
         store, _, _ = next(rendezvous(environment.rendezvous, rank, size, timeout=timeout))
         store.set_timeout(timeout)
-        return store
+        if environment.rendezvous != "env://":
+            return store
+        beside, _, _ = next(rendezvous(environment.rendezvous, rank, size, timeout=timeout))
+        return _part_of_attempt(store, beside, rank)
     host, port = address
     if rank == 0:
         door = _open_door(host, port)
@@ -192,6 +196,40 @@ def _open_store(
         return store
     store_port = _ask(host, port, _password(size), timeout.total_seconds(), rank)
     return TCPStore(host, store_port, None, False, timeout, wait_for_workers=False)
+
+
+def _part_of_attempt(store: Store, beside: Store, rank: int) -> Store:
+    """A part of torchrun's store for this attempt alone; every rank calls it.
+
+    beside: the same by another connection, as one that waits serves nobody else.
+    The store outlives the ranks of a failed attempt, with what they have written, and how often
+    they were started again is counted on each machine for itself. So each rank asks for the
+    attempt's name under a name of its own, which nobody has answered before.
+    """
+    words, own = PrefixStore("mimo attempts", beside), uuid.uuid4().hex
+    if rank == 0:
+        threading.Thread(target=_name_attempt, args=(words, own), name="door", daemon=True).start()
+        return PrefixStore(own, store)
+    words.set(f"asked {words.add('asked', 1)}", own)
+    try:
+        return PrefixStore(words.get(f"answer to {own}").decode(), store)
+    except RuntimeError as error:
+        raise InputError(f"rank {rank} did not find rank 0: {error}") from error
+
+
+def _name_attempt(words: Store, name: str) -> None:
+    """Answer every rank that asks for the attempt, for as long as this process runs."""
+    num_seen, waiting = 0, set[int]()
+    with suppress(RuntimeError):  # the store is gone
+        while True:
+            num_asked = words.add("asked", 0)
+            waiting.update(range(num_seen + 1, num_asked + 1))
+            num_seen = num_asked
+            for number in sorted(waiting):
+                if words.check([f"asked {number}"]):
+                    words.set(f"answer to {words.get(f'asked {number}').decode()}", name)
+                    waiting.discard(number)
+            time.sleep(_POLL_SECONDS)
 
 
 def _address(environment: RankEnv) -> tuple[str, int] | None:
@@ -209,7 +247,7 @@ def _address(environment: RankEnv) -> tuple[str, int] | None:
 
 def _password(world_size: int) -> str:
     """Something that the ranks of one job share with no other job."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
     parts = [os.environ.get(name, "") for name in names]
     return f"mimo {hashlib.sha256(repr((world_size, parts)).encode()).hexdigest()[:16]}"
 

@@ -4,14 +4,20 @@ A process that has initialised CUDA must not fork: its children could not use th
 """
 
 import os
+import signal
 import sys
 from importlib import import_module
+
+from mimo.launch.signals import ASKING
 
 MODULES = "MIMO_PRELOAD"  # the environment variable with their names
 
 initialised_cuda: str | None = None
 """The module whose import initialised CUDA; the ones after it were not imported."""
 
+if MODULES in os.environ:  # this is the fork server, and such signals may go to the whole job
+    for _signum in ASKING:
+        signal.signal(_signum, signal.SIG_IGN)
 _names = os.environ.pop(MODULES, "").split()  # ranks and what they start must not inherit it
 for _name in _names:
     try:

@@ -2,9 +2,11 @@
 
 Importing the engine takes seconds, so one fork server imports it once and every rank is a fork of
 it, ready in some tens of milliseconds. A rank reports its result or its error through a pipe of
-its own. Ranks end when one of them fails and when their starter goes away, however it does.
+its own, and hears through it what signals ask for. Ranks end when one of them fails and when their
+starter goes away, however it does.
 """
 
+import ctypes
 import faulthandler
 import math
 import multiprocessing
@@ -18,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -28,8 +30,10 @@ from typing import Any
 
 from mimo.errors import InputError
 from mimo.launch import preloaded
+from mimo.launch.signals import ask, ask_by_signal
 
-END_SECONDS = 3.0  # that a rank gets between SIGTERM and SIGKILL
+END_SECONDS = 3.0  # within which a rank ends that has closed its pipe
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _STACKS_SECONDS = 0.5  # that ranks get to write their stacks
 _LOOK_SECONDS = 0.5
 
@@ -113,12 +117,13 @@ def run_processes(
     timeout_seconds: float = math.inf,
     stack_dir: Path | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    asked: Sequence[str] = (),
 ) -> list[Any]:
     """What `target(*args)` returns in each of `world_size` ranks, which are gone afterwards.
 
     `target` is `module:function` or a function that can be imported by its name. Each rank has
     `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. `meanwhile` is called now
-    and then.
+    and then. Ranks are told each name that appears in `asked`, of a signal that asks them to end.
     Raises RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`, at the
     end of which ranks write their stacks to `stack_dir`.
     """
@@ -129,8 +134,8 @@ def run_processes(
     try:
         with _without_main():
             for rank in range(world_size):
-                reader, writer = context.Pipe(duplex=False)
-                pipes.append(reader)
+                pipe, writer = context.Pipe()
+                pipes.append(pipe)
                 own = dict(environment, RANK=str(rank), LOCAL_RANK=str(rank))
                 own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
                 stacks = (timeout_seconds, files[rank]) if files else None
@@ -144,7 +149,7 @@ def run_processes(
                 writer.close()
         # From now on: the fork server may have taken its time to import what ranks need.
         deadline = time.monotonic() + timeout_seconds + _STACKS_SECONDS
-        results = _results(processes, pipes, deadline, meanwhile)
+        results = _results(processes, pipes, deadline, meanwhile, asked)
         if hung := [rank for rank in range(world_size) if rank not in results]:
             told = [file for rank, file in enumerate(files) if rank in hung and file.exists()]
             texts = [f"--- {file.name} ---\n{file.read_text()}" for file in told]
@@ -160,11 +165,12 @@ def _results(
     pipes: Sequence[Connection],
     deadline: float,
     meanwhile: Callable[[], None],
+    asked: Sequence[str],
 ) -> dict[int, Any]:
     """What ranks have returned until `deadline`, by rank. Raises RanksFailed."""
     results: dict[int, Any] = {}
     errors: list[RankError] = []
-    open_ranks = set(range(len(processes)))
+    open_ranks, num_told = set(range(len(processes))), 0
     while open_ranks and (left := deadline - time.monotonic()) > 0:
         # The end of a process shows on its pipe as well, unless children of it hold that open.
         signs: dict[Any, int] = {pipes[rank]: rank for rank in open_ranks}
@@ -177,6 +183,11 @@ def _results(
             else:
                 (results[rank],) = outcome
         meanwhile()
+        for name in asked[num_told:]:
+            num_told += 1
+            for rank in open_ranks:
+                with suppress(OSError):  # it has just ended
+                    pipes[rank].send_bytes(name.encode())
         if errors:
             cause_is_told = any(e.traceback and not e.is_consequence for e in errors)
             linger = _EARLIER_CAUSE_SECONDS if cause_is_told else _ALL_TOLD_SECONDS
@@ -192,7 +203,7 @@ def _outcome(rank: int, process: Any, pipe: Connection) -> tuple[Any] | RankErro
     try:
         if pipe.poll():
             return pickle.loads(pipe.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):  # it has ended, perhaps before it heard what it was told
         pass
     process.join(END_SECONDS)
     code = process.exitcode
@@ -204,20 +215,14 @@ def _outcome(rank: int, process: Any, pipe: Connection) -> tuple[Any] | RankErro
 
 
 def _end(processes: Sequence[Any], pipes: Sequence[Connection]) -> None:
-    """End every rank that still runs: SIGTERM, then SIGKILL; returns when all are gone."""
-    try:
-        for process in processes:
-            process.terminate()
-        deadline = time.monotonic() + END_SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        for pipe in pipes:
-            pipe.close()
+    """End every rank that still runs, by SIGKILL; returns when all are gone."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+        process.close()
+    for pipe in pipes:
+        pipe.close()
 
 
 @contextmanager
@@ -246,13 +251,15 @@ def _rank_main(
     # The fork server has the environment of its own start, not that of this call.
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's to handle
+    ask_by_signal()
+    if sys.platform == "linux":  # the thread below needs its turn, which a library may not give it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads
     if stacks is not None:
         seconds, path = stacks
         file = path.open("w")  # open for as long as this process lives
         faulthandler.dump_traceback_later(seconds, file=file)
-    threading.Thread(target=_end_with_starter, name="end with starter", daemon=True).start()
+    threading.Thread(target=_hear, args=(pipe,), name="hear the starter", daemon=True).start()
     end_with_failed_thread(
         lambda error: _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)
     )
@@ -308,6 +315,8 @@ def is_consequence(error: BaseException) -> bool:
     """Whether ``error`` is caused by another rank that is gone or does not answer."""
     if not isinstance(error, RuntimeError | OSError):
         return False
+    if isinstance(error, OSError) and error.filename is not None:
+        return False  # about a file, which may be called anything
     return bool(getattr(error, "waits_for", ())) or bool(_CONSEQUENCE.search(str(error)))
 
 
@@ -324,9 +333,11 @@ def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:
             os._exit(code)
 
 
-def _end_with_starter() -> None:
-    """Exit as soon as the process that started this rank is gone, even by SIGKILL."""
+def _hear(pipe: Connection) -> None:
+    """Hear what signals ask of this rank; exit as soon as its starter is gone, even by SIGKILL."""
     starter = multiprocessing.parent_process()
     assert starter is not None
-    wait([starter.sentinel])
+    with suppress(EOFError, OSError):
+        while starter.sentinel not in wait([starter.sentinel, pipe]):
+            ask(pipe.recv_bytes().decode())
     os._exit(1)

@@ -11,20 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mimo.errors import EXIT_CONTINUE
 from mimo.launch.processes import RankError, RanksFailed, run_processes, warm_up
+from mimo.launch.signals import Signalled, heeded
 
 RENDEZVOUS = "MIMO_RENDEZVOUS"
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Who this process is. `rendezvous` is an `init_method` of torch.distributed."""
+    """Who this process is. `rendezvous` is an `init_method` of torch.distributed.
+
+    `restart`: how often torchrun has started the ranks again, of `max_restarts`.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     rendezvous: str
     ranks_on_machine: int = 1
+    restart: int = 0
+    max_restarts: int = 0
 
     @property
     def ranks_here(self) -> range:
@@ -46,22 +53,29 @@ def launch(
 
     The modules `preload` are imported once, before the ranks are forked. When a rank fails, the
     others are ended, the cause is the last thing on stderr, and every failed rank's traceback goes
-    to `log_dir/error_rank_<r>.txt`. The exit code is 0, 2 for an InputError, 1 for any
-    other exception of a rank, or 128 + the signal that ended this process. on_failure: gets the
-    cause.
+    to `log_dir/error_rank_<r>.txt`. The exit code is what `target` returns, if that is a number,
+    2 for an InputError, 1 for any other exception of a rank, 128 + the signal that ended this
+    process at once, or EXIT_CONTINUE if a signal has asked for an end. on_failure: gets the cause,
+    unless a signal had asked for an end before.
     """
     warm_up(preload)
     try:
-        with _signals_raise(), _rendezvous_dir() as folder:
-            run_processes(target, args, world_size, rank_variables(folder))
-    except RanksFailed as failure:
-        on_failure(failure.errors[0])
-        return _report(failure, log_dir)
-    except _Signalled as signalled:
+        with heeded() as asked, _rendezvous_dir() as folder:
+            try:
+                results = run_processes(
+                    target, args, world_size, rank_variables(folder), asked=asked
+                )
+            except RanksFailed as failure:
+                code = _report(failure, log_dir)
+                if not asked:
+                    on_failure(failure.errors[0])
+                return code
+            codes = [result for result in results if isinstance(result, int)]
+            return max(codes, default=0) or (EXIT_CONTINUE if asked else 0)
+    except Signalled as signalled:
         (signum,) = signalled.args
         print(f"ended by {signal.Signals(signum).name}", file=sys.stderr)
         return 128 + signum
-    return 0
 
 
 @contextmanager
@@ -119,6 +133,8 @@ def rank_environment() -> RankEnv | None:
         local_rank=int(variables.get("LOCAL_RANK", "0")),
         rendezvous=rendezvous,
         ranks_on_machine=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+        restart=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        max_restarts=int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")),
     )
 
 
@@ -153,11 +169,13 @@ def first_host(nodes: str) -> str:
 def _report(failure: RanksFailed, log_dir: Path | None) -> int:
     """Write what happened, the cause last, and return the exit code."""
     cause, *others = failure.errors
-    if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        for error in failure.errors:
-            path = log_dir / f"error_rank_{error.rank}.txt"
-            path.write_text(f"{error.traceback}{error}\n", encoding="utf-8")
+    try:
+        if log_dir is not None and log_dir.is_dir():
+            for error in failure.errors:
+                path = log_dir / f"error_rank_{error.rank}.txt"
+                path.write_text(f"{error.traceback}{error}\n", encoding="utf-8")
+    except OSError as problem:  # a full disk, which may be why they failed
+        print(f"warning: not written: {problem}", file=sys.stderr)
     sys.stdout.flush()
     if others:
         ranks = ", ".join(str(error.rank) for error in others)
@@ -170,25 +188,3 @@ def _report(failure: RanksFailed, log_dir: Path | None) -> int:
     traceback = cause.traceback if cause.exit_code != 2 else ""
     print(f"{traceback}{cause}", file=sys.stderr, flush=True)
     return cause.exit_code
-
-
-class _Signalled(BaseException):
-    """This process was asked to end, by the signal with the number that it holds."""
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP unwind the stack, so that ranks and files are cleared."""
-
-    def handle(signum: int, frame: object) -> None:
-        raise _Signalled(signum)
-
-    before = {
-        signum: signal.signal(signum, handle)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

@@ -144,6 +144,9 @@ class Train(Section):
     step_timeout_seconds: bounds.Seconds | None = None
     """How long a rank may stay in one place (a microbatch, a save, ...) before the run is explained
     as hanging and ends; null: only where it waits for others, shortly before that times out."""
+    max_minutes: bounds.Minutes | None = None
+    """After so many minutes the run finishes its step, saves and ends with exit code 75, to be
+    continued with --resume; null for no limit."""
     run_dir: bounds.PathText = "runs"
     """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None

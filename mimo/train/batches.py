@@ -42,6 +42,7 @@ from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.step.plan import StepPlan
 from mimo.step.planner import step_planner
 from mimo.train.bad_samples import leave_note
+from mimo.train.ending import Ending
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Batches:
     first batch; later, those up to the last batch that `next` gave.
     num_prepared: how many batches are prepared while another is in use, 1 or 0. The one after
     these is read meanwhile, and more of what follows as far as ``decoding`` lets it.
+    ending: what ranks agree on with each sum.
     flops: counts those of each batch; None where nobody asks.
     """
 
@@ -100,12 +102,13 @@ class Batches:
         num_prepared: int,
         model: MimoModel,
         decoding: Decoding,
+        ending: Ending,
         flops: StepFlops | None = None,
     ) -> None:
         self.name = name
         self.steps = steps
         self.dataset = dataset
-        self._model, self._flops = model, flops
+        self._model, self._ending, self._flops = model, ending, flops
         self.used = used
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
@@ -171,14 +174,15 @@ class Batches:
     def sum_over_world(self, *values: float | Tensor) -> list[float]:
         """Sum ``values`` over all ranks, after `read_ahead`; every rank of the world calls it.
 
-        The same message carries which samples each rank could not read; then their batch is
-        prepared.
+        The same message carries which samples each rank could not read, and whether the run is to
+        end; then their batch is prepared.
         """
-        own = [self._flags(loaded) for loaded in self._read]
+        own = [self._ending.flags(), *(self._flags(loaded) for loaded in self._read)]
         sums = sum_over_world(values, own)
-        flags = np.array(sums[len(values) :])
         ends = np.cumsum([len(one) for one in own])
-        for loaded, of_step in zip(self._read, np.split(flags, ends[:-1]), strict=False):
+        asked, *flags = np.split(np.array(sums[len(values) :]), ends[:-1])
+        self._ending.agree(asked)
+        for loaded, of_step in zip(self._read, flags, strict=True):
             unusable = np.flatnonzero(of_step > 0).tolist()
             batch = self._preparer.submit(self._prepare, loaded, unusable)
             self._coming.append(_Coming(loaded.used, loaded.addresses(unusable), batch))

@@ -19,10 +19,12 @@ from mimo.step.dataset import Dataset, item_processors, open_tokenizer
 from mimo.step.decoding import Decoding, open_decoding
 from mimo.train.bad_samples import BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches
+from mimo.train.ending import Ending
 from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
 from mimo.train.odd_steps import OddSteps
 from mimo.train.profile import profiler_of
+from mimo.train.run_folder import naming
 from mimo.train.step import run_modules, train_step
 from mimo.train.times import StepTimes
 
@@ -46,6 +48,7 @@ class Trainer:
         self.processors = item_processors(recipe)
         self.model = build_model(recipe, topology, self.chat.vocab_size, initial, provided)
         self.progress = Progress(step=0, samples=0)
+        self.ending = Ending()
 
     def train(
         self,
@@ -54,8 +57,9 @@ class Trainer:
         observer: StepObserver,
         bad_samples: BadSamples | None = None,
     ) -> Generator[dict]:
-        """Train from ``self.progress`` to the last step, yielding each step's metrics.
+        """Train from ``self.progress``, yielding each step's metrics.
 
+        It ends with the last step, or after one with which all ranks agree on ``self.ending``.
         bad_samples: on the one rank that lists them.
         Raises FloatingPointError as `OddSteps.look_at` does.
         """
@@ -89,12 +93,17 @@ class Trainer:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
                 odd_steps.look_at(step, result)
                 yield metrics
-                if validation and train.validate_every and done % train.validate_every == 0:
+                soon = bool(self.ending.reasons)
+                if validation and _is_due(train.validate_every, done) and not soon:
                     observer.at(step, "validation")
                     yield {"step": done, "validation_loss": self.validate(validation, decoding)}
-                if done == train.steps or (train.save_every and done % train.save_every == 0):
+                if done == train.steps or _is_due(train.save_every, done) or soon:
                     observer.at(step, "checkpoint")
-                    self.save()
+                    with naming(self.run_dir / "checkpoints"):
+                        self.run_dir.stat()  # raises if it is gone; a save would make another
+                        self.save()
+                if soon:
+                    return
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> float:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
@@ -135,4 +144,9 @@ class Trainer:
     ) -> Batches:
         """Batches for this rank's model; all as of `Batches`."""
         given = (name, self.recipe, self.topology, data, steps, used, num_prepared)
-        return Batches(*given, self.model, decoding, counts)
+        return Batches(*given, self.model, decoding, self.ending, counts)
+
+
+def _is_due(every: int | None, done: int) -> bool:
+    """Whether something that is done ``every`` so many steps follows after ``done`` of them."""
+    return every is not None and done % every == 0

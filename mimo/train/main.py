@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.assets import recipe_of
+from mimo.checkpoint.folder import final_checkpoint, latest_checkpoint, newest_checkpoint
 from mimo.checkpoint.runs import Run, runs_to_do
 from mimo.checkpoint.start import FromScratch, Resume
 from mimo.checkpoint.tensors import read_index
 from mimo.device import choose_before_fork
-from mimo.errors import InputError
+from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.hf.initial import initial_weights
 from mimo.hf.recipes import load_phases
-from mimo.launch.processes import end_with_failed_thread, exit_code_of, warm_up
+from mimo.launch.processes import RankError, end_with_failed_thread, exit_code_of, warm_up
 from mimo.launch.ranks import RankEnv, launch, rank_environment
+from mimo.launch.signals import end_by_signals
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.recipe.phases import PhasedRecipe
@@ -30,8 +32,9 @@ from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
 from mimo.train.loggers import check_loggers
 from mimo.train.presence import say_killed
-from mimo.train.run_folder import check_run_dir, make_run_dirs
-from mimo.train.run_lock import run_lock
+from mimo.train.restarts import check_again, failure_of, has_begun, say_begun, say_restart
+from mimo.train.run_folder import check_run_dir, go_back, make_run_dirs, naming
+from mimo.train.run_lock import keep_lock, run_lock
 
 if TYPE_CHECKING:
     from mimo.launch.meeting import Meeting
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 PRELOAD = ("mimo.engines.megatron.preload", "mimo.train.rank", "transformers")
 # How far apart in time ranks may arrive when no readable recipe says so.
 _MEETING_SECONDS = 600.0
+# After a host of the failed attempt is gone, a file server keeps its locks for a while.
+_LOCK_SECONDS = 120.0
 
 
 def main(
@@ -49,15 +54,23 @@ def main(
     *,
     resume: bool = False,
     resume_from: Path | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """`mimo train`: run the recipe on this machine, or be one rank of a torchrun or srun job."""
+    began = time.monotonic()
     request = Request(path, overrides, num_ranks, resume, resume_from)
     environment = rank_environment()
     if environment is not None:
-        return _be_a_rank(request, environment)
+        if max_restarts:
+            raise InputError(
+                "--max-restarts is for ranks that `mimo train` starts itself: give it to torchrun; "
+                "under srun, let the batch script start the job again with --resume"
+            )
+        end_by_signals()
+        return _be_a_rank(request, environment, began)
     job = request.check(None)
     with run_lock(job.phased.run_dir):
-        return train_here(job)
+        return train_here(job, max_restarts, began)
 
 
 @dataclass(frozen=True)
@@ -113,10 +126,28 @@ class Job:
             initial_weights(first.recipe)
         else:
             read_index(first.start.checkpoint)
-        make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
+        with naming(self.phased.run_dir):
+            make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
         if isinstance(first.start, Resume):
+            if self.resume_from is not None:
+                go_back(first.recipe.run_dir, first.start.checkpoint)
             _say_what_differs(first.recipe, first.start.checkpoint)
         return runs
+
+    def begin_again(self, most: int, cause: str = "", rank: int | None = None) -> list[Run]:
+        """As `begin`, after the ranks that began have failed: go on from the last checkpoint.
+
+        Without any, from where the job began. most: restarts of the job. cause, rank: if known.
+        Raises NotRestarted where that would be in vain.
+        """
+        has_any = newest_checkpoint(self.phased.run_dir) is not None
+        again = replace(self, resume=True, resume_from=None if has_any else self.resume_from)
+        runs = runs_to_do(self.phased, self.layouts, True, again.resume_from)
+        run_dir = runs[0].recipe.run_dir
+        failure = failure_of(run_dir, cause, rank)
+        check_again(run_dir, failure)
+        say_restart(run_dir, failure, most)
+        return again.begin()
 
 
 def _say_what_differs(recipe: Recipe, checkpoint: Path) -> None:
@@ -128,23 +159,51 @@ def _say_what_differs(recipe: Recipe, checkpoint: Path) -> None:
             print(f"  before: {before[media]}\n  now:    {own}", flush=True)
 
 
-def train_here(job: Job) -> int:
-    """Train on ranks of this machine; returns an exit code."""
-    for run in job.begin():
+def train_here(job: Job, max_restarts: int = 0, began: float | None = None) -> int:
+    """Train on ranks of this machine; returns an exit code.
+
+    began: when the job did, on the monotonic clock; None for now.
+    """
+    began = time.monotonic() if began is None else began
+    runs, failures, restarts = job.begin(), list[RankError](), 0
+    while True:
+        code = _launch(job, runs, began, failures)
+        if code != 1 or not failures or restarts == max_restarts:
+            return code
+        restarts += 1
+        cause = failures.pop()
+        runs = job.begin_again(max_restarts, str(cause).splitlines()[0], cause.rank)
+
+
+def _launch(job: Job, runs: Sequence[Run], began: float, failures: list[RankError]) -> int:
+    """Do runs until one ends with another exit code than 0, which is returned."""
+    for run in runs:
         if job.phased.has_phases:
             print(run, flush=True)
         run_dir = run.recipe.run_dir
-        args = (run.recipe, run.layout, run_dir, run.start)
-        say = partial(say_killed, run_dir)
+
+        def failed(error: RankError, run_dir: Path = run_dir) -> None:
+            say_killed(run_dir, error)
+            failures.append(error)
+
+        args = (run.recipe, run.layout, run_dir, run.start, job.phased.run_dir, began)
         code = launch(
-            "mimo.train.rank:run_rank", args, run.layout.world_size, PRELOAD, run_dir, say
+            "mimo.train.rank:run_rank",
+            args,
+            run.layout.world_size,
+            PRELOAD,
+            run_dir,
+            failed,
         )
+        last = final_checkpoint(run_dir, run.recipe.train.steps)
+        if code == EXIT_CONTINUE and run is runs[-1] and latest_checkpoint(run_dir) == last:
+            return 0  # it was asked to end when it had nothing left to do
         if code != 0:
             return code
     return 0
 
 
-def _be_a_rank(request: Request, environment: RankEnv) -> int:
+def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
     """Train as a rank that torchrun or srun started; returns an exit code.
 
     All ranks check the recipe; rank 0 makes the run folders and speaks for all.
@@ -163,8 +222,13 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
 
         def begin() -> list[Run]:
             assert job is not None, "a rank without a job has a problem"
-            stack.enter_context(run_lock(job.phased.run_dir))
-            return job.begin()
+            run_dir, restart = job.phased.run_dir, environment.restart
+            stack.enter_context(run_lock(run_dir, _LOCK_SECONDS if restart else 0.0))
+            if has_begun(run_dir, restart):
+                return job.begin_again(environment.max_restarts)
+            runs = job.begin()
+            say_begun(run_dir)
+            return runs
 
         try:
             meeting.agree(problem)
@@ -173,8 +237,8 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
             runs = meeting.from_rank_0(begin)
         except Refused as refused:
             return refused.exit_code
-        _train_in_place(runs, meeting)
-    return 0
+        keep_lock(job.phased.run_dir)
+        return _train_in_place(runs, meeting, began)
 
 
 def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
@@ -212,8 +276,11 @@ def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
     meeting.from_rank_0(lambda: job.phased.each(lambda recipe: check_data(recipe, build_nothing)))
 
 
-def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
-    """Do all runs on the same ranks, one after another. Does not return if one of them fails."""
+def _train_in_place(runs: Sequence[Run], meeting: Meeting, began: float) -> int:
+    """Do runs on the same ranks until one ends with another exit code than 0, which is returned.
+
+    Does not return if one of them fails.
+    """
     from mimo.train.rank import join_world, leave_world, prepare_process, train_in_world
 
     run_dir = runs[0].recipe.run_dir
@@ -224,6 +291,7 @@ def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
         os._exit(exit_code_of(error))
 
     end_with_failed_thread(end)
+    code = 0
     try:
         prepare_process(runs[0].layout)
         rank = join_world(*(run.recipe for run in runs), store=meeting.store).rank
@@ -231,7 +299,9 @@ def _train_in_place(runs: Sequence[Run], meeting: Meeting) -> None:
             run_dir = run.recipe.run_dir
             if run.phase.name and rank == 0:
                 print(run, flush=True)
-            train_in_world(run.recipe, run.layout, run_dir, run.start)
+            if code := train_in_world(run.recipe, run.layout, run_dir, run.start, began):
+                break
         leave_world()
+        return code
     except Exception as error:
         end(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,7 @@ from mimo.layout.grids import Layout
 from mimo.recipe.schema import Recipe, Train
 from mimo.step.plan import StepPlan
 from mimo.train.loggers import open_loggers
+from mimo.train.run_folder import naming
 
 METRICS = "metrics.jsonl"
 
@@ -118,10 +121,9 @@ class MetricsWriter:
     """
 
     def __init__(self, recipe: Recipe, run_dir: Path, first_step: int) -> None:
-        self._train = recipe.train
-        path = run_dir / METRICS
-        _drop_lines_from(path, first_step)
-        self._file = path.open("a", buffering=1)
+        self._train, self._path = recipe.train, run_dir / METRICS
+        _drop_lines_from(self._path, first_step)
+        self._file = self._path.open("a", buffering=1)
         self._logged = (first_step, time.monotonic())
         self.console = Console(file=sys.stdout, soft_wrap=True)
         self._loggers = open_loggers(recipe, run_dir, first_step, self.say)
@@ -145,8 +147,9 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-        self._loggers.close()
-        self._file.close()
+        for file in (self._loggers, self._file):
+            with suppress(OSError):  # of a full disk, which ends the run by another write
+                file.close()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Record one training step; ``metrics`` is a line of metrics.jsonl."""
@@ -197,7 +200,10 @@ class MetricsWriter:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
         }
-        self._file.write(json.dumps(numbers) + "\n")
+        with naming(self._path):
+            self._file.write(json.dumps(numbers) + "\n")
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                raise FileNotFoundError(errno.ENOENT, "the run folder was replaced")
         step = int(numbers.pop("step"))
         for source, epoch in numbers.pop("epochs", {}).items():
             numbers[f"epoch_{source}"] = epoch

@@ -31,6 +31,7 @@ import psutil
 from bridge import BridgeError
 from mimo.errors import InputError
 from mimo.launch.processes import RankError, is_consequence
+from mimo.launch.signals import asked
 from mimo.layout.grids import Layout
 from mimo.model.memory import in_words, memory_in_words
 from mimo.train.hang import Hang, State, explain
@@ -142,9 +143,8 @@ class Presence(StepObserver):
             self._left.set()
             thread.join(_TELL_SECONDS)  # it is at once, unless the file system hangs
             if not self._state.failure:
-                with self._writing:
+                with self._writing, suppress(OSError):  # read-only, or others are still there
                     self._file(self._rank).unlink(missing_ok=True)
-                with suppress(OSError):  # others are still there
                     self._folder.rmdir()
 
     def _failed(self, error: Exception) -> None:
@@ -366,7 +366,7 @@ class Presence(StepObserver):
                 return told, [one.rank for one in failed]
             if lost := self._lost():
                 return _told(lost), [one.rank for one in lost]
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or asked():  # torchrun may know already
                 return None
             time.sleep(self._beat_seconds / 2)
 

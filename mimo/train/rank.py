@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from mimo.device import (
     release_memory,
     set_threads,
 )
-from mimo.errors import InputError
+from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.hf.initial import initial_weights
 from mimo.launch.environment import set_variables
 from mimo.launch.ranks import RankEnv, rank_environment
@@ -38,21 +39,38 @@ from mimo.step.dataset import Dataset, changed_shards_named, dataset_of, open_in
 from mimo.train.bad_samples import BAD_SAMPLES, BadSamples
 from mimo.train.batches import sum_over_world
 from mimo.train.continuation import continue_order
+from mimo.train.ending import Ending
 from mimo.train.environment import write_environment
 from mimo.train.garbage import collected_together
+from mimo.train.incidents import record
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
 from mimo.train.presence import COLLECTIVE_PATIENCE, RANKS, Presence
+from mimo.train.restarts import job_name
+from mimo.train.run_lock import keep_lock
 
 logger = logging.getLogger(__name__)
 
 
-def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
-    """Be one rank of a job launched on this machine."""
+def run_rank(
+    recipe: Recipe,
+    layout: Layout,
+    run_dir: Path,
+    start: Start,
+    locked: Path | None = None,
+    began: float | None = None,
+) -> int:
+    """Be one rank of a job launched on this machine; returns an exit code.
+
+    locked: the folder whose lock the launcher holds. began: as of `train_in_world`.
+    """
+    if locked is not None:
+        keep_lock(locked)
     prepare_process(layout)
     join_world(recipe)
-    train_in_world(recipe, layout, run_dir, start)
+    code = train_in_world(recipe, layout, run_dir, start, began)
     leave_world()
+    return code
 
 
 def prepare_process(layout: Layout) -> None:
@@ -91,10 +109,14 @@ def leave_world() -> None:
     dist.destroy_process_group()
 
 
-def train_in_world(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> None:
+def train_in_world(
+    recipe: Recipe, layout: Layout, run_dir: Path, start: Start, began: float | None = None
+) -> int:
     """Train, from building the model to the last checkpoint; every rank of the world calls it.
 
     layout: the recipe's, for a world of this size; made before the ranks started.
+    began: when the job did, on the machine's monotonic clock; None for now.
+    Returns 0, or EXIT_CONTINUE where the run was asked to end early and has saved.
     Afterwards only the world's group is left, so that another run can follow.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -107,14 +129,23 @@ def train_in_world(recipe: Recipe, layout: Layout, run_dir: Path, start: Start) 
         presence = Presence(run_dir / RANKS, layout, rank, *timeouts)
         with presence.watched():
             topology = build_topology(layout, collective_timeout(recipe))
-            _train(recipe, topology, run_dir, start, presence)
+            ending = Ending()
+            if (minutes := recipe.train.max_minutes) is not None and rank == 0:
+                ending = Ending((time.monotonic() if began is None else began) + 60 * minutes)
+            code = _train(recipe, topology, run_dir, start, presence, ending)
             topology.close()
     release_memory()
+    return code
 
 
 def _train(
-    recipe: Recipe, topology: Topology, run_dir: Path, start: Start, presence: Presence
-) -> None:
+    recipe: Recipe,
+    topology: Topology,
+    run_dir: Path,
+    start: Start,
+    presence: Presence,
+    ending: Ending,
+) -> int:
     # If the weights come from one of our checkpoints, the initial ones need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
     trainer = Trainer(recipe, topology, run_dir, initial, provided_names(start))
@@ -127,6 +158,7 @@ def _train(
     progress = begin(trainer.model.modules, start)
     presence.at(0, "setup")
     dataset, trainer.progress, said = continue_order(dataset, progress)
+    trainer.ending = ending
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
     with changed_shards_named(), ExitStack() as stack:
         writer = bad_samples = None
@@ -146,6 +178,14 @@ def _train(
                 writer.validation(metrics["step"], metrics["validation_loss"])
             else:
                 writer.step(metrics)
+        done = trainer.progress.step
+        if done == recipe.train.steps:
+            return 0
+        if writer is not None:
+            text = f"ended by {' and '.join(ending.reasons)}, with a checkpoint after {done} steps"
+            writer.say(f"{text}; continue with --resume")
+            record(run_dir, "signal", text, done - 1, reasons=ending.reasons, job=job_name())
+        return EXIT_CONTINUE
 
 
 def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
@@ -198,4 +238,5 @@ def _logging_to(path: Path) -> Iterator[None]:
         yield
     finally:
         root.handlers = others
-        handler.close()
+        with suppress(OSError):  # of a full disk others tell, and this could hide what they say
+            handler.close()

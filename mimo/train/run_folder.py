@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -69,6 +70,25 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
     elif resumes and not phased.has_phases:
         print(f"the run {runs[0].begins}")
     print(f"run folder: {phased.run_dir}", flush=True)
+
+
+def go_back(run_dir: Path, checkpoint: Path) -> None:
+    """Let a run that continues from ``checkpoint`` not continue from a later one of its folder."""
+    latest = run_dir / "checkpoints" / "latest"
+    if checkpoint.resolve().parent == latest.parent.resolve():
+        latest.write_text(checkpoint.name)
+    else:
+        latest.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError that is raised inside name ``path``; that of a failed write names nothing."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _step_aside(run_dir: Path) -> None:

@@ -1,8 +1,9 @@
 """One job at a time writes to a run folder.
 
-The lock is the kernel's (`flock`), so it ends with the process that holds it, however that ends.
-The file beside the run folder only says who holds it. Between hosts it works on NFS, and on Lustre
-mounted with `flock`; on a file system without locks there is only a warning.
+The lock is the kernel's (`flock`), so it ends with the last process that holds it, however that
+ends: the one that began the job, or a rank that outlives it. A job takes the lock alone, then its
+ranks share it. The file beside the run folder only says who took it. Between hosts it works on NFS,
+and on Lustre mounted with `flock`; on a file system without locks there is only a warning.
 """
 
 from __future__ import annotations
@@ -14,47 +15,70 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mimo.errors import InputError
 
+_POLL_SECONDS = 0.5
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 @contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of ``run_dir``, which need not exist, for one process of a job.
+def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
+    """Hold the lock of ``run_dir``, which need not exist; one process of a job calls it.
 
     The lock is on a file beside the folder, because the folder itself may be moved aside.
+    patience_seconds: that the holder's last processes may need to end.
     Raises InputError saying who already holds it, or why the file cannot be written.
     """
-    path = run_dir.with_name(f".{run_dir.name}.lock")
+    path = _lock_file(run_dir)
+    deadline = time.monotonic() + patience_seconds
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(path, run_dir)
+        while (descriptor := _locked(path, run_dir, time.monotonic() < deadline)) is None:
+            time.sleep(_POLL_SECONDS)
     except OSError as error:
         raise InputError(
             f"{run_dir}: cannot write there: {error}; give another train.run_dir or name"
         ) from error
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, _this_process().encode())
+        with suppress(OSError):  # a full disk; others are then refused without saying who it is
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, _this_process().encode())
         yield
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _locked(path: Path, run_dir: Path) -> int:
-    """A locked, open descriptor of the file at ``path``."""
+def keep_lock(run_dir: Path) -> None:
+    """Hold the lock, too, until this process ends; every rank of the job that has it calls it.
+
+    So a rank that outlives whoever took the lock keeps other jobs away.
+    """
+    with suppress(FileNotFoundError):  # whoever took it has just ended, and this process is to end
+        descriptor = os.open(_lock_file(run_dir), os.O_RDWR)  # for as long as this process lives
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _lock_file(run_dir: Path) -> Path:
+    return run_dir.with_name(f".{run_dir.name}.lock")
+
+
+def _locked(path: Path, run_dir: Path, patient: bool) -> int | None:
+    """A locked, open descriptor of the file at ``path``; None if another has it and we may wait."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # from here on, shared
         except BlockingIOError:
             holder = os.read(descriptor, 1000).decode(errors="replace").strip()
             os.close(descriptor)
+            if patient:
+                return None
             raise InputError(
                 f"{run_dir}: another job is writing to this run folder"
                 f"{f' ({holder})' if holder else ''}; wait for it, end it, or give another name"

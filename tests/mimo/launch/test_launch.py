@@ -6,11 +6,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from mimo.errors import RecipeError
+from mimo.launch import signals
 from mimo.launch.processes import RanksFailed, RanksHung
 from mimo.launch.ranks import first_host, launch, rank_environment
 from tests.conftest import RunRanks
@@ -82,6 +85,17 @@ def note_pid_and_sleep(directory: Path) -> None:
     time.sleep(60)
 
 
+def note_pid_and_wait_to_be_asked(directory: Path) -> int:
+    env = rank_environment()
+    assert env is not None
+    (directory / f"rank_{env.rank}").write_text(str(os.getpid()))
+    while not signals.asked():
+        time.sleep(0.02)
+    time.sleep(0.2)  # for a second one that should not have come
+    (directory / f"asked_{env.rank}").write_text(" ".join(signals.asked()))
+    return 75
+
+
 def test_ranks_share_a_process_group_and_return_results_in_rank_order(run_ranks: RunRanks) -> None:
     assert run_ranks(sum_of_ranks, 3, 2) == [6.0, 6.0, 6.0]
 
@@ -151,35 +165,82 @@ def test_launch_reports_bad_input_without_a_traceback_and_exit_code_2(
     assert text.splitlines()[-1].endswith("the cause")
 
 
-@pytest.mark.parametrize(
-    ("sent", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
-)
-def test_no_rank_outlives_its_launcher(
-    tmp_path: Path, sent: signal.Signals, exit_code: int
-) -> None:
+@contextmanager
+def launched(directory: Path, target: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process that launches two ranks, in a group of its own, and the ranks' ids."""
     code = (
         "import sys, pathlib; from mimo.launch.ranks import launch\n"
-        f"sys.exit(launch('{HERE}:note_pid_and_sleep', (pathlib.Path({str(tmp_path)!r}),), 2, "
-        "['pytest']))"
+        f"sys.exit(launch('{HERE}:{target}', (pathlib.Path({str(directory)!r}),), 2, ['pytest']))"
     )
     temporary = Path(tempfile.mkdtemp(prefix="launch-"))  # short: sockets have short paths
     launcher = subprocess.Popen(
         [sys.executable, "-c", code],
         start_new_session=True,
         env={**os.environ, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
-        pids = _when_written([tmp_path / "rank_0", tmp_path / "rank_1"])
-        launcher.send_signal(sent)
-        assert launcher.wait(10) == exit_code
+        pids = _when_written([directory / "rank_0", directory / "rank_1"])
+        yield launcher, pids
         deadline = time.monotonic() + 5
         while any(map(_runs, pids)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not any(map(_runs, pids))
-        assert sent == signal.SIGKILL or not list(temporary.glob("mimo-*"))
+        assert launcher.returncode == -signal.SIGKILL or not list(temporary.glob("mimo-*"))
     finally:
         launcher.kill()
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("sent", "exit_code"),
+    [
+        ([signal.SIGKILL], -9),
+        ([signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGTERM], 143),
+        ([signal.SIGUSR1, signal.SIGTERM], 143),
+    ],
+    ids=["SIGKILL", "Ctrl-C", "SIGTERM twice", "SIGTERM after SIGUSR1"],
+)
+def test_no_rank_outlives_its_launcher(
+    tmp_path: Path, sent: list[signal.Signals], exit_code: int
+) -> None:
+    with launched(tmp_path, "note_pid_and_sleep") as (launcher, _):
+        for signum in sent[:-1]:
+            launcher.send_signal(signum)
+            assert launcher.stderr is not None
+            said = launcher.stderr.readline()
+            assert said == f"{signum.name}: ends soon; a second signal ends it at once\n"
+        launcher.send_signal(sent[-1])
+        assert launcher.wait(10) == exit_code
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_whole_group_asks_every_rank_and_does_not_count_twice(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
+    with launched(tmp_path, "note_pid_and_wait_to_be_asked") as (launcher, _):
+        os.killpg(launcher.pid, sent)
+        assert launcher.wait(10) == 75
+    assert [(tmp_path / f"asked_{rank}").read_text() for rank in range(2)] == [sent.name] * 2
+
+
+def test_a_second_signal_ends_a_rank_of_torchrun_that_is_stuck_inside_a_library() -> None:
+    code = (
+        "import ctypes, socket; from mimo.launch.signals import end_by_signals\n"
+        "end_by_signals(); here, there = socket.socketpair(); print('ready', flush=True)\n"
+        "ctypes.CDLL(None).recv(here.fileno(), ctypes.create_string_buffer(1), 1, 0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        rank.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.5)
+        rank.send_signal(signal.SIGTERM)
+        assert rank.communicate(timeout=10)[1] == "ended by SIGTERM\n"
+        assert rank.returncode == 143
 
 
 def test_torchrun_and_srun_environments_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,83 +1,226 @@
-"""A run whose ranks are killed at any moment trains on the samples of an undisturbed run."""
+"""Killed at any moment and started again, a run ends as an undisturbed one does."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from mimo.checkpoint.folder import newest_checkpoint, read_progress
-from mimo.checkpoint.start import FromScratch, Resume
-from mimo.hf.recipes import load_recipe
-from mimo.launch.processes import RanksFailed
-from mimo.layout.grids import Layout
-from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
-from mimo.train.run_folder import make_run_dir
+from mimo.checkpoint import tensors
+from mimo.checkpoint.folder import read_progress
+from mimo.checkpoint.start import Resume, Start
+from mimo.train.incidents import incidents
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.mimo.disturbed import disturbing, when_at
 from tests.mimo.runs import ADAM, metrics
 
-STEPS = 12
-KILLS = 2  # of each run
+HERE = "tests.mimo.train.test_kills"
+STEPS = 6
+SAVE_EVERY = 2
+CASES = 50
+# A rank for the tower and one for the language model; or both on both ranks, in two stages.
 KINDS = (
-    ["encoders.vision.placement=colocated", "data.tokens_per_microbatch=128"],
-    ["train.micro_batch_size=2"],  # a rank for the tower, and one for the language model
+    [],
+    ["encoders.vision.placement=colocated", "language.grid.pp=2", "encoders.vision.grid.dp=2"],
 )
 SAME = ("step", "loss", "grad_norm", "tokens", "skipped_samples", "epochs")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for a rank, so many seconds after a step has begun; -1 is before the first one."""
+    """SIGKILL for a rank, so many steps after the first one of its life.
+
+    where: one of `DEATHS`. moment: which one of that part of the step, in 0 to 1.
+    """
 
     rank: int
-    step: int
-    seconds: float
+    where: str
+    steps: int
+    moment: float
 
 
-def train(
-    rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Resume | None, kill: Kill
-) -> None:
-    """Runs inside ranks: train, note the samples of every step, be killed."""
+# ----------------------------------------------------------------- what runs inside ranks
+
+
+def disturb(kills: list[Kill], attempt: int, run_dir: Path, start: Start) -> None:
+    """Note the samples of every step; die if it is this rank's turn."""
+    rank = int(os.environ["RANK"])
+    note_samples(run_dir / f"samples_{rank}.jsonl")
+    (run_dir / f"pid_{attempt}_{rank}").write_text(str(os.getpid()))
+    kill = kills[attempt] if attempt < len(kills) else None
+    if kill is not None and kill.rank == rank:
+        first = read_progress(start.checkpoint).step if isinstance(start, Resume) else 0
+        DEATHS[kill.where](first + kill.steps, kill.moment)
+
+
+def note_samples(file: Path) -> None:
     from mimo.step.plan import StepPlan
     from mimo.train.presence import Presence
-    from mimo.train.rank import train_in_world
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def begin(step: int) -> None:
-        if (rank, step) == (kill.rank, kill.step):
-            timer = threading.Timer(kill.seconds, die)
-            timer.daemon = True
-            timer.start()
-
-    tell = Presence.at
-
-    def at(self: Presence, step: int, activity: str) -> None:
-        tell(self, step, activity)
-        if activity == "batch":
-            begin(step)
 
     def planned(self: Presence, step: int, plan: StepPlan) -> None:
         samples = [
             (m.samples.source.tolist(), m.samples.sample.tolist()) for m in plan.microbatches
         ]
-        with (run_dir / f"samples_{rank}.jsonl").open("a") as file:
-            file.write(json.dumps([step, samples]) + "\n")
+        with file.open("a") as lines:
+            lines.write(json.dumps([step, samples]) + "\n")
 
-    Presence.at, Presence.planned = at, planned  # type: ignore[method-assign]
-    begin(-1)
-    train_in_world(recipe, layout, run_dir, start or FromScratch())
+    Presence.planned = planned  # type: ignore[method-assign]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_setup(step: int, moment: float) -> None:
+    timer = threading.Timer(0.3 * moment, die)
+    timer.daemon = True
+    timer.start()
+
+
+def in_forward(step: int, moment: float) -> None:
+    """At the n-th module that runs forward, whichever microbatch that is in."""
+    left = 1 + int(60 * moment)
+
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            die()
+
+    def begin() -> None:
+        torch.nn.modules.module.register_module_forward_pre_hook(count)
+
+    when_at(step, "forward and backward", begin)
+
+
+def in_bridge(step: int, moment: float) -> None:
+    """Between a send and its receive: of rows, or in the backward pass of their gradients."""
+    from bridge import BridgeReceiver, BridgeSender
+    from bridge.colocated import ColocatedBridge
+
+    armed, left = False, 1 + int(3 * moment)
+
+    def arm() -> None:
+        nonlocal armed
+        armed = True
+
+    def dying(call: Callable, then: bool) -> Callable:
+        def called(*args: object) -> object:
+            nonlocal left
+            left -= armed
+            if armed and left <= 0 and not then:
+                die()
+            found = call(*args)
+            if armed and left <= 0:
+                die()
+            return found
+
+        return called
+
+    BridgeSender.send = dying(BridgeSender.send, then=True)  # type: ignore[method-assign]
+    BridgeReceiver.receive = dying(BridgeReceiver.receive, then=False)  # type: ignore[method-assign]
+    ColocatedBridge.deliver = dying(ColocatedBridge.deliver, then=True)  # type: ignore[method-assign]
+    ColocatedBridge.collect = dying(ColocatedBridge.collect, then=False)  # type: ignore[method-assign]
+    when_at(step, "forward and backward", arm)
+
+
+def in_data(step: int, moment: float) -> None:
+    """In the thread that prepares a batch ahead of use."""
+    from mimo.train.batches import Batches
+
+    prepare = Batches._prepare
+
+    def prepare_or_die(self, loaded, unusable):
+        if loaded.step >= step:
+            time.sleep(0.01 * moment)
+            die()
+        return prepare(self, loaded, unusable)
+
+    Batches._prepare = prepare_or_die  # type: ignore[method-assign]
+
+
+def in_a_file(step: int, moment: float) -> None:
+    """When the checkpoint's largest file is so far written: the kernel ends who goes on."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    when_at(step, "checkpoint", lambda: limit_files(2_000 + int(moment * 30_000)))
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def in_a_rename(step: int, moment: float) -> None:
+    """When a complete checkpoint is to get its name, or `latest` is to name it."""
+    armed, left = False, 1 + int(2 * moment)
+
+    def hear(event: str, args: tuple) -> None:
+        nonlocal left
+        if armed and event == "os.rename" and "checkpoints" in str(args[0]):
+            left -= 1
+            if left <= 0:
+                die()
+
+    def arm() -> None:
+        nonlocal armed
+        armed = True
+
+    sys.addaudithook(hear)
+    when_at(step, "checkpoint", arm)
+
+
+def at_any_time(step: int, moment: float) -> None:
+    """Nothing: somebody else kills it."""
+
+
+DEATHS: dict[str, Callable[[int, float], None]] = {
+    "setup": in_setup,
+    "forward": in_forward,
+    "bridge": in_bridge,
+    "norm": lambda step, moment: when_at(step, "norm and loss", die),
+    "update": lambda step, moment: when_at(step, "update", die),
+    "data": in_data,
+    "file": in_a_file,
+    "rename": in_a_rename,
+    "outside": at_any_time,
+}
+
+
+# ------------------------------------------------------------------------------ helpers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Path:
+    directory = tmp_path_factory.mktemp("kills")
+    tiny.write_samples(directory)
+    tiny.write_samples(directory, (1, 0, 2, 0, 1), name="other")
+    tiny.write_recipe(directory)
+    return directory
+
+
+def settings(folder: Path, kind: int, name: str) -> list[str]:
+    paths = [folder / f"{source}-*.tar" for source in ("train", "other")]
+    sources = f"[{{path: '{paths[0]}', weight: 2.0}}, {{path: '{paths[1]}'}}]"
+    return [
+        *(f"train.steps={STEPS}", f"train.save_every={SAVE_EVERY}", "train.keep_checkpoints=1"),
+        *("train.global_batch_size=4", "train.micro_batch_size=1", "data.packing_window=9"),
+        *(f"data.sources={sources}", "data.shuffle_block=null", f"name={name}", *ADAM),
+        *("data.tokens_per_microbatch=128", *KINDS[kind]),
+    ]
 
 
 def samples_of(run_dir: Path, rank: int) -> dict[int, list]:
@@ -89,67 +232,84 @@ def samples_of(run_dir: Path, rank: int) -> dict[int, list]:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("kills")
-    tiny.write_samples(directory)
-    tiny.write_samples(directory, (1, 0, 2, 0, 1), name="other")
-    tiny.write_recipe(directory)
-    return directory
-
-
-def job(folder: Path, kind: int, name: str) -> tuple[Recipe, Layout]:
-    paths = [folder / f"{source}-*.tar" for source in ("train", "other")]
-    sources = f"[{{path: '{paths[0]}', weight: 2.0}}, {{path: '{paths[1]}'}}]"
-    settings = [f"train.steps={STEPS}", "train.save_every=2", "train.keep_checkpoints=1"]
-    settings += ["train.global_batch_size=4", "train.micro_batch_size=1", "data.packing_window=9"]
-    settings += [f"data.sources={sources}", "data.shuffle_block=null", f"name={name}", *ADAM]
-    if kind == 1:
-        settings.remove("data.packing_window=9")
-    recipe = load_recipe(folder / "tiny.yaml", [*settings, *KINDS[kind]])
-    return recipe, check_recipe(recipe, None)
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Of all modules and their optimizers, at the end of a run."""
+    checkpoint = run_dir / "checkpoints" / f"step_{STEPS}"
+    return tensors.read(checkpoint, tensors.describe(checkpoint))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path, run_ranks: RunRanks):
+def undisturbed(folder: Path):
     """The run of a kind that nobody disturbs."""
 
     @cache
     def of(kind: int) -> Path:
-        recipe, layout = job(folder, kind, f"undisturbed_{kind}")
-        run_dir = make_run_dir(recipe, resumes=False)
-        never = Kill(-1, 0, 0.0)
-        run_ranks(train, layout.world_size, recipe, layout, run_dir, None, never)
-        return run_dir
+        name = f"undisturbed_{kind}"
+        with pytest.MonkeyPatch.context() as patch:
+            train = disturbing(patch, f"{HERE}:disturb", [])
+            assert train(folder / "tiny.yaml", settings(folder, kind, name)) == 0
+        return folder / "runs" / name
 
     return of
 
 
-@pytest.mark.parametrize("seed", quick_values({str(seed): seed for seed in range(20)}, "0"))
-def test_a_run_that_is_killed_at_any_moment_repeats_and_loses_no_sample(
-    run_ranks: RunRanks, folder: Path, undisturbed, seed: int
+@contextmanager
+def killing_from_outside(kills: list[Kill], run_dir: Path) -> Iterator[None]:
+    """Send SIGKILL to ranks of jobs that run inside, some time after each of their lives began."""
+    over = threading.Event()
+
+    def kill_each() -> None:
+        for attempt, kill in enumerate(kills):
+            pid = run_dir / f"pid_{attempt}_{kill.rank}"
+            while not (pid.exists() and pid.read_text()):
+                if over.wait(0.005):
+                    return
+            if kill.where == "outside" and not over.wait(0.2 + kill.moment):
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_each)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def kills_of(seed: int) -> list[Kill]:
+    """One or two, of any kind."""
+    rng, where = np.random.default_rng(seed), list(DEATHS)
+    first = where[seed % len(where)]  # every kind as often as the others
+    names = [first, *rng.choice(where, int(rng.integers(0, 2)))]
+    return [
+        Kill(int(rng.integers(2)) * (name != "rename"), name, int(rng.integers(0, 4)), rng.random())
+        for name in names
+    ]
+
+
+# -------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(
+    "seed", quick_values({str(n): n for n in range(CASES)}, "1", "2", "5", "6")
+)
+def test_a_run_that_is_killed_at_any_moment_ends_as_an_undisturbed_one(
+    folder: Path, undisturbed, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, kind = np.random.default_rng(seed), seed % len(KINDS)
-    recipe, layout = job(folder, kind, f"killed_{seed}")
-    run_dir, ends, done = make_run_dir(recipe, resumes=False), list[str](), False
-    while not done:
-        checkpoint = newest_checkpoint(run_dir)
-        first = read_progress(checkpoint).step if checkpoint else 0
-        start = Resume(checkpoint) if checkpoint else None
-        # In the first life early enough to happen, later also too late.
-        step = -1 if rng.random() < 0.15 else first + int(rng.integers(0, 6))
-        rank = int(rng.integers(layout.world_size)) if len(ends) < KILLS else -1
-        kill = Kill(rank, step, float(rng.uniform(0, 0.1 if step >= 0 else 0.5)))
-        make_run_dir(recipe, resumes=True)
-        try:
-            run_ranks(train, layout.world_size, recipe, layout, run_dir, start, kill)
-            done = True
-        except RanksFailed as failure:
-            ends.append(str(failure))
-    assert ends, "nobody was killed"
-    assert all(end.endswith("was killed by SIGKILL") for end in ends), ends
-    expected = undisturbed(kind)
-    for rank in range(layout.world_size):
+    kind, kills, name = seed // len(DEATHS) % len(KINDS), kills_of(seed), f"killed_{seed}"
+    run_dir, expected = folder / "runs" / name, undisturbed(kind)
+    train = disturbing(monkeypatch, f"{HERE}:disturb", kills)
+    with killing_from_outside(kills, run_dir):
+        assert train(folder / "tiny.yaml", settings(folder, kind, name), max_restarts=3) == 0
+
+    restarts = [one for one in incidents(run_dir) if one["kind"] == "restart"]
+    assert restarts, "nobody was killed"
+    for restart, kill in zip(restarts, kills, strict=False):
+        died = "SIGXFSZ" if kill.where == "file" else "SIGKILL"
+        assert restart["cause"] == f"rank {kill.rank} was killed by {died}"
+        assert restart["rank"] == kill.rank
+    for rank in range(2):
         found, whole = (samples_of(folder, rank) for folder in (run_dir, expected))
         assert list(found) == list(range(STEPS))
         assert found == whole
@@ -162,3 +322,6 @@ def test_a_run_that_is_killed_at_any_moment_repeats_and_loses_no_sample(
     assert ours == theirs
     # Every position is used once, or waits.
     assert sum(len(source) for step in found.values() for source, _ in step) == ours.samples
+    after, at_best = weights(run_dir), weights(expected)
+    assert after.keys() == at_best.keys()
+    assert all(torch.equal(after[key], at_best[key]) for key in at_best)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from mimo.errors import InputError
 from mimo.generate import quickstart
 from mimo.train import main as job
-from mimo.train.run_lock import run_lock
+from mimo.train.run_lock import keep_lock, run_lock
 from tests.mimo import tiny
 
 HOLD = """
@@ -80,6 +81,31 @@ def test_the_lock_ends_with_its_process_also_when_that_is_killed(tmp_path: Path)
         with run_lock(run_dir), pytest.raises(InputError), run_lock(run_dir):
             pass
     assert not list(run_dir.parent.iterdir()), "a job that ended well leaves nothing"
+
+
+def test_a_rank_that_outlives_the_launcher_keeps_other_jobs_away_until_it_ends(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "runs" / "a"
+    with held_by_another_process(run_dir) as launcher:
+        rank = os.fork()
+        if rank == 0:
+            keep_lock(run_dir)
+            (tmp_path / "kept").touch()
+            time.sleep(60)
+            os._exit(0)
+        try:
+            while not (tmp_path / "kept").exists():
+                time.sleep(0.01)
+            launcher.kill()
+            launcher.wait()
+            with pytest.raises(InputError, match=f"process {launcher.pid},"), run_lock(run_dir):
+                pass
+        finally:
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
+        with run_lock(run_dir):
+            pass
 
 
 def test_other_runs_beside_it_are_free_and_a_folder_may_be_moved_meanwhile(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""Starting all ranks again after one of them failed: from where, how often, and what is kept of it.
+
+The launcher does so for its ranks. Under torchrun its elastic agent does, and ranks find out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mimo.checkpoint.folder import newest_checkpoint
+from mimo.errors import EXIT_CONTINUE, InputError
+from mimo.train.incidents import incidents, record
+from mimo.train.presence import RANKS
+
+_IN_VAIN = 3  # failures at one step, without a new checkpoint between them, are not by chance
+_BEGUN_BY = ".begun_by"
+
+
+class NotRestarted(InputError):
+    """Starting again would be in vain, or is not wanted."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the ranks of a run ended. rank: None if that is not known; nor may the step be."""
+
+    cause: str
+    rank: int | None
+    step: int | None
+
+    def __str__(self) -> str:
+        return self.cause if self.step is None else f"{self.cause}, at step {self.step}"
+
+
+def job_name() -> str:
+    """What this job has in common with its later attempts, and with no other job."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return f"{socket.gethostname()} {os.getpid()}"
+    # Without a rendezvous of its own torchrun calls every job alike.
+    return _agent() if run == "none" else run
+
+
+def _agent() -> str:
+    """The process of torchrun that started this rank, and starts it again."""
+    return f"{socket.gethostname()} {os.getppid()}"
+
+
+def say_begun(run_dir: Path) -> None:
+    """Note in the folder which job of torchrun has begun there."""
+    (run_dir / _BEGUN_BY).write_text(f"{job_name()}\n{_agent()}")
+
+
+def has_begun(run_dir: Path, restart: int) -> bool:
+    """Whether an earlier attempt of this job of torchrun has begun in the folder.
+
+    restart: how often the ranks of this machine were started again; it may be 0 when those of
+    another one failed. A person may give the same name to several jobs.
+    """
+    try:
+        name, agent = (run_dir / _BEGUN_BY).read_text().split("\n")
+    except (FileNotFoundError, ValueError):
+        return False
+    return agent == _agent() or (restart > 0 and name == job_name())
+
+
+def failure_of(run_dir: Path, cause: str = "", rank: int | None = None) -> Failure:
+    """How the ranks ended that last wrote to ``run_dir``.
+
+    cause, rank: if they are known; if not, what a rank has left word of, if any has.
+    """
+    # They write where they are now and then, but each step that is done.
+    steps, failures = _steps_done(run_dir), dict[int, str]()
+    for number, state in _last_words(run_dir):
+        steps += [state["step"]] if state["activity"] != "setup" else []
+        failures |= {number: state["failure"]} if state["failure"] else {}
+    if not cause:
+        rank = min(failures, default=None)
+        cause = "a rank was killed or ended without a word"
+        if rank is not None:
+            cause = f"rank {rank} failed: {failures[rank]}"
+    return Failure(cause, rank, max(steps, default=None))
+
+
+def _last_words(run_dir: Path) -> Iterator[tuple[int, dict]]:
+    for path in (run_dir / RANKS).glob("rank_*.json"):
+        try:
+            yield int(path.stem.removeprefix("rank_")), json.loads(path.read_text())
+        except (OSError, ValueError):  # it was being written
+            continue
+
+
+def _steps_done(run_dir: Path) -> list[int]:
+    """How many steps are in the metrics; empty if none is."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1])
+        return [last["step"] + ("validation_loss" not in last)]
+    except (OSError, ValueError, IndexError):  # none yet, or it was being written
+        return []
+
+
+def check_again(run_dir: Path, failure: Failure) -> None:
+    """Raise NotRestarted if the ranks need not start again after a ``failure`` of this job."""
+    if not run_dir.is_dir():
+        raise NotRestarted(f"{run_dir} is gone: not started again", 1)
+    own = _incidents_of_job(run_dir)
+    if own and own[-1]["kind"] == "signal":
+        raise NotRestarted(f"{own[-1]['text']}: not started again", EXIT_CONTINUE)
+    last = own[1 - _IN_VAIN :]
+    same = (failure.step, _name(newest_checkpoint(run_dir)))
+    if [(one["step"], one["checkpoint"]) for one in last] == [same] * (_IN_VAIN - 1):
+        raise NotRestarted(
+            f"{failure}: {_IN_VAIN} failures there without a new checkpoint, so starting again "
+            "would be in vain",
+            1,
+        )
+
+
+def _incidents_of_job(run_dir: Path) -> list[dict]:
+    return [one for one in incidents(run_dir) if one.get("job") == job_name()]
+
+
+def say_restart(run_dir: Path, failure: Failure, most: int) -> None:
+    """Record that all ranks start again, and print it in one line. most: restarts of this job."""
+    checkpoint = _name(newest_checkpoint(run_dir))
+    number = 1 + len(_incidents_of_job(run_dir))
+    text = f"restart {number} of {most}, from {checkpoint or 'the beginning'}: {failure}"
+    print(text, flush=True)
+    record(
+        run_dir,
+        "restart",
+        text,
+        failure.step,
+        rank=failure.rank,
+        cause=failure.cause,
+        checkpoint=checkpoint,
+        job=job_name(),
+    )
+
+
+def _name(checkpoint: Path | None) -> str | None:
+    return checkpoint.name if checkpoint else None

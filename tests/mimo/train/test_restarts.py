@@ -1,0 +1,242 @@
+"""Ranks that fail and are started again: by the launcher, or by torchrun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.start import Start
+from mimo.errors import EXIT_CONTINUE, InputError
+from mimo.launch.processes import RanksFailed
+from mimo.launch.ranks import RENDEZVOUS, run_on_cpu
+from mimo.train import main as job
+from mimo.train.incidents import INCIDENTS, incidents
+from mimo.train.restarts import Failure, NotRestarted, check_again, say_restart
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.disturbed import disturbing, when_at
+from tests.mimo.runs import ADAM, LAYOUT, metrics, run
+from tests.mimo.train.test_phased_runs import FIRST, SECOND
+from tests.mimo.train.test_phased_runs import SETTINGS as PHASED
+from tests.mimo.train.test_phased_runs import write_recipe as write_phases
+from tests.ranks import MarkedJob
+
+HERE = "tests.mimo.train.test_restarts"
+SETTINGS = [*LAYOUT, *ADAM, "train.global_batch_size=4", "train.steps=5", "train.save_every=2"]
+SAME = ("step", "loss", "grad_norm", "tokens", "epochs")
+
+
+@pytest.fixture
+def recipe(run_ranks: RunRanks, tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def same_metrics(recipe: Path, run: str, other: str) -> bool:
+    got, expected = metrics(recipe, run), metrics(recipe, other)
+    return [{key: line[key] for key in SAME} for line in got] == [
+        {key: line[key] for key in SAME} for line in expected
+    ]
+
+
+# ----------------------------------------------------------------- what runs inside ranks
+
+
+def fail_always(step: int, attempt: int, run_dir: Path, start: Start) -> None:
+    if os.environ["RANK"] == "1":
+        when_at(step, "update", lambda: 1 / 0)
+
+
+def fail_in_second_phase(_: None, attempt: int, run_dir: Path, start: Start) -> None:
+    """Before its first checkpoint, and after one."""
+    if run_dir.name == SECOND and os.environ["RANK"] == "1" and attempt <= 2:
+        when_at(0 if attempt == 1 else 1, "norm and loss", lambda: os.kill(os.getpid(), 9))
+
+
+def train_under_torchrun(port: int, restart: int, arguments: list[str], death: str) -> int:
+    """The command line as a worker of torchrun's agent, which started the workers so often again.
+
+    death: how rank 1 ends in step 3; nothing is asked of the others.
+    """
+    from mimo.cli import app
+
+    del os.environ[RENDEZVOUS]
+    os.environ |= {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "a run",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+    }
+    strikes = {
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "asked": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    }
+    if os.environ["RANK"] == "1" and death:
+        when_at(3, "update", strikes[death])
+    printed = Path(arguments[0]).parent / f"printed_{restart}_{os.environ['RANK']}"
+    with printed.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        return app(["train", *arguments], standalone_mode=False) or 0
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """That of the agent, which outlives the ranks of an attempt and keeps what they wrote."""
+    return TCPStore("localhost", 0, None, True, wait_for_workers=False)
+
+
+# -------------------------------------------------------------------------------- tests
+
+
+def test_failures_at_one_step_without_a_new_checkpoint_end_the_run_early_with_the_reason(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train = disturbing(monkeypatch, f"{HERE}:fail_always", 3)
+    expected = (
+        r"rank 1 failed: ZeroDivisionError: division by zero, at step 3: 3 failures there without "
+        r"a new checkpoint, so starting again would be in vain"
+    )
+    with pytest.raises(NotRestarted, match=expected) as caught:
+        train(recipe, SETTINGS, max_restarts=9)
+    assert caught.value.exit_code == 1
+    found = incidents(recipe.parent / "runs" / "tiny")
+    assert [(one["kind"], one["step"], one["rank"], one["checkpoint"]) for one in found] == [
+        ("restart", 3, 1, "step_2")
+    ] * 2
+    said = "restart 2 of 9, from step_2: rank 1 failed: ZeroDivisionError: division by zero"
+    assert f"\n{said}, at step 3\n" in capfd.readouterr().out
+
+
+def test_failures_of_other_jobs_or_with_a_checkpoint_between_them_are_no_reason_to_end(
+    tmp_path: Path,
+) -> None:
+    failure = Failure("rank 1 failed", 1, 3)
+    for _ in range(2):
+        say_restart(tmp_path, failure, 9)
+    with pytest.raises(NotRestarted):
+        check_again(tmp_path, failure)
+    check_again(tmp_path, Failure("rank 1 failed", 1, 4))
+    file = tmp_path / INCIDENTS
+    file.write_text(file.read_text().replace(socket.gethostname(), "elsewhere"))
+    check_again(tmp_path, failure)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(NotRestarted, match="is gone"):
+        check_again(tmp_path, failure)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_back_to_an_earlier_checkpoint_restarts_from_there(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: RunRanks
+) -> None:
+    run(run_ranks, recipe, *SETTINGS, "train.keep_checkpoints=9")
+    run_dir = recipe.parent / "runs" / "tiny"
+    train = disturbing(monkeypatch, f"{HERE}:fail_always", 3)
+    first = run_dir / "checkpoints" / "step_2"
+    with pytest.raises(NotRestarted):
+        train(recipe, SETTINGS, resume_from=first, max_restarts=9)
+    assert {one["checkpoint"] for one in incidents(run_dir)} == {"step_2"}
+
+
+@pytest.mark.slow
+def test_a_job_with_phases_restarts_in_the_phase_that_failed(
+    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_phases(tmp_path)
+    assert job.main(path, [*PHASED, "name=whole"]) == 0
+    train = disturbing(monkeypatch, f"{HERE}:fail_in_second_phase", None)
+    assert train(path, PHASED, max_restarts=2) == 0
+    runs = tmp_path / "runs"
+    assert [one["checkpoint"] for one in incidents(runs / "tiny" / SECOND)] == [None, "step_1"]
+    assert not incidents(runs / "tiny" / FIRST)
+    for phase in (FIRST, SECOND):
+        assert same_metrics(path, f"tiny/{phase}", f"whole/{phase}")
+
+
+def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say_so_once(
+    run_ranks: RunRanks, recipe: Path, store: TCPStore
+) -> None:
+    run(run_ranks, recipe, *SETTINGS, "name=whole")
+    shutil.copytree(recipe.parent / "runs" / "whole", recipe.parent / "runs" / "tiny")
+    arguments, port = [str(recipe), *SETTINGS], store.port
+    # Another run has that name: the first start moves it aside, the second one does not.
+    with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL"):
+        run_on_cpu(train_under_torchrun, (port, 0, arguments, "killed"), 3, 60)
+    assert run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60) == [0] * 3
+    assert same_metrics(recipe, "tiny", "whole")
+    runs = recipe.parent / "runs"
+    assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == [
+        *("tiny", "tiny.1", "whole")
+    ]
+    (restart,) = incidents(runs / "tiny")
+    assert (restart["kind"], restart["step"], restart["checkpoint"]) == ("restart", 3, "step_2")
+    printed = [(recipe.parent / f"printed_1_{rank}").read_text() for rank in range(3)]
+    assert printed[0].startswith("restart 1 of 3, from step_2: ")
+    assert "restart 1 of" not in "".join(printed[1:])
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_go_on_with_a_run_that_was_asked_to_end(
+    run_ranks: RunRanks, recipe: Path, store: TCPStore
+) -> None:
+    arguments, port = [str(recipe), *SETTINGS, "train.steps=9"], store.port
+    codes = run_on_cpu(train_under_torchrun, (port, 0, arguments, "asked"), 3, 60)
+    assert codes == [EXIT_CONTINUE] * 3
+    codes = run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60)
+    assert codes == [EXIT_CONTINUE] * 3
+    said = (recipe.parent / "printed_1_0").read_text()
+    assert "ended by SIGTERM, with a checkpoint after 5 steps: not started again\n" in said
+    assert find_checkpoint(recipe.parent / "runs" / "tiny").name == "step_5"
+
+
+def test_ranks_of_torchrun_or_srun_refuse_to_restart_each_other(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="give it to torchrun"):
+        job.main(recipe, SETTINGS, max_restarts=1)
+
+
+@pytest.mark.slow
+def test_the_agent_of_torchrun_restarts_a_run_exactly_and_leaves_no_process(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    """With torchrun itself; the rank that fails does so in a module that the job imports."""
+    run(run_ranks, recipe, *SETTINGS, "name=whole")
+    script = recipe.parent / "worker.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from tests.mimo.disturbed import when_at\n"
+        "from mimo.cli import app\n"
+        "if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':\n"
+        "    when_at(3, 'update', lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "app(['train', *sys.argv[1:]])\n"
+    )
+    marked = MarkedJob()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "3", "--max-restarts", "2", str(script), str(recipe)),
+            *SETTINGS,
+        ],
+        env={**marked.environment, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not marked.leftovers()
+    assert same_metrics(recipe, "tiny", "whole")
+    (restart,) = incidents(recipe.parent / "runs" / "tiny")
+    assert (restart["step"], restart["checkpoint"]) == (3, "step_2")
