@@ -210,6 +210,10 @@ class Train(Section):
     """Steps between two checkpoints; null saves only the last."""
     keep_checkpoints: bounds.Checkpoints = 2
     """Checkpoints that are kept; older ones are removed."""
+    keep_every: bounds.Steps | None = None
+    """Keep besides every checkpoint of a step that this divides; null for no more."""
+    async_save: bool = False
+    """Copy the state to the host's memory and write it while training goes on."""
     run_dir: bounds.PathText = "runs"
     """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None

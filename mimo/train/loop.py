@@ -6,8 +6,8 @@ from collections.abc import Collection, Generator
 from pathlib import Path
 
 from data.packing import Used
-from mimo.checkpoint.contents import save_checkpoint
 from mimo.checkpoint.folder import Progress
+from mimo.checkpoint.saving import Saver
 from mimo.hf.initial import InitialWeights
 from mimo.layout.groups import Topology
 from mimo.model.build import build_model
@@ -41,6 +41,7 @@ class Trainer:
         self.processors = item_processors(recipe)
         self.model = build_model(recipe, topology, self.chat.vocab_size, initial, provided)
         self.progress = Progress(step=0, samples=0)
+        self.saver = Saver(self.model.modules, run_dir / "checkpoints", recipe)
 
     def train(
         self,
@@ -75,13 +76,17 @@ class Trainer:
                 metrics = {"step": step, **step_metrics(result, layout, progress.skipped_samples)}
                 if self.topology.reports:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
+                saves = done == train.steps or (train.save_every and done % train.save_every == 0)
+                if saves:
+                    observer.at(step, "checkpoint")
+                    metrics["save_seconds"] = self.saver.begin(self.progress)
                 yield metrics
                 if validation and train.validate_every and done % train.validate_every == 0:
                     observer.at(step, "validation")
                     yield {"step": done, "validation_loss": self.validate(validation, decoding)}
-                if done == train.steps or (train.save_every and done % train.save_every == 0):
-                    observer.at(step, "checkpoint")
-                    self.save()
+                if saves:  # only now, so that no line of a step before a checkpoint is missing
+                    self.saver.publish()
+            self.saver.wait()
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> float:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
@@ -101,14 +106,8 @@ class Trainer:
         return total / max(tokens, 1.0)
 
     def save(self) -> Path:
-        """Write a checkpoint; every rank calls it."""
-        return save_checkpoint(
-            self.model.modules,
-            self.progress,
-            self.run_dir / "checkpoints",
-            self.recipe,
-            self.recipe.train.keep_checkpoints,
-        )
+        """Write a checkpoint that is there on return; every rank calls it."""
+        return self.saver.save(self.progress)
 
     def _batches(
         self,

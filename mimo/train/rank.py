@@ -125,7 +125,7 @@ def _train(
     progress = begin(trainer.model.modules, start)
     dataset, trainer.progress, said = continue_order(dataset, progress)
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
-    with changed_shards_named(), ExitStack() as stack:
+    with changed_shards_named(), trainer.saver, ExitStack() as stack:
         writer = bad_samples = None
         if topology.reports:
             train = recipe.train
