@@ -29,7 +29,11 @@ from tests.mimo.runs import ADAM, metrics
 STEPS = 12
 KILLS = 2  # of each run
 KINDS = (
-    ["encoders.vision.placement=colocated", "data.tokens_per_microbatch=128"],
+    [
+        "encoders.vision.placement=colocated",
+        "data.tokens_per_microbatch=128",
+        "train.async_save=true",
+    ],
     ["train.micro_batch_size=2"],  # a rank for the tower, and one for the language model
 )
 SAME = ("step", "loss", "grad_norm", "tokens", "skipped_samples", "epochs")
