@@ -184,7 +184,7 @@ class Saver:
         save.given_up.set()
         save.may_publish.set()
         assert save.thread is not None
-        save.thread.join()
+        save.thread.join(self._patience_seconds)
         own = "" if isinstance(save.failure, _OthersFailed | None) else _told(save.failure)
         reasons: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, own)

@@ -99,7 +99,8 @@ def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
             module.__init__(rank, first_rows=100)
         module.set(10.0 * step)
         assert saver.begin(Progress(step, step)) > 0
-        assert not (folder / f"step_{step}").exists(), "it waits to be published"
+        if rank == 0:
+            assert not (folder / f"step_{step}").exists(), "it waits to be published"
         if recipe.train.async_save:
             module.set(-1)  # trained on
         saver.publish()
@@ -288,7 +289,7 @@ def save_and_die(rank: int, folder: Path, recipe: Recipe, killed: int, number: i
 
 
 # A rank, and before which of its steps in the checkpoints' folder it is killed.
-KILLED = [(0, number) for number in range(0, 30, 4)] + [(1, number) for number in range(3)]
+KILLED = [(0, number) for number in range(0, 24, 4)] + [(1, number) for number in range(3)]
 KILLS = {f"rank {rank}, {number}": (rank, number) for rank, number in KILLED}
 
 

@@ -73,7 +73,7 @@ def test_a_run_that_cannot_save_ends_with_file_reason_and_the_last_good_checkpoi
     checkpoints = run_dir / "checkpoints"
     checkpoints.mkdir()
     # There is room for one checkpoint and a half.
-    is_mounted = fault != "limit" and mount(checkpoints, "-o", "size=420k")
+    is_mounted = fault != "limit" and mount(checkpoints, "-o", "size=250k")
     if fault != "limit" and not is_mounted:
         pytest.skip("mounting a folder is for the superuser")
     try:
