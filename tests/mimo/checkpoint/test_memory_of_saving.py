@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
 
+from mimo.bench.checkpoint import peak_growth
 from mimo.hf.recipes import load_recipe
 from mimo.recipe.schema import Recipe
 from tests import language_steps
@@ -36,19 +35,6 @@ JOBS = {
         dtype=torch.bfloat16,
     ),
 }
-
-
-def peak_growth(action: Callable[[], Any]) -> int:
-    """Bytes by which the process grows beyond what it has before, at most, during ``action``."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
-    before = _status("VmRSS")
-    action()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:

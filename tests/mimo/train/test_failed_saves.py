@@ -21,6 +21,7 @@ from mimo.train.run_folder import make_run_dir
 from tests.cases import quick_values
 from tests.mimo import tiny
 from tests.mimo.checkpoint.test_saving import assert_intact
+from tests.mimo.runs import metrics
 
 HERE = "tests.mimo.train.test_failed_saves"
 
@@ -84,6 +85,8 @@ def test_a_run_that_cannot_save_ends_with_file_reason_and_the_last_good_checkpoi
         end = f"the last good checkpoint is {checkpoints / 'step_2'}"
         last = capfd.readouterr().err.splitlines()[-1]
         assert re.fullmatch(rf"rank \d failed: \S+CheckpointFailed: {start}{end}", last), last
+        saved = [line["step"] for line in metrics(tmp_path / "tiny.yaml") if "save_seconds" in line]
+        assert saved == ([1, 3] if overlap and fault != "read-only" else [1])
         assert latest_checkpoint(run_dir) == checkpoints / "step_2"
         assert_intact(checkpoints / "step_2")
         assert {path.name for path in checkpoints.iterdir()} <= {"step_2", "latest"}
