@@ -203,7 +203,8 @@ def host_memory(num_bytes: int) -> Tensor:
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if has_gpu() and num_bytes:
-        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        address = memory.data_ptr()
         torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return memory

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from data.digits.text import write_tokenizer
 from mimo.bench.contest import Apart, Contest, Run, take_turns
