@@ -6,7 +6,13 @@ Exit code 2 and a message for bad input, before any process group exists; 1 for 
 import typer
 
 from mimo.commands._shared import readable_errors
-from mimo.commands.bench import bench_bridge, bench_data, bench_engines, bench_train
+from mimo.commands.bench import (
+    bench_bridge,
+    bench_checkpoint,
+    bench_data,
+    bench_engines,
+    bench_train,
+)
 from mimo.commands.check import check
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
@@ -34,7 +40,7 @@ for group, purpose, commands in (
     (
         "bench",
         "Measure what the parts promise.",
-        (bench_bridge, bench_train, bench_data, bench_engines),
+        (bench_bridge, bench_train, bench_data, bench_engines, bench_checkpoint),
     ),
     ("convert", "Checkpoints in Hugging Face format.", (convert_from_hf, convert_to_hf)),
 ):

@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -206,6 +207,21 @@ def send_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor]) -
         sent[start : start + len(part)].view(t.dtype).view(t.shape)
         for start, part, t in zip(starts, parts, tensors, strict=False)
     ]
+
+
+def host_memory(num_bytes: int) -> Tensor:
+    """Memory (num_bytes,) uint8 of the host, to which a device copies beside the host's work.
+
+    PyTorch's own page-locked memory takes up to twice the bytes, the next power of two, so this
+    is locked where it is.
+    """
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if has_gpu() and num_bytes:
+        runtime: Any = torch.cuda.cudart()
+        address = memory.data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory
 
 
 def release_memory() -> None:

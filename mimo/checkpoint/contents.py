@@ -1,23 +1,17 @@
-"""Checkpoints of a run: complete or absent, and independent of the layout that wrote them."""
+"""What a run begins with: a checkpoint of whatever layout, or weights alone, or nothing."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
-
-from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
-from mimo.checkpoint.folder import Progress, latest_checkpoint, publish, read_progress
+from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.checkpoint.tensors import averages, read_index, read_pieces, write_index, write_pieces
-from mimo.device import barrier
+from mimo.checkpoint.tensors import averages, read_index, read_pieces
 from mimo.engines.contract import Module, Purpose
 from mimo.engines.piece import EMA, MASTER, Piece, key_of
 from mimo.families.lora import is_adapter
-from mimo.recipe.schema import Recipe
 from mimo.recipe.schema import key_of as recipe_key_of
 from mimo.recipe.source import dotted
 
@@ -49,36 +43,6 @@ def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece
             key = key.removeprefix(master)
         found.append(replace(piece, key=key))
     return found
-
-
-def save_checkpoint(
-    modules: Modules, progress: Progress, checkpoints: Path, recipe: Recipe, keep: int
-) -> Path:
-    """Write ``checkpoints/step_<n>`` and point ``latest`` at it; every rank of the world calls it.
-
-    Every rank writes the stretches that it owns, from where they are; nothing is gathered. The
-    folder has another name and is renamed once all ranks are done, so a run that ends meanwhile
-    leaves the previous checkpoint as the latest. Older ones beyond ``keep`` are removed.
-    """
-    rank = dist.get_rank()
-    final = checkpoints / f"step_{progress.step}"
-    partial = checkpoints / f".step_{progress.step}.partial"
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    barrier()
-    write_pieces(partial, rank, _pieces(modules, "save"))
-    barrier()
-    if rank == 0:
-        write_index(partial, dist.get_world_size())
-        # First those of the last checkpoint, in case their folder has since been moved away.
-        before = latest_checkpoint(checkpoints)
-        if before is not None:
-            copy_assets(before / ASSETS, partial / ASSETS)
-        collect_assets(recipe, partial / ASSETS)
-        publish(partial, progress, recipe.to_yaml(), keep)
-    barrier()
-    return final
 
 
 def begin(modules: Modules, start: Start) -> Progress:

@@ -1,5 +1,9 @@
 """The folder of a run's checkpoints: which exist, which is the latest, which may be deleted.
 
+A checkpoint is `step_<n>`. What is being written or removed has a hidden name, `.step_<n>.*`: so
+a run that is killed at any moment leaves complete checkpoints; the next save removes the rest.
+`manifest.json` has the size and the CRC-32 of every other file.
+
 Needs no engine, so the launcher can use it.
 """
 
@@ -10,16 +14,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 from data.order import Mixture, Stream
 from data.packing import Used
 from mimo.errors import InputError
 from mimo.recipe.phases import PHASE_FOLDER
 
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = "mimo checkpoint 1"
 _LATEST = "latest"
 _PROGRESS = "progress.json"
 _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
@@ -77,12 +86,48 @@ class Progress:
         )
 
 
+@dataclass(frozen=True)
+class Sum:
+    """Size and CRC-32 of a file, as in the manifest: 8 hexadecimal digits."""
+
+    bytes: int
+    crc32: str
+
+    @classmethod
+    def of(cls, num_bytes: int, crc: int) -> Sum:
+        """From `zlib.crc32` over all bytes."""
+        return cls(num_bytes, f"{crc:08x}")
+
+
+_NO_SUMS: Mapping[str, Sum] = MappingProxyType({})
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError that does not: those of writing and syncing do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_synced(path: Path, text: str) -> None:
     """Write a file that is on disk on return, so that older checkpoints may be deleted."""
-    with path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync_names(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with naming(folder):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
@@ -91,36 +136,108 @@ def write_progress(folder: Path, progress: Progress) -> None:
     write_synced(folder / _PROGRESS, json.dumps(document))
 
 
-def publish(partial: Path, progress: Progress, recipe_yaml: str, keep: int) -> Path:
-    """Turn a folder with all tensors in it into ``step_<n>``, the latest; one rank calls it."""
+def complete(
+    folder: Path, progress: Progress, recipe_yaml: str, sums: Mapping[str, Sum] = _NO_SUMS
+) -> None:
+    """Add to a folder of tensors what makes it a checkpoint, the manifest last; all is on disk.
+
+    sums: of files that are on disk already, by name; others are read and synced.
+    """
+    write_progress(folder, progress)
+    write_synced(folder / "recipe.yaml", recipe_yaml)
+    # A listing of a shared file system may lack files that other machines have written.
+    files = dict(sums)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name not in files and name != MANIFEST:
+            files[name] = _synced_sum(path)
+    document = {"format": MANIFEST_FORMAT, "files": {name: vars(s) for name, s in files.items()}}
+    write_synced(folder / MANIFEST, json.dumps(document, indent=1))
+    for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        _sync_names(inner)
+
+
+def _synced_sum(path: Path) -> Sum:
+    """Of a file that may not be on disk yet, and is on return."""
+    crc = 0
+    with naming(path), path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            crc = crc32(chunk, crc)
+        os.fsync(file.fileno())
+        return Sum.of(file.tell(), crc)
+
+
+def publish(
+    partial: Path,
+    progress: Progress,
+    recipe_yaml: str,
+    keep: int,
+    keep_every: int | None = None,
+    sums: Mapping[str, Sum] = _NO_SUMS,
+    when_complete: Callable[[], None] = lambda: None,
+) -> Path:
+    """Turn a folder with all tensors in it into ``step_<n>``, the latest; one rank calls it.
+
+    sums: as of `complete`. when_complete: called when only the right name is missing.
+    """
     checkpoints = partial.parent
     final = checkpoints / f"step_{progress.step}"
-    write_progress(partial, progress)
-    write_synced(partial / "recipe.yaml", recipe_yaml)
-    replaced = checkpoints / f".step_{progress.step}.replaced"
-    if final.exists():
-        final.rename(replaced)
+    complete(partial, progress, recipe_yaml, sums)
+    when_complete()
+    if final.exists():  # of a run that went on from an earlier step; `latest` may name it
+        if others := [path for path in _by_age(checkpoints) if path != final]:
+            _point_latest_to(others[-1])
+        _hide(final)
     partial.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
-    pointer = checkpoints / f".{_LATEST}"
-    write_synced(pointer, final.name)
-    os.replace(pointer, checkpoints / _LATEST)
-    for folder in (final, checkpoints):
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)  # the names in it
-        os.close(descriptor)
-    drop_old(checkpoints, keep, newest=final)
+    _sync_names(checkpoints)
+    _point_latest_to(final)
+    drop_old(checkpoints, keep, final, keep_every)
     return final
 
 
-def drop_old(checkpoints: Path, keep: int, newest: Path) -> None:
-    """Keep ``newest`` and the ``keep`` - 1 written last before it, whatever their steps are.
+def _point_latest_to(checkpoint: Path) -> None:
+    checkpoints = checkpoint.parent
+    pointer = checkpoints / f".{_LATEST}"
+    write_synced(pointer, checkpoint.name)
+    os.replace(pointer, checkpoints / _LATEST)
+    _sync_names(checkpoints)
 
-    After resuming from an earlier step, later steps of the abandoned run may still be there.
+
+def _hide(checkpoint: Path) -> None:
+    """Make it no checkpoint any more, at once; `drop_old` removes it."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)  # half removed by a run that was killed
+    checkpoint.rename(hidden)
+
+
+def _by_age(checkpoints: Path) -> list[Path]:
+    """All checkpoints of a folder in the order in which they were written."""
+    found = [p for p in checkpoints.glob("step_*") if _STEP_FOLDER.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+def to_remove(
+    checkpoints: Path, keep: int, keep_every: int | None, newest: Path | None = None
+) -> list[Path]:
+    """The checkpoints that are too many, oldest first.
+
+    There stay ``newest``, the ``keep`` - 1 written last before it, whatever their steps are, and
+    those whose step ``keep_every`` divides. After resuming from an earlier step, later steps of
+    the abandoned run may still be there. newest: None for the one that `latest` names.
     """
-    others = [p for p in checkpoints.glob("step_*") if p.is_dir() and p != newest]
-    others.sort(key=lambda path: path.stat().st_mtime)
-    for path in others[: max(0, len(others) - (keep - 1))]:
+    newest = newest or latest_checkpoint(checkpoints)
+    others = [path for path in _by_age(checkpoints) if path != newest]
+    others = others[: max(0, len(others) - keep + (newest is not None))]
+    steps = {path: int(path.name.removeprefix("step_")) for path in others}
+    return [path for path in others if keep_every is None or steps[path] % keep_every]
+
+
+def drop_old(checkpoints: Path, keep: int, newest: Path, keep_every: int | None = None) -> None:
+    """Remove the checkpoints of `to_remove`, and what runs that were killed have left."""
+    for path in to_remove(checkpoints, keep, keep_every, newest):
+        with suppress(OSError):  # it stays, and is tried again
+            _hide(path)
+    for path in checkpoints.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -12,6 +12,7 @@ Letters: R rows, C columns of a whole tensor as a matrix.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -21,11 +22,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.folder import write_synced
+from mimo.checkpoint.folder import Sum, naming, write_synced
 from mimo.engines.piece import EMA, Piece, key_of
 from mimo.errors import InputError
 
@@ -71,8 +73,17 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 # ------------------------------------------------------------------------------- writing
 
 
-def _file_of(rank: int) -> str:
+def file_of(rank: int) -> str:
+    """The name of the file that a rank writes."""
     return f"tensors_{rank}.safetensors"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A rank's file that is on disk. header: a digest of what it says of the pieces in it."""
+
+    sum: Sum
+    header: str
 
 
 def write_pieces(
@@ -80,11 +91,12 @@ def write_pieces(
     rank: int,
     pieces: Sequence[Piece],
     values_of: Callable[[Piece], Tensor] = lambda piece: piece.values,
-) -> None:
-    """Write this rank's pieces into its file; without any, an empty one.
+) -> Written:
+    """Write this rank's pieces into its file; without any, an empty one. It is on disk on return.
 
     values_of: asked for a piece's values when its turn comes; of ``piece.values`` only shape and
     dtype are needed before. Beside the tensors, `_CHUNK_BYTES` of memory are used.
+    Raises OSError, which names the file.
     """
     entries: dict[str, Any] = {}
     position = 0
@@ -101,13 +113,15 @@ def write_pieces(
     shapes = {piece.key: json.dumps(piece.shape) for piece in pieces}
     header = json.dumps({"__metadata__": shapes, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    with (folder / _file_of(rank)).open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for piece in pieces:
-            for chunk in _chunks(values_of(piece)):
-                file.write(chunk)
+    path, size, crc = folder / file_of(rank), 0, 0
+    with naming(path), path.open("wb") as file:
+        bodies = (chunk for piece in pieces for chunk in _chunks(values_of(piece)))
+        for chunk in itertools.chain([len(header).to_bytes(8, "little") + header], bodies):
+            file.write(chunk)
+            size, crc = size + len(chunk), crc32(chunk, crc)
         file.flush()
         os.fsync(file.fileno())
+    return Written(Sum.of(size, crc), hashlib.sha256(header).hexdigest())
 
 
 def _chunks(values: Tensor) -> Iterator[memoryview]:
@@ -117,15 +131,25 @@ def _chunks(values: Tensor) -> Iterator[memoryview]:
         yield memoryview(part.cpu().view(torch.uint8).numpy())
 
 
-def write_index(folder: Path, num_ranks: int) -> None:
+def write_index(folder: Path, num_ranks: int, text: str | None = None) -> str:
     """Write the index of the ranks' files, once they are complete; one rank calls it.
+
+    text: what this returned for files with the same headers, which are not looked at again.
+    """
+    text = text or _index_of(folder, num_ranks)
+    write_synced(folder / _INDEX, text)
+    return text
+
+
+def _index_of(folder: Path, num_ranks: int) -> str:
+    """The index of the ranks' files, which is a function of their headers alone.
 
     It asserts that the pieces cover every tensor, each element once. Files are opened by name, as
     a listing of a folder on a shared file system may lack those of other machines.
     Raises FileNotFoundError if the file of a rank is missing.
     """
     tensors: dict[str, StoredTensor] = {}
-    for name_of_file in map(_file_of, range(num_ranks)):
+    for name_of_file in map(file_of, range(num_ranks)):
         with (folder / name_of_file).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
@@ -152,7 +176,7 @@ def write_index(folder: Path, num_ranks: int) -> None:
             for key, tensor in sorted(tensors.items())
         },
     }
-    write_synced(folder / _INDEX, json.dumps(document))
+    return json.dumps(document)
 
 
 def _gap(tensor: StoredTensor) -> str | None:
@@ -364,12 +388,16 @@ def write(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     tensor_of: Callable[[str], Tensor],
-) -> None:
-    """Write a checkpoint's tensors; each is asked for when its turn comes, in order."""
+) -> dict[str, Sum]:
+    """Write a checkpoint's tensors; each is asked for when its turn comes, in order.
+
+    Returns the sums of the files with tensors, by name.
+    """
     described = {k: torch.empty(shape, dtype=dtype, device="meta") for k, shape in shapes.items()}
     pieces = [_whole(*one) for one in described.items()]
-    write_pieces(folder, 0, pieces, lambda piece: tensor_of(piece.key))
+    written = write_pieces(folder, 0, pieces, lambda piece: tensor_of(piece.key))
     write_index(folder, 1)
+    return {file_of(0): written.sum}
 
 
 def _whole(key: str, tensor: Tensor) -> Piece:

@@ -80,3 +80,22 @@ def bench_engines(
     from mimo.bench.engines import main as run
 
     return run(samples, rounds, quick, json, picture)
+
+
+def bench_checkpoint(
+    millions: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Parameters of the model, in millions.")
+    ] = 100,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Timed saves of each contestant.")
+    ] = 3,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One round of a tiny model, whose speed says nothing.")
+    ] = False,
+    json: JsonOption = None,
+    picture: _PictureOption = Path("runs/bench_checkpoint.png"),
+) -> int | None:
+    """Compare saving with torch.save and PyTorch's distributed checkpoints: waits and memory."""
+    from mimo.bench.checkpoint import main as run
+
+    return run(millions, rounds, quick, json, picture)

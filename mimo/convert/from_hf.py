@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.assets import ASSETS, collect_assets
-from mimo.checkpoint.folder import Progress, write_progress
+from mimo.checkpoint.folder import Progress, complete
 from mimo.errors import InputError
 from mimo.families.dtypes import DTYPES, precision_of
 from mimo.families.keymap import Weight
@@ -55,10 +55,9 @@ def convert(source: Path, target: Path) -> None:
         return whole_tensor(*tensors[key], checkpoint, DTYPES[precision])
 
     with new_folder(target) as folder, counter_of("tensors", len(tensors)) as advance:
-        checkpoint_tensors.write(folder, shapes, DTYPES[precision], tensor_of)
+        sums = checkpoint_tensors.write(folder, shapes, DTYPES[precision], tensor_of)
         collect_assets(recipe, folder / ASSETS)
-        (folder / "recipe.yaml").write_text(recipe.to_yaml())
-        write_progress(folder, Progress(step=0, samples=0))
+        complete(folder, Progress(step=0, samples=0), recipe.to_yaml(), sums)
 
 
 def minimal_recipe(source: Path) -> Recipe:

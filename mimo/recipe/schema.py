@@ -141,6 +141,10 @@ class Train(Section):
     """Steps between two checkpoints; null saves only the last."""
     keep_checkpoints: bounds.Checkpoints = 2
     """Checkpoints that are kept; older ones are removed."""
+    keep_every: bounds.Steps | None = None
+    """Keep besides every checkpoint of a step that this divides; null for no more."""
+    async_save: bool = False
+    """Copy the state to the host's memory and write it while training goes on."""
     step_timeout_seconds: bounds.Seconds | None = None
     """How long a rank may stay in one place (a microbatch, a save, ...) before the run is explained
     as hanging and ends; null: only where it waits for others, shortly before that times out."""

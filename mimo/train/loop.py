@@ -6,8 +6,8 @@ from collections.abc import Collection, Generator
 from pathlib import Path
 
 from data.packing import Used
-from mimo.checkpoint.contents import save_checkpoint
 from mimo.checkpoint.folder import Progress
+from mimo.checkpoint.saving import Saver
 from mimo.device import has_gpu
 from mimo.hf.initial import InitialWeights
 from mimo.layout.groups import Topology
@@ -48,6 +48,7 @@ class Trainer:
         self.processors = item_processors(recipe)
         self.model = build_model(recipe, topology, self.chat.vocab_size, initial, provided)
         self.progress = Progress(step=0, samples=0)
+        self.saver = Saver(self.model.modules, run_dir / "checkpoints", recipe)
         self.ending = Ending()
 
     def train(
@@ -92,18 +93,22 @@ class Trainer:
                 if self.topology.reports:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
                 odd_steps.look_at(step, result)
-                yield metrics
                 soon = bool(self.ending.reasons)
-                if validation and _is_due(train.validate_every, done) and not soon:
-                    observer.at(step, "validation")
-                    yield {"step": done, "validation_loss": self.validate(validation, decoding)}
-                if done == train.steps or _is_due(train.save_every, done) or soon:
+                saves = done == train.steps or _is_due(train.save_every, done) or soon
+                if saves:
                     observer.at(step, "checkpoint")
                     with naming(self.run_dir / "checkpoints"):
                         self.run_dir.stat()  # raises if it is gone; a save would make another
-                        self.save()
+                        metrics["save_seconds"] = self.saver.begin(self.progress)
+                yield metrics
+                if validation and _is_due(train.validate_every, done) and not soon:
+                    observer.at(step, "validation")
+                    yield {"step": done, "validation_loss": self.validate(validation, decoding)}
+                if saves:  # only now, so that no line of a step before a checkpoint is missing
+                    self.saver.publish()
                 if soon:
-                    return
+                    break
+            self.saver.wait()
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> float:
         """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
@@ -123,14 +128,8 @@ class Trainer:
         return total / max(tokens, 1.0)
 
     def save(self) -> Path:
-        """Write a checkpoint; every rank calls it."""
-        return save_checkpoint(
-            self.model.modules,
-            self.progress,
-            self.run_dir / "checkpoints",
-            self.recipe,
-            self.recipe.train.keep_checkpoints,
-        )
+        """Write a checkpoint that is there on return; every rank calls it."""
+        return self.saver.save(self.progress)
 
     def batches(
         self,

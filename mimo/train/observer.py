@@ -17,8 +17,8 @@ ACTIVITIES = (
     "data of a later step",
     "norm and loss",
     "update",
-    "validation",
     "checkpoint",
+    "validation",
 )
 """What a rank does, in this order."""
 

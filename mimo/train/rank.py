@@ -160,7 +160,7 @@ def _train(
     dataset, trainer.progress, said = continue_order(dataset, progress)
     trainer.ending = ending
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
-    with changed_shards_named(), ExitStack() as stack:
+    with changed_shards_named(), trainer.saver, ExitStack() as stack:
         writer = bad_samples = None
         if topology.reports:
             write_environment(run_dir, topology.layout.world_size, trainer.progress.step)

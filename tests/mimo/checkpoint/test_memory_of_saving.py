@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
 
+from mimo.bench.checkpoint import peak_growth
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import Recipe
 from tests import language_steps
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job
+from tests.mimo import tiny
 
 # About 8 M parameters: in fp32 4 bytes of weight and 8 of Adam's moments for each.
 SIZES = {
@@ -33,19 +35,6 @@ JOBS = {
         dtype=torch.bfloat16,
     ),
 }
-
-
-def peak_growth(action: Callable[[], Any]) -> int:
-    """Bytes by which the process grows beyond what it has before, at most, during ``action``."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
-    before = _status("VmRSS")
-    action()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:
@@ -77,6 +66,33 @@ def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:
         "saving": saving,
         "loading": loading,
     }
+
+
+def save_while_training(rank: int, job: Job, directory: Path, recipe: Recipe) -> dict[str, int]:
+    """Bytes of what this rank holds and writes, and the growth in each of two saves."""
+    from mimo.checkpoint.folder import Progress
+    from mimo.checkpoint.saving import Saver
+
+    module = language_steps.Trainer(job).module()
+    held, written = (
+        sum(p.values.numel() * p.values.element_size() for p in module.pieces(purpose, True))
+        for purpose in ("load", "save")
+    )
+    saver = Saver({"language": module}, directory, recipe)
+    first, following = (peak_growth(lambda n=n: saver.save(Progress(n, n))) for n in (1, 2))
+    return {"held": held, "written": written, "first": first, "next": following}
+
+
+@pytest.mark.parametrize("job", quick_values(JOBS, "distributed"))
+def test_saving_beside_training_needs_a_copy_of_what_is_written_and_keeps_it(
+    run_ranks: RunRanks, tmp_path: Path, job: Job
+) -> None:
+    recipe = load_recipe(tiny.write_recipe(tmp_path), ["train.async_save=true"])
+    num_ranks = job.grid["dp"] * job.grid.get("tp", 1)
+    for found in run_ranks(save_while_training, num_ranks, job, tmp_path / "c", recipe):
+        assert 0.95 * found["written"] <= found["first"] <= 1.2 * found["held"]
+        assert found["first"] <= found["written"] + 0.2 * found["held"]
+        assert found["next"] <= 0.2 * found["held"], "the copy's memory is used again"
 
 
 @pytest.mark.parametrize("job", quick_values(JOBS, "plain", "distributed"))

@@ -28,8 +28,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def save_in_layout(rank: int, recipe_path: Path, overrides: list[str]) -> int:
     """Start from the folder in a layout and write a checkpoint; the bytes that this rank read."""
-    from mimo.checkpoint.contents import save_checkpoint
     from mimo.checkpoint.folder import Progress
+    from mimo.checkpoint.saving import Saver
     from mimo.hf.initial import initial_weights
     from mimo.hf.recipes import load_recipe
     from mimo.layout.build import build_layout
@@ -44,7 +44,7 @@ def save_in_layout(rank: int, recipe_path: Path, overrides: list[str]) -> int:
     topology = build_topology(build_layout(recipe))
     size = open_tokenizer(recipe).vocab_size
     model = build_model(recipe, topology, size, initial)
-    save_checkpoint(model.modules, Progress(0, 0), recipe_path.parent / "run", recipe, keep=1)
+    Saver(model.modules, recipe_path.parent / "run", recipe).save(Progress(0, 0))
     return initial.checkpoint.folder.bytes_read
 
 

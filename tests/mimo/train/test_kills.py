@@ -35,7 +35,7 @@ SAVE_EVERY = 2
 CASES = 50
 # A rank for the tower and one for the language model; or both on both ranks, in two stages.
 KINDS = (
-    [],
+    ["train.async_save=true"],
     ["encoders.vision.placement=colocated", "language.grid.pp=2", "encoders.vision.grid.dp=2"],
 )
 SAME = ("step", "loss", "grad_norm", "tokens", "skipped_samples", "epochs")

@@ -1,0 +1,283 @@
+"""Saving: every rank writes what it owns, while the others wait for it or while all train on.
+
+Nothing is gathered. A rank tells the first one how its file ended in a small file beside it; that
+one waits for all of these, adds index and manifest, and gives the folder its name.
+
+A thread writes, not a process. Writing, summing and syncing release Python's lock, so training
+waits for it some microseconds per chunk. A thread needs neither shared memory nor a fork of a
+process that has a device, and it ends with its rank: no run that was killed publishes afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
+from mimo.checkpoint.folder import Progress, Sum, latest_checkpoint, publish, write_synced
+from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
+from mimo.device import from_rank_0, host_memory, local_device, synchronize
+from mimo.engines.contract import Module
+from mimo.engines.piece import Piece
+from mimo.recipe.schema import Recipe
+
+_ALIGNED_BYTES = 64  # where a piece begins in staging memory
+_TURN_SECONDS = 0.5  # between two exchanges of ranks that wait for a save
+_LOOK_SECONDS = 0.05  # between two looks for another rank's file
+_LAST_SECONDS = 10.0  # that a run which ends by an error waits for other ranks' files
+
+
+class CheckpointFailed(Exception):
+    """A checkpoint was not written. Says where, why, and which one is the last good one."""
+
+
+class _OthersFailed(Exception):
+    """This rank gives up because of another, which says why."""
+
+
+@dataclass(eq=False)
+class _Save:
+    """One save on its way. The thread sets all but ``may_publish``.
+
+    complete: all is on disk and only the right name is missing. done: it is over.
+    failure: why it is over, if it failed. given_up: other ranks failed.
+    """
+
+    progress: Progress
+    folder: Path
+    pieces: Sequence[Piece]
+    may_publish: threading.Event = field(default_factory=threading.Event)
+    complete: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    given_up: threading.Event = field(default_factory=threading.Event)
+    failure: BaseException | None = None
+    thread: threading.Thread | None = None
+
+
+class Saver:
+    """The checkpoints of a run, on one rank of it; as a context, it ends with the run.
+
+    Every rank of the world calls the same methods in the same order: `begin` and `publish` for each
+    save, `wait` at the end. At most one save is in flight.
+    """
+
+    def __init__(self, modules: Mapping[str, Module], checkpoints: Path, recipe: Recipe) -> None:
+        self._modules, self._checkpoints, self._recipe = modules, checkpoints, recipe
+        self._patience_seconds = recipe.bridge.timeout_seconds
+        self._save: _Save | None = None
+        self._memory = host_memory(0)
+        self._indexed, self._index = "", ""  # headers of all files, and the index made of them
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an error of this rank, let a save in flight come to its end if others are there."""
+        if self._save is not None and self._save.thread is not None:
+            patience, self._patience_seconds = self._patience_seconds, _LAST_SECONDS
+            self._save.may_publish.set()
+            self._save.thread.join(patience)
+
+    def save(self, progress: Progress) -> Path:
+        """Write ``step_<n>`` and point `latest` at it; it is there on return."""
+        self.begin(progress)
+        self.publish()
+        self.wait()
+        return self._checkpoints / f"step_{progress.step}"
+
+    def begin(self, progress: Progress) -> float:
+        """Save the modules as they are now; returns the seconds that this took.
+
+        With `train.async_save` they may be trained on while a copy of them is written, else all is
+        written on return. Nothing is a checkpoint before `publish`.
+        Raises CheckpointFailed, on all ranks, if this save or the one before fails.
+        """
+        started = time.perf_counter()
+        self.wait()
+        folder = from_rank_0(lambda: self._new_folder(progress))
+        for module in self._modules.values():
+            module.settle()
+        pieces = [p for module in self._modules.values() for p in module.pieces("save", True)]
+        if self._recipe.train.async_save:
+            pieces = self._staged(pieces)
+        synchronize()  # the thread has no part in the device's queue
+        save = self._save = _Save(progress, folder, pieces)
+        save.thread = threading.Thread(target=self._run, args=(save,), name="save", daemon=True)
+        save.thread.start()
+        if not self._recipe.train.async_save:
+            self._all_reach(save, save.complete)
+        return time.perf_counter() - started
+
+    def publish(self) -> None:
+        """Let what was begun become a checkpoint; without `train.async_save`, it is on return."""
+        if self._save is not None:
+            self._save.may_publish.set()
+            if not self._recipe.train.async_save:
+                self.wait()
+
+    def wait(self) -> None:
+        """Return once the save in flight, if any, is over.
+
+        Raises CheckpointFailed, on all ranks, if it failed on any of them.
+        """
+        if self._save is not None:
+            self._all_reach(self._save, self._save.done)
+            self._save = None
+
+    # ------------------------------------------------------------- in the training's thread
+
+    def _new_folder(self, progress: Progress) -> Path:
+        folder = self._checkpoints / f".step_{progress.step}.partial"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise self._failed(progress, str(error)) from error
+        return folder
+
+    def _staged(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Copies of the pieces in memory that is kept from save to save."""
+        sizes = [p.values.numel() * p.values.element_size() for p in pieces]
+        begins, end = list[int](), 0
+        for size in sizes:
+            begins.append(end)
+            end += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        if len(self._memory) < end:
+            self._memory = host_memory(end)
+        staged = []
+        for piece, begin, size in zip(pieces, begins, sizes, strict=True):
+            values = self._memory[begin : begin + size].view(piece.values.dtype)
+            values = values.view(piece.values.shape)
+            values.copy_(piece.values, non_blocking=True)
+            staged.append(replace(piece, values=values))
+        return staged
+
+    def _all_reach(self, save: _Save, event: threading.Event) -> None:
+        """Wait until the save has come so far on every rank; raises CheckpointFailed on all.
+
+        However long it takes, no rank waits for another in a collective call for long.
+        """
+        some_are_behind = True
+        while some_are_behind:
+            event.wait(_TURN_SECONDS)
+            own = [not event.is_set(), save.failure is not None]
+            told = torch.tensor(own, dtype=torch.int32, device=local_device())
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            some_are_behind, some_failed = map(bool, told.tolist())
+            if some_failed:
+                self._fail(save)
+
+    def _fail(self, save: _Save) -> None:
+        """Raise what befell a save, the same on all ranks, once none of them writes any more."""
+        self._save = None
+        save.given_up.set()
+        save.may_publish.set()
+        assert save.thread is not None
+        save.thread.join(self._patience_seconds)
+        own = "" if isinstance(save.failure, _OthersFailed | None) else _told(save.failure)
+        reasons: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, own)
+        if dist.get_rank() == 0:
+            shutil.rmtree(save.folder, ignore_errors=True)  # it may have filled the disk
+        told = "; ".join(f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason)
+        raise self._failed(save.progress, told) from save.failure
+
+    def _failed(self, progress: Progress, reason: str) -> CheckpointFailed:
+        good = None
+        with suppress(OSError, ValueError):
+            good = latest_checkpoint(self._checkpoints)
+        left = f"the last good checkpoint is {good}" if good else "there is no good one before it"
+        return CheckpointFailed(
+            f"the checkpoint of step {progress.step} in {self._checkpoints} was not written: "
+            f"{reason}; {left}"
+        )
+
+    # ------------------------------------------------------------------ in the save's thread
+
+    def _run(self, save: _Save) -> None:
+        rank = dist.get_rank()
+        try:
+            self._tell(save, rank, asdict(write_pieces(save.folder, rank, save.pieces)))
+            if rank == 0:
+                self._finish(save)
+        except BaseException as error:
+            save.failure = error
+            with suppress(OSError):
+                self._tell(save, rank, {"failure": _told(error)})
+        save.pieces = ()
+        save.complete.set()
+        save.done.set()
+
+    def _finish(self, save: _Save) -> None:
+        """On the first rank: make a checkpoint of the files of all."""
+        folder, train = save.folder, self._recipe.train
+        ranks = range(dist.get_world_size())
+        files = [self._file_of(save, rank) for rank in ranks]
+        for rank in ranks:
+            _word_of(folder, rank).unlink()
+        headers = hashlib.sha256("".join(file.header for file in files).encode()).hexdigest()
+        known = self._index if self._indexed == headers else None
+        self._index = write_index(folder, len(files), known)
+        self._indexed = headers
+        # First those of the last checkpoint, in case their folder has since been moved away.
+        before = latest_checkpoint(self._checkpoints)
+        if before is not None:
+            copy_assets(before / ASSETS, folder / ASSETS)
+        collect_assets(self._recipe, folder / ASSETS)
+
+        def when_complete() -> None:
+            save.complete.set()
+            save.may_publish.wait()
+            if save.given_up.is_set():
+                raise _OthersFailed
+
+        sums = {file_of(rank): file.sum for rank, file in enumerate(files)}
+        given = (train.keep_checkpoints, train.keep_every, sums, when_complete)
+        publish(folder, save.progress, self._recipe.to_yaml(), *given)
+
+    def _tell(self, save: _Save, rank: int, word: Mapping[str, Any]) -> None:
+        """Say how this rank's file ended, at once or not at all."""
+        path = _word_of(save.folder, rank)
+        write_synced(path.with_suffix(".partial"), json.dumps(word))
+        path.with_suffix(".partial").replace(path)
+
+    def _file_of(self, save: _Save, rank: int) -> Written:
+        """Wait for the file of a rank as long as it grows. Raises if that rank fails or is gone."""
+        path, seen, since = save.folder / file_of(rank), -1, time.monotonic()
+        while True:
+            with suppress(FileNotFoundError):
+                word = json.loads(_word_of(save.folder, rank).read_text())
+                if "failure" in word:
+                    raise _OthersFailed
+                written = Written(Sum(**word["sum"]), word["header"])
+                if path.stat().st_size == written.sum.bytes:  # as this machine sees it
+                    return written
+            size = path.stat().st_size if path.exists() else 0
+            if size != seen:
+                seen, since = size, time.monotonic()
+            if time.monotonic() - since > self._patience_seconds:
+                raise TimeoutError(
+                    f"{path}: rank {rank} has not added to it for {self._patience_seconds:g} "
+                    f"seconds (bridge.timeout_seconds)"
+                )
+            if save.given_up.wait(_LOOK_SECONDS):
+                raise _OthersFailed
+
+
+def _word_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.json"
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

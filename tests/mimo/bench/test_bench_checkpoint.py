@@ -1,0 +1,53 @@
+"""`mimo bench checkpoint`: every way writes the same state, and what is judged. No timings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mimo.bench import checkpoint as bench
+from mimo.bench.contest import Run
+
+# Forks of a process with threads: what runs there does without them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
+
+@pytest.mark.slow
+def test_a_quick_run_saves_the_state_in_every_way_and_writes_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, figures = tmp_path / "bench.png", tmp_path / "bench.json"
+    assert bench.main(100, 3, True, figures, picture) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "bounds_kept=2 bounds_missed=0"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(figures.read_text())["runs"]
+    assert (*found,) == bench.OPTIMIZERS
+    for runs in found.values():
+        assert (*runs,) == bench.CONTESTANTS
+        for own in runs.values():
+            assert 0 < own[0]["seconds"] <= own[0]["found"]["total"]
+
+
+def test_what_is_promised_is_judged_against_torch_save() -> None:
+    def run(stands: float, total: float, files: int = 100, share: float = 1.0) -> list[Run]:
+        found = {"total": total, "files": files, "state": 100, "share": share}
+        return 2 * [Run(stands, found=found)]
+
+    runs = {"async": run(0.2, 1.5), "sync": run(1.4, 1.5), bench.SAVE: run(1.0, 1.0)}
+    assert all(bound.holds for bound in bench.judge("plain", runs, speed=True))
+    other = {"async": run(0.4, 2.1, share=1.3), "sync": run(3.0, 3.0), "DCP": run(1, 1, files=110)}
+    judged = bench.judge("plain", runs | other, speed=True)
+    assert [bound.holds for bound in judged] == [False] * 5
+    assert len(bench.judge("plain", runs | other, speed=False)) == 1
+
+
+def test_a_turn_takes_as_long_as_its_last_rank_and_writes_what_all_write() -> None:
+    def rank(seconds: float, growth: int) -> Run:
+        found = {"total": 2 * seconds, "growth": growth, "state": 10, "files": 21}
+        return Run(seconds, found=found)
+
+    turn = bench.together([lambda: rank(2.0, 5), lambda: rank(1.0, 12)])
+    found = {"total": 4.0, "growth": 12, "share": 1.2, "state": 20, "files": 21}
+    assert turn == Run(2.0, found=found)
