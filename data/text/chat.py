@@ -93,7 +93,9 @@ class ChatTokenizer:
                 "tokenizer.json"
             )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(self.directory), local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             problem = f"no tokenizer can be loaded from {self.directory}: {error}"
             raise ValueError(problem) from error

@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from data.text.bounded_template import bound_templates
 from data.text.messages import Message
 from data.text.special_tokens import PROBE, SpecialTokens
 
@@ -110,6 +111,7 @@ class Template:
         tools = messages[0].get("tools")
         if not self._takes_parts:
             messages = [_joined(one) for one in messages]
+        bound_templates()
         # transformers compiles a template once per process and keeps it
         return self._tokenizer.apply_chat_template(
             list(messages),

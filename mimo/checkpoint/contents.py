@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish, read_progress
+from mimo.checkpoint.sharing import read_shared
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
+from mimo.checkpoint.tensors import read_index, write_index, write_pieces
 from mimo.device import barrier
 from mimo.engines.contract import Module, Purpose
-from mimo.engines.piece import MASTER, Piece
+from mimo.engines.piece import MASTER, MOMENTS, STEP, Piece, kind_of
 from mimo.families.lora import is_adapter
 from mimo.recipe.schema import Recipe, key_of
 from mimo.recipe.source import dotted
@@ -98,9 +100,11 @@ def _load_weights(modules: Modules, checkpoint: Path) -> None:
     """
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
-    wanted = _pieces(modules, "load", with_optimizer=False)
-    read_pieces(checkpoint, stored, [p for p in wanted if p.key in stored or not is_adapter(p.key)])
     for module in modules.values():
+        module.settle()
+        wanted = module.pieces("load", with_optimizer=False)
+        left = (p for p in wanted if p.key in stored or not is_adapter(p.key))
+        read_shared(checkpoint, stored, left, module.replicas)
         module.follow_weights()
 
 
@@ -123,20 +127,90 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collec
 def load_checkpoint(modules: Modules, checkpoint: Path, with_optimizer: bool = True) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
-    Without the optimizers, those of the model start afresh from the loaded weights.
+    Without the optimizers, those of the model start afresh from the loaded weights. With them,
+    what the checkpoint has nothing for starts afresh, and rank 0 says so on the console: adapters
+    that are new, and the optimizer's state of weights that were frozen or had another optimizer.
     Raises ValueError if the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
+    if not with_optimizer:
+        _load_weights(modules, checkpoint)
+        return progress
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
-    wanted = _pieces(modules, "load", with_optimizer)
-    read_pieces(checkpoint, stored, with_masters(wanted, stored))
-    for module in modules.values():
-        if with_optimizer:
-            module.set_steps(progress.step)
-        else:
-            module.follow_weights()
+    facts: set[tuple[str, str]] = set()
+    for name, module in modules.items():
+        module.settle()
+        wanted = list(module.pieces("load", with_optimizer=True))
+        facts |= {(name, fact) for fact in _facts(wanted, stored)}
+        read_shared(checkpoint, stored, resumed(wanted, stored, progress.step), module.replicas)
+    _say(facts, stored)
     return progress
+
+
+def _without_state(wanted: Iterable[Piece], stored: Collection[str]) -> set[str]:
+    """The parameters that need Adam's moments and find none."""
+    kinds = ((key, *kind_of(key)) for key in (piece.key for piece in wanted) if key not in stored)
+    return {parameter for _, kind, parameter in kinds if kind in MOMENTS}
+
+
+def resumed(wanted: Iterable[Piece], stored: Collection[str], step: int) -> list[Piece]:
+    """The wanted pieces to read; others stay as the model and its optimizer began.
+
+    step: of the run. Optimizers have done as many in an older checkpoint, which has no word of it.
+    """
+    wanted = list(with_masters(wanted, stored))
+    afresh = _without_state(wanted, stored)
+    found = []
+    for piece in wanted:
+        kind, parameter = kind_of(piece.key)
+        if kind in (STEP, *MOMENTS) and parameter in afresh:
+            continue
+        if kind == STEP and piece.key not in stored:
+            piece.values.fill_(step)
+        elif piece.key in stored or not (kind or is_adapter(parameter)):
+            found.append(piece)  # a weight that is missing will be named
+    return found
+
+
+_ADAPTERS, _AFRESH, _KEEPS = "new adapters", "fresh state", "keeps state"
+
+
+def _facts(wanted: Sequence[Piece], stored: Collection[str]) -> Iterator[str]:
+    """What this rank knows of how a module goes on."""
+    if any(is_adapter(p.key) and p.key not in stored and not kind_of(p.key)[0] for p in wanted):
+        yield _ADAPTERS
+    if not all(map(is_adapter, _without_state(wanted, stored))):
+        yield _AFRESH
+    if any(kind_of(piece.key)[0] in MOMENTS for piece in wanted):
+        yield _KEEPS
+
+
+def _say(facts: set[tuple[str, str]], stored: Collection[str]) -> None:
+    """Print on rank 0 what is not as it was for a module; every rank of the world calls it."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, facts)
+    known = set[tuple[str, str]]().union(*of_ranks)
+    had = {kind_of(key)[1].partition(".")[0] for key in stored if kind_of(key)[0] in MOMENTS}
+    lines = {
+        f"{name}: the checkpoint lacks its adapters; they begin as drawn"
+        for name, fact in known
+        if fact == _ADAPTERS
+    } | {
+        f"{name}: weights that the checkpoint has no optimizer state of (they were frozen, or "
+        f"another optimizer trained them) begin with a fresh one, at its own step 0"
+        for name, fact in known
+        if fact == _AFRESH
+    }
+    lines |= {
+        f"{name}: its optimizer state in the checkpoint is left out: it is frozen now, or its "
+        f"optimizer keeps none"
+        for name in had
+        if (name, _KEEPS) not in known
+    }
+    if dist.get_rank() == 0:
+        for line in sorted(lines):
+            print(line, flush=True)
 
 
 def provided_names(start: Start) -> frozenset[str]:

@@ -17,7 +17,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.folder import write_synced
+from mimo.checkpoint.folder import read_document, write_synced
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
 
@@ -182,18 +183,16 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     Raises InputError for one without an index, with an index of another version, or with one whose
     pieces are not whole tensors in files of this folder.
     """
-    try:
-        text = (folder / _INDEX).read_bytes()
-    except FileNotFoundError as error:
+    if not (folder / _INDEX).exists():
         if (folder / ".metadata").exists():
             raise InputError(
                 f"checkpoint {folder}: it was written by a former version, in Megatron's format, "
                 f"which is not read any more; export it with `mimo convert to-hf` of the version "
                 f"that wrote it and start from that folder (init_from)"
-            ) from error
-        raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again") from error
+            )
+        raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again")
     try:
-        document = json.loads(text)
+        document = read_document(folder / _INDEX)
         if document.get("format") != _FORMAT:
             raise InputError(
                 f"checkpoint {folder}: {_INDEX} has format {document.get('format')!r}, this "
@@ -219,7 +218,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 def _check(folder: Path, index: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError, TypeError or OSError if the index is not one of files in this folder."""
-    ends: dict[str, int] = {}
+    used: dict[str, list[tuple[int, int]]] = {}
     for key, tensor in index.items():
         if not tensor.shape or any(type(size) is not int or size < 1 for size in tensor.shape):
             raise ValueError(f"{key} has shape {tensor.shape}")
@@ -228,35 +227,109 @@ def _check(folder: Path, index: Mapping[str, StoredTensor]) -> None:
             if not _FILE.fullmatch(name) or any(type(n) is not int or n < 0 for n in numbers):
                 raise ValueError(f"{key} has a piece {name!r}, {numbers}")
             end = piece.begin + piece.rows * piece.columns * tensor.dtype.itemsize
-            ends[name] = max(end, ends.get(name, 0))
+            if end > piece.begin:
+                used.setdefault(name, []).append((piece.begin, end))
         if gap := _gap(tensor):
             raise ValueError(f"{key}: {gap}")
-    for name, end in ends.items():
-        if (size := (folder / name).stat().st_size) < end:
-            raise ValueError(f"{name} has {size} bytes, not {end}")
+    for name, stretches in used.items():
+        found, end = (folder / name).lstat(), max(end for _, end in stretches)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{name} is a link or no file")
+        if found.st_size < end:
+            raise ValueError(f"{name} has {found.st_size} bytes, not {end}")
+        # Else a small file could claim to be tensors that fill any memory.
+        if any(one[1] > other[0] for one, other in itertools.pairwise(sorted(stretches))):
+            raise ValueError(f"{name} has bytes that belong to several tensors")
 
 
-def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Sequence[Piece]) -> int:
-    """Fill the values of every wanted piece, in whatever dtype they have; the bytes read.
+@dataclass(frozen=True)
+class Part:
+    """Some rows of what a rectangle in a file and one that is wanted have in common.
 
-    Beside the tensors, about `_CHUNK_BYTES` of memory are used.
-    Raises InputError for a tensor that is missing or has another shape, and for a damaged file.
+    rows, columns: in the whole tensor. targets: all pieces here that want that rectangle.
     """
-    reads: list[tuple[Stored, Piece]] = []
+
+    stored: Stored
+    dtype: torch.dtype
+    rows: range
+    columns: range
+    targets: Sequence[Piece]
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return len(self.rows) * len(self.columns) * self.dtype.itemsize
+
+    def read(self, file: Any, raw: Tensor) -> None:
+        """Into raw (num_bytes,) uint8 on the host. Raises InputError where the file ends."""
+        stored, size = self.stored, self.dtype.itemsize
+        skipped = (self.rows.start - stored.row) * stored.columns
+        begin = stored.begin + (skipped + self.columns.start - stored.column) * size
+        # Whole rows lie one after the other; of cut ones each is read alone.
+        cut = len(self.columns) < stored.columns
+        for number, run in enumerate(raw.split(len(self.columns) * size) if cut else [raw]):
+            _fill(file, begin + number * stored.columns * size, run)
+
+    def hand_out(self, raw: Tensor) -> None:
+        """Copy raw (num_bytes,) uint8, on any device, to the targets."""
+        values = raw.view(self.dtype).view(len(self.rows), len(self.columns))
+        for piece in self.targets:
+            rows = piece.values[self.rows.start - piece.row :][: len(self.rows)]
+            left = self.columns.start - piece.column
+            rows[:, left : left + len(self.columns)].copy_(values)
+
+
+def parts_of(
+    folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece], most_bytes: int
+) -> list[Part]:
+    """What has to be read for the wanted pieces, in the order in which it lies in the files.
+
+    most_bytes: of a part, unless a row has more. What several pieces want is read once.
+    Raises InputError for a tensor that is missing or has another shape.
+    """
+    places: dict[Hashable, list[Piece]] = {}
     for piece in wanted:
+        places.setdefault(place_of(piece), []).append(piece)
+    parts: list[Part] = []
+    for targets in places.values():
+        piece = targets[0]
         tensor = index.get(piece.key)
         if tensor is None:
             raise InputError(f"checkpoint {folder}: {piece.key} is missing")
         if tensor.matrix != _matrix(piece.shape):
             raise InputError(f"checkpoint {folder}: {_difference(piece, tensor)}")
-        reads += [(stored, piece) for stored in tensor.pieces if _overlap(stored, piece)]
-    reads.sort(key=lambda pair: (pair[0].file, pair[0].begin))
-    num_bytes = 0
-    for name, of_file in itertools.groupby(reads, key=lambda pair: pair[0].file):
-        with _opened(folder, name) as file:
-            for stored, piece in of_file:
-                num_bytes += _read(file, stored, piece, index[piece.key].dtype)
-    return num_bytes
+        for stored in tensor.pieces:
+            rows, columns = _overlap(stored, piece)
+            if not rows or not columns:
+                continue
+            at_once = max(1, most_bytes // (len(columns) * tensor.dtype.itemsize))
+            for first in range(rows.start, rows.stop, at_once):
+                some = range(first, min(first + at_once, rows.stop))
+                parts.append(Part(stored, tensor.dtype, some, columns, targets))
+    parts.sort(key=lambda part: (part.stored.file, part.stored.begin, part.rows.start))
+    return parts
+
+
+def place_of(piece: Piece) -> tuple[str, int, int, int, int]:
+    """Which rectangle of which tensor it is."""
+    return piece.key, piece.row, piece.column, *piece.values.shape
+
+
+def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece]) -> int:
+    """Fill the values of every wanted piece, in whatever dtype they have; the bytes read.
+
+    Beside the tensors, about `_CHUNK_BYTES` of memory are used.
+    Raises InputError for a tensor that is missing or has another shape, and for a damaged file.
+    """
+    parts = parts_of(folder, index, wanted, _CHUNK_BYTES)
+    buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
+    for name, of_file in itertools.groupby(parts, key=lambda part: part.stored.file):
+        with opened(folder, name) as file:
+            for part in of_file:
+                raw = buffer[: part.num_bytes]
+                part.read(file, raw)
+                part.hand_out(raw)
+    return sum(part.num_bytes for part in parts)
 
 
 def _difference(piece: Piece, tensor: StoredTensor) -> str:
@@ -274,53 +347,38 @@ def _difference(piece: Piece, tensor: StoredTensor) -> str:
     )
 
 
-def _opened(folder: Path, name: str) -> Any:
+def opened(folder: Path, name: str) -> Any:
+    """A file of the folder to read from; not one elsewhere, by a link. Raises InputError."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW)
+
     try:
-        return (folder / name).open("rb", buffering=0)
+        return open(folder / name, "rb", buffering=0, opener=opener)
     except OSError as error:
         raise InputError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
 
 
-def _overlap(stored: Stored, piece: Piece) -> tuple[range, range] | None:
-    """The rows and columns of the whole tensor that both have; None without any."""
+def _overlap(stored: Stored, piece: Piece) -> tuple[range, range]:
+    """The rows and columns of the whole tensor that both have, perhaps none."""
     rows, columns = piece.values.shape
-    both = (
+    return (
         range(max(stored.row, piece.row), min(stored.row + stored.rows, piece.row + rows)),
         range(
             max(stored.column, piece.column),
             min(stored.column + stored.columns, piece.column + columns),
         ),
     )
-    return both if all(both) else None
-
-
-def _read(file: Any, stored: Stored, piece: Piece, dtype: torch.dtype) -> int:
-    """Copy what both have of a tensor from a file; the bytes read."""
-    overlap = _overlap(stored, piece)
-    assert overlap is not None
-    rows, columns = overlap
-    width = len(columns)
-    at_once = max(1, _CHUNK_BYTES // (width * dtype.itemsize))
-    buffer = torch.empty(min(at_once, len(rows)), width, dtype=dtype)
-    left = columns.start - piece.column
-    for first in range(rows.start, rows.stop, at_once):
-        part = buffer[: min(at_once, rows.stop - first)]
-        # Whole rows lie one after the other; of cut ones each is read alone.
-        runs = [part] if width == stored.columns else list(part.split(1))
-        for number, run in enumerate(runs):
-            skipped = (first + number - stored.row) * stored.columns
-            skipped += columns.start - stored.column
-            _fill(file, stored.begin + skipped * dtype.itemsize, run)
-        top = first - piece.row
-        piece.values[top : top + len(part), left : left + width].copy_(part)
-    return len(rows) * width * dtype.itemsize
 
 
 def _fill(file: Any, begin: int, target: Tensor) -> None:
-    """Read a contiguous tensor from byte ``begin`` on. Raises InputError where the file ends."""
-    left = memoryview(target.view(-1).view(torch.uint8).numpy())
+    """Fill target (n,) uint8 from byte ``begin`` on. Raises InputError where the file ends."""
+    left = memoryview(target.numpy())
     while left:
-        count = os.preadv(file.fileno(), [left], begin)
+        try:
+            count = os.preadv(file.fileno(), [left], begin)
+        except OSError as error:
+            raise InputError(f"checkpoint {file.name}: cannot be read: {error}") from error
         if count <= 0:
             raise InputError(f"checkpoint {file.name}: the file is cut off; copy it again")
         left, begin = left[count:], begin + count

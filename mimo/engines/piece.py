@@ -8,6 +8,19 @@ from torch import Tensor
 
 MASTER = "fp32_param"
 """Kind of an optimizer's tensor: the master weight of a 16-bit parameter."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Kinds of an optimizer's tensors: those of Adam."""
+STEP = "step"
+"""Kind of an optimizer's tensor: one number, how many updates the parameter has had."""
+
+
+def kind_of(key: str) -> tuple[str, str]:
+    """An optimizer's kind of tensor, and of which parameter; "" for the parameter itself."""
+    beginning, _, rest = key.partition(".")
+    if beginning != "optimizer":
+        return "", key
+    kind, _, parameter = rest.partition(".")
+    return kind, parameter
 
 
 @dataclass(frozen=True)

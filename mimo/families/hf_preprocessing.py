@@ -55,7 +55,7 @@ def image_defaults_of_processor(folder: Path) -> Config:
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     kind: Any = PROCESSOR_MAPPING[type(config)]
     return dict(getattr(kind, "images_kwargs", {}))
 
@@ -73,7 +73,7 @@ def _effective_image(folder: Path) -> dict[str, Any]:
 
     try:
         processor: Any = AutoImageProcessor.from_pretrained(
-            str(folder), local_files_only=True, backend="pil"
+            str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(

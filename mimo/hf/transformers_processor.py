@@ -16,7 +16,7 @@ def load_processor(directory: str | Path) -> Any:
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    where: dict[str, Any] = {"local_files_only": True}
+    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     where["pretrained_model_name_or_path"] = str(directory)
     base: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(**where))]
 

@@ -7,14 +7,24 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.assets import recipe_of
-from mimo.checkpoint.runs import Run, runs_to_do
+from mimo.checkpoint.folder import go_back
+from mimo.checkpoint.integrity import (
+    Choice,
+    Listed,
+    choose,
+    dealt,
+    listed_files,
+    wrong_checksums,
+    wrong_sizes,
+)
+from mimo.checkpoint.runs import Run, candidates, runs_to_do
 from mimo.checkpoint.start import FromScratch, Resume
-from mimo.checkpoint.tensors import read_index
 from mimo.device import choose_before_fork
 from mimo.errors import InputError
 from mimo.hf.initial import initial_weights
@@ -27,6 +37,7 @@ from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
+from mimo.train.incidents import record
 from mimo.train.run_folder import check_run_dir, make_run_dirs
 from mimo.train.run_lock import run_lock
 
@@ -97,22 +108,42 @@ class Job:
     resume: bool = False
     resume_from: Path | None = None
 
-    def begin(self) -> list[Run]:
+    def candidates(self) -> list[Path]:
+        """The checkpoints from which it may go on, the best first. Raises InputError."""
+        return candidates(self.phased, self.resume, self.resume_from)
+
+    def begin(self, choice: Choice | None = None) -> list[Run]:
         """Make the folders of the runs to do; called by the one process that holds the run's lock.
 
-        Returns these runs.
+        choice: among `candidates`; None to make it here. Returns these runs.
         """
-        runs = runs_to_do(self.phased, self.layouts, self.resume, self.resume_from)
+        if choice is None:
+            choice = choose(self.candidates())
+        runs = runs_to_do(self.phased, self.layouts, choice.checkpoint)
         # So that a wrong folder is named before any rank reads; later runs follow from the first.
         first = runs[0]
         if isinstance(first.start, FromScratch):
             initial_weights(first.recipe)
-        else:
-            read_index(first.start.checkpoint)
+        if self.resume and choice.checkpoint is not None:
+            go_back(choice.checkpoint, choice.damaged)
         make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
+        _tell_choice(choice, first.recipe.run_dir)
         if isinstance(first.start, Resume):
             _say_what_differs(first.recipe, first.start.checkpoint)
         return runs
+
+
+def _tell_choice(choice: Choice, run_dir: Path) -> None:
+    """Say what is wrong with checkpoints that were passed over, also to the run's incidents."""
+    for path, problems in choice.damaged.items():
+        text = (
+            f"checkpoint {path} is damaged and was moved aside: {'; '.join(problems)}; the run "
+            f"goes on from {choice.checkpoint}"
+        )
+        print(text, flush=True)
+        record(run_dir, "checkpoint", text, checkpoint=str(path), problems=[*problems])
+    if choice.checkpoint is not None and listed_files(choice.checkpoint) is None:
+        print(f"{choice.checkpoint} has no checksums: nothing could be verified", flush=True)
 
 
 def _say_what_differs(recipe: Recipe, checkpoint: Path) -> None:
@@ -154,20 +185,49 @@ def _be_a_rank(request: Request, environment: RankEnv) -> int:
     meeting = Meeting(environment, max(timeouts, default=_MEETING_SECONDS))
     with ExitStack() as stack:
 
-        def begin() -> list[Run]:
+        def lock() -> list[Path]:
             assert job is not None, "a rank without a job has a problem"
             stack.enter_context(run_lock(job.phased.run_dir))
-            return job.begin()
+            return job.candidates()
 
         try:
             meeting.agree(problem)
             assert job is not None, "all ranks end where one has a problem"
             _index_together(job, meeting, environment.world_size)
-            runs = meeting.from_rank_0(begin)
+            choice = _choose_together(meeting.from_rank_0(lock), meeting, environment)
+            runs = meeting.from_rank_0(partial(job.begin, choice))
         except Refused as refused:
             return refused.exit_code
         _train_in_place(runs, meeting)
     return 0
+
+
+def _choose_together(candidates: Sequence[Path], meeting: Meeting, environment: RankEnv) -> Choice:
+    """The first good one of checkpoints, each rank having read its share of the files.
+
+    Raises Refused on all ranks if there is none but bad ones.
+    """
+
+    def deal(checkpoint: Path) -> list[tuple[list[str], list[Listed]]]:
+        problems = wrong_sizes(checkpoint)
+        files = [] if problems else listed_files(checkpoint) or []
+        return [(problems, own) for own in dealt(files, environment.world_size)]
+
+    def problems(checkpoint: Path) -> list[str]:
+        known, own = meeting.deal(partial(deal, checkpoint))
+        if not known:
+            known = wrong_checksums(checkpoint, own, lambda _: meeting.get_on())
+            found = meeting.collect("\n".join(known))
+            known = [line for lines in found for line in lines.splitlines()]
+        return known
+
+    choice, refusal = Choice(), ""
+    try:
+        choice = choose(candidates, problems)
+    except InputError as error:  # the same on all ranks
+        refusal = str(error)
+    meeting.agree(refusal)
+    return choice
 
 
 def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
@@ -183,11 +243,11 @@ def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
             [task for task in own if files.setdefault(task.file, number) == number]
             for number, own in enumerate(job.phased.each(tasks_of))
         ]
-        dealt = [shares(own, num_ranks) for own in tasks]
+        per_task = [shares(own, num_ranks) for own in tasks]
         num = sum(map(len, tasks))
         if num:
             print(f"{num} shards are not indexed yet; the ranks do it, each its share", flush=True)
-        return [[*enumerate(own[rank] for own in dealt)] for rank in range(num_ranks)]
+        return [[*enumerate(own[rank] for own in per_task)] for rank in range(num_ranks)]
 
     problems = []
     for number, tasks in meeting.deal(deal):

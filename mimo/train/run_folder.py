@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mimo.checkpoint.folder import latest_checkpoint
+from mimo.checkpoint.folder import resumable
 from mimo.checkpoint.runs import Run
 from mimo.checkpoint.start import FromScratch
 from mimo.errors import RecipeError
@@ -59,7 +59,7 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
         phased.run_dir.mkdir(parents=True, exist_ok=True)
         (phased.run_dir / "recipe.yaml").write_text(phased.to_yaml())
     for run in runs:
-        has_nothing = resumes and latest_checkpoint(run.recipe.run_dir) is None
+        has_nothing = resumes and not resumable(run.recipe.run_dir)
         make_run_dir(run.recipe, resumes=run.resumes or has_nothing)
     if resumes and isinstance(runs[0].start, FromScratch):
         print(f"no checkpoint in {phased.run_dir} yet: starting anew")

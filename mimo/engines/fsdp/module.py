@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Purpose
-from mimo.engines.fsdp.context import FsdpContext
-from mimo.engines.fsdp.optimizer import build_optimizer, moments, set_steps
+from mimo.engines.fsdp.context import DP_REPLICATE, FsdpContext
+from mimo.engines.fsdp.optimizer import build_optimizer, moments, step_of
 from mimo.engines.fsdp.pieces import Names
 from mimo.engines.fsdp.sharding import (
     Held,
@@ -28,7 +28,7 @@ from mimo.engines.fsdp.sharding import (
 )
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.segments import AttentionForm
-from mimo.engines.piece import MASTER, Piece
+from mimo.engines.piece import MASTER, STEP, Piece
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.parallel import OptimizerSettings
@@ -91,6 +91,11 @@ class FsdpModule:
             local = nn.Parameter(local_part(param))
         own, is_summed = held(param, self.ctx.mesh), name in wrapper.sums_over_tp
         return _Parameter(wrapper.hf_names[name], param, own, local, is_summed)
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Those of its part, not of the whole: ranks that share out a copy have nothing equal."""
+        return None if self.ctx.mesh is None else self.ctx.mesh[DP_REPLICATE].get_group()
 
     @property
     def sequence_parts(self) -> int:
@@ -227,6 +232,16 @@ class FsdpModule:
             yield from self._named(one, local_part(one.whole), kind)
             for kind, tensor in kept.items():
                 yield from self._named(one, tensor, kind)
+            if kept:
+                yield from self._steps(one, purpose)
+
+    def _steps(self, one: _Parameter, purpose: Purpose) -> Iterator[Piece]:
+        """Of each tensor of the format that a parameter is part of; its first rows write it."""
+        assert self._optimizer is not None and one.local is not None
+        step = step_of(self._optimizer, one.local).view(1, 1)
+        for piece in self._named(one, local_part(one.whole), STEP):
+            if purpose == "load" or piece.row == piece.column == 0:
+                yield replace(piece, shape=(1,), row=0, column=0, values=step)
 
     def _named(self, one: _Parameter, local: Tensor, kind: str | None = None) -> Iterator[Piece]:
         """The pieces of a tensor that is cut like a parameter; without a kind, of itself."""
@@ -241,8 +256,3 @@ class FsdpModule:
 
     def follow_weights(self) -> None:
         """The optimizer works on the weights themselves."""
-
-    def set_steps(self, step: int) -> None:
-        """Tell the optimizer how many updates its state has seen."""
-        if self._optimizer is not None:
-            set_steps(self._optimizer, step)

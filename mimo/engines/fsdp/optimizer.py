@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mimo.device import has_gpu
+from mimo.engines.piece import MOMENTS, STEP
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.parallel import OptimizerSettings
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
@@ -54,13 +53,11 @@ def moments(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Mapping[st
     state = optimizer.state[param]
     if not state:
         # A fused update counts steps on the device.
-        state["step"] = torch.zeros((), device=param.device if has_gpu() else None)
-        state |= {kind: torch.zeros_like(param) for kind in _MOMENTS}
-    return {kind: cast("Tensor", state[kind]).detach() for kind in _MOMENTS}
+        state[STEP] = torch.zeros((), device=param.device if has_gpu() else None)
+        state |= {kind: torch.zeros_like(param) for kind in MOMENTS}
+    return {kind: cast("Tensor", state[kind]).detach() for kind in MOMENTS}
 
 
-def set_steps(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Tell an optimizer whose tensors were loaded that it has done ``step`` updates."""
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] = torch.full_like(state["step"], step)
+def step_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Tensor:
+    """How many updates Adam has done of a parameter that has `moments`, (); its own memory."""
+    return cast("Tensor", optimizer.state[param][STEP])

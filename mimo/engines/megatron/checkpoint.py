@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from mimo.engines.megatron.cut import Cut
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.initialize import global_name, stored_name
 from mimo.engines.megatron.optimizer_state import share_of
-from mimo.engines.piece import Piece
+from mimo.engines.piece import STEP, Piece
 
 _SHARED_BYTES = 1 << 20
 """Replicas share the writing of larger parameters; smaller ones are written by one of them each."""
@@ -55,6 +54,9 @@ def module_pieces(
         for kind, tensor in share.tensors.items():
             key_of_kind = f"optimizer.{kind}.{key}"
             yield from _pieces(key_of_kind, shape, cut, tensor, share.start, part)
+        is_first = part[0] == 0 < part[1] and groups.tp.rank() == 0
+        if share.step is not None and (purpose == "load" or is_first):
+            yield Piece(f"optimizer.{STEP}.{key}", (1,), 0, 0, share.step.view(1, 1))
 
 
 def gradient_pieces(
@@ -106,13 +108,3 @@ def _pieces(
         values = flat[position:end].view(own.rows, own.columns)
         yield Piece(key, shape, own.row, own.column, values)
         position = end
-
-
-def set_steps(optimizer: MegatronOptimizer, step: int) -> None:
-    """Tell an optimizer whose tensors were loaded that it has done ``step`` updates."""
-    base = optimizer.optimizer
-    assert base is not None
-    for state in base.state.values():
-        # One tensor each: a shared one would be advanced once per parameter.
-        if "step" in state:
-            state["step"] = torch.full_like(state["step"], step)

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Purpose
 from mimo.engines.megatron.attention import forms_in
-from mimo.engines.megatron.checkpoint import (
-    gradient_pieces,
-    module_pieces,
-    set_steps,
-)
+from mimo.engines.megatron.checkpoint import gradient_pieces, module_pieces
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.parallel import (
     MegatronOptimizer,
@@ -61,6 +57,11 @@ class MegatronModule:
     def learns(self) -> bool:
         """Whether this rank has weights to update."""
         return self.optimizer is not None
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """Its lanes, and the ranks that share out a lane's sequences."""
+        return self.groups.dp_cp
 
     @property
     def sequence_parts(self) -> int:
@@ -175,11 +176,6 @@ class MegatronModule:
         """Refresh master copies of weights that were just loaded."""
         if self.optimizer is not None:
             follow_weights(self.optimizer)
-
-    def set_steps(self, step: int) -> None:
-        """Tell the optimizer how many updates its state has seen."""
-        if self.optimizer is not None:
-            set_steps(self.optimizer, step)
 
     def _gather_gradients(self) -> None:
         for chunk in self.chunks:

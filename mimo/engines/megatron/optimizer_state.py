@@ -15,9 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from mimo.engines.piece import MASTER
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from mimo.engines.piece import MASTER, MOMENTS, STEP
 
 
 @dataclass(frozen=True)
@@ -28,18 +26,22 @@ class Share:
     tensors: by kind, each with end - start elements: Adam's moments, and the fp32 master weight
         of a 16-bit parameter. They are the optimizer's, so writing to them changes it.
     is_replicated: whether every data-parallel rank holds the same.
+    step: (), how many updates Adam has done; None without moments.
     """
 
     start: int
     end: int
     tensors: dict[str, Tensor]
     is_replicated: bool
+    step: Tensor | None = None
 
 
-def _with_moments(optimizer: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
+def _state(optimizer: MegatronOptimizer, main: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Adam's moments and its step."""
     base = optimizer.optimizer
     assert base is not None, "a module that trains has parameters"
-    return {kind: base.state[main][kind] for kind in _MOMENTS if kind in base.state[main]}
+    state = base.state[main]
+    return {kind: state[kind] for kind in MOMENTS if kind in state}, state.get(STEP)
 
 
 def share_of(optimizer: MegatronOptimizer, param: Tensor) -> Share:
@@ -47,11 +49,11 @@ def share_of(optimizer: MegatronOptimizer, param: Tensor) -> Share:
     if isinstance(optimizer, DistributedOptimizer):
         return _distributed_share(optimizer, param)
     main = getattr(param, "main_param", None)
-    tensors = _with_moments(optimizer, param if main is None else main)
+    tensors, step = _state(optimizer, param if main is None else main)
     if main is not None:
         tensors[MASTER] = main
     held = {kind: tensor.detach() for kind, tensor in tensors.items()}
-    return Share(0, param.numel(), held, is_replicated=True)
+    return Share(0, param.numel(), held, is_replicated=True, step=step)
 
 
 def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
@@ -60,8 +62,8 @@ def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
     group, order = optimizer.model_param_group_index_map[param]
     main = optimizer.optimizer.param_groups[group]["params"][order]
     place = optimizer._get_model_param_range_map(cast("Any", param))["param"]
-    tensors = _with_moments(optimizer, main)
+    tensors, step = _state(optimizer, main)
     if param.dtype != torch.float32:
         tensors[MASTER] = main
     held = {kind: tensor.detach() for kind, tensor in tensors.items()}
-    return Share(place.start, place.end, held, is_replicated=False)
+    return Share(place.start, place.end, held, is_replicated=False, step=step)
