@@ -151,6 +151,14 @@ def problems_of(
         return [one for found in threads.map(check, largest_first) for one in found]
 
 
+def refuse(checkpoint: Path, problems: Sequence[str]) -> None:
+    """Raise InputError if there are any."""
+    if problems:
+        raise InputError(
+            f"{checkpoint} is damaged: {'; '.join(problems)}; copy it again, or give another"
+        )
+
+
 @dataclass(frozen=True)
 class Choice:
     """The checkpoint that a job goes on from, if any, and what is wrong with better ones."""

@@ -20,6 +20,7 @@ from data.batch import PackedLane
 from mimo.checkpoint.assets import recipe_of, with_configuration
 from mimo.checkpoint.contents import load_checkpoint, provided_names
 from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.integrity import refuse, wrong_sizes
 from mimo.checkpoint.start import FromWeights
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.engines.megatron.segments import PackedSegments
@@ -97,10 +98,11 @@ class LocalModel:
     def from_checkpoint(cls, path: Path, tokenizer_size: int) -> LocalModel:
         """Load a run's or a checkpoint's weights, whatever layout wrote them.
 
-        Raises InputError if there is no checkpoint or too little memory, ValueError if the
-        checkpoint does not fit its recipe.
+        Raises InputError if there is no checkpoint, files are missing or too short, or there is too
+        little memory, ValueError if the checkpoint does not fit its recipe.
         """
         checkpoint = find_checkpoint(path)
+        refuse(checkpoint, wrong_sizes(checkpoint))
         recipe = with_configuration(recipe_of(checkpoint), checkpoint)
         alone = one_rank_recipe(recipe, freeze=True)
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
