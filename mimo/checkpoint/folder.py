@@ -188,18 +188,21 @@ def go_back(checkpoint: Path, damaged: Iterable[Path]) -> None:
     """Make a checkpoint the latest, and move better ones that are damaged out of the way.
 
     Each becomes ``damaged_step_<n>``, so that it neither counts as one that is kept nor is lost.
-    One process calls it, with the run's lock.
+    One process calls it, with the run's lock. Raises InputError where nothing can be written.
     """
-    for path in damaged:
-        aside = path.with_name(f"damaged_{path.name}")
-        if path.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
     checkpoints = checkpoint.parent
-    if _named(checkpoints) != checkpoint.name:
-        pointer = checkpoints / f".{_LATEST}"
-        write_synced(pointer, checkpoint.name)
-        os.replace(pointer, checkpoints / _LATEST)
+    try:
+        for path in damaged:
+            aside = path.with_name(f"damaged_{path.name}")
+            if path.is_dir():
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        if not named_by_latest(checkpoint):
+            pointer = checkpoints / f".{_LATEST}"
+            write_synced(pointer, checkpoint.name)
+            os.replace(pointer, checkpoints / _LATEST)
+    except OSError as error:
+        raise InputError(f"{checkpoints}: cannot write there: {error}") from error
 
 
 def all_checkpoints(path: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.assets import recipe_of
-from mimo.checkpoint.folder import go_back
+from mimo.checkpoint.folder import go_back, named_by_latest
 from mimo.checkpoint.integrity import (
     Choice,
     Listed,
@@ -125,6 +125,8 @@ class Job:
         if isinstance(first.start, FromScratch):
             initial_weights(first.recipe)
         if self.resume and choice.checkpoint is not None:
+            if not choice.damaged and not named_by_latest(choice.checkpoint):
+                print(f"`latest` names no checkpoint there: {choice.checkpoint} was written last")
             go_back(choice.checkpoint, choice.damaged)
         make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
         _tell_choice(choice, first.recipe.run_dir)
@@ -137,7 +139,7 @@ def _tell_choice(choice: Choice, run_dir: Path) -> None:
     """Say what is wrong with checkpoints that were passed over, also to the run's incidents."""
     for path, problems in choice.damaged.items():
         text = (
-            f"checkpoint {path} is damaged and was moved aside: {'; '.join(problems)}; the run "
+            f"checkpoint {path} is damaged and was passed over: {'; '.join(problems)}; the run "
             f"goes on from {choice.checkpoint}"
         )
         print(text, flush=True)

@@ -189,9 +189,9 @@ def test_a_run_that_resumes_goes_back_to_the_last_good_one_and_says_so(
     done = mimo("train", recipe, "--resume", *settings)
     assert done.returncode == 0, done.stderr
     assert (
-        "step_3 is damaged and was moved aside: tensors_2.safetensors has checksum" in done.stdout
+        "step_3 is damaged and was passed over: tensors_2.safetensors has checksum" in done.stdout
     )
-    assert "step_2 is damaged and was moved aside: tensors_0.safetensors is missing" in done.stdout
+    assert "step_2 is damaged and was passed over: tensors_0.safetensors is missing" in done.stdout
     assert f"the run continues from {checkpoints / 'step_1'}" in done.stdout
     assert "nothing could be verified" not in done.stdout
     found = incidents(tmp_path / "runs" / "tiny")

@@ -378,7 +378,7 @@ def test_ranks_verify_a_checkpoint_each_its_share_and_go_back_together(
     codes, printed = trained("--resume", *settings, target=train_noting_checksums)
     assert codes == [0] * RANKS
     assert f"the run continues from {checkpoints / 'step_1'}\n" in printed[0]
-    assert "step_2 is damaged and was moved aside: tensors_1.safetensors has" in printed[0]
+    assert "step_2 is damaged and was passed over: tensors_1.safetensors has" in printed[0]
     assert [line["step"] for line in metrics(recipe)] == [0, 1]
     read = [(recipe.parent / f"verified_{rank}").read_text().split() for rank in range(RANKS)]
     assert all(read)
