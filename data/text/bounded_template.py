@@ -107,17 +107,24 @@ def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(list(one) if isinstance(one, Iterator) else one for one in values)
 
 
-def _foresee(
-    values: Iterable[Any], size: Callable[[Any], int] = _size, most: int = _NUMBER
-) -> None:
-    """Refuse what could make more than is left: most that anything makes is the product."""
-    product = 1
-    for value in values:
-        if isinstance(value, (int, float)) and abs(value) > most:
-            raise TemplateLimitError(f"the chat template computes with {value:.3g}, over {most:,}")
+def _foresee(of: Any, given: Iterable[Any], size: Callable[[Any], int] = _size) -> None:
+    """Refuse what could make more than is left: most that anything makes is the product.
+
+    of: a number is only a number here, but among those ``given`` a width or a count.
+    """
+    product = 1 if isinstance(of, (int, float)) else size(of)
+    for value in given:
+        if isinstance(value, (int, float)) and abs(value) > _NUMBER:
+            raise TemplateLimitError(f"the chat template asks for {value:.3g} of something")
         product *= size(value)
     if product > _budget.left:
         raise TemplateLimitError("the chat template makes too large a text at once")
+
+
+def _are_large(left: Any, right: Any) -> bool:
+    """Whether their product has hundreds of digits."""
+    both = isinstance(left, int) and isinstance(right, int)
+    return both and left.bit_length() + right.bit_length() > 1000
 
 
 def _foresee_format(text: str, values: Iterable[Any]) -> None:
@@ -130,11 +137,12 @@ def _foresee_format(text: str, values: Iterable[Any]) -> None:
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that is paid for; it keeps the marks by which jinja2 hands over its context."""
     size = _deep_size if function.__name__ == "tojson" else _size
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         args = _listed(args)
-        _foresee((*args, *kwargs.values()), size)
+        _foresee(args[first], (*args[first + 1 :], *kwargs.values()), size)
         return _made(function(*args, **kwargs))
 
     return call
@@ -210,8 +218,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
             _foresee_format(left, right if isinstance(right, tuple) else (right,))
-        elif operator in ("*", "**"):
-            _foresee((left, right), most=1000 if operator == "**" else _NUMBER)
+        elif operator == "**" or (operator == "*" and _are_large(left, right)):
+            raise TemplateLimitError(f"the chat template computes a number by {operator}")
+        elif operator == "*" and not isinstance(left, (int, float)):
+            _foresee(left, [right])
+        elif operator == "*" and not isinstance(right, (int, float)):
+            _foresee(right, [left])
         return _made(super().call_binop(context, operator, left, right))
 
     @override
@@ -229,7 +241,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name in ("format", "format_map"):
                 _foresee_format(str(owner), (*args, *kwargs.values()))
             else:
-                _foresee((owner, *args, *kwargs.values()))
+                _foresee(owner, (*args, *kwargs.values()))
         return _made(super().call(__context, __obj, *args, **kwargs))
 
 

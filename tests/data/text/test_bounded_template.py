@@ -90,6 +90,21 @@ def test_a_template_that_attacks_ends_soon_with_an_error(
     assert not (tmp_path / "PWNED").exists()
 
 
+def test_numbers_of_any_size_and_usual_filters_are_as_ever(tmp_path: Path) -> None:
+    template = (
+        "{{ 1234567890|tojson }} {{ 1700000000|string }} {{ 1700000000 * 1000 }} {{ '%05d' % 42 }} "
+        "{{ 'ab' * 3 }} {{ [1, 'b']|join(', ') }} {{ {'n': 12345678}|tojson }} {{ 2.5|round(1) }} "
+        "{% for a in [1, 2, 3] if a > 1 %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} "
+        "{% endfor %}{{ messages|map(attribute='role')|list }} {{ ' x '.strip()|upper ~ 'y' }}"
+    )
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert ChatTokenizer(tmp_path)._template.render(QUESTION) == (
+        "1234567890 1700000000 1700000000000 00042 ababab 1, b "
+        "{\"n\": 12345678} 2.5 1/2False 2/2True ['user', 'assistant'] Xy"
+    )
+
+
 def test_a_template_that_does_nothing_unusual_has_room_for_a_very_long_conversation(
     tmp_path: Path,
 ) -> None:
