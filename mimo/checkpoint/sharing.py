@@ -18,14 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.checkpoint.tensors import (
-    Part,
-    StoredTensor,
-    opened,
-    parts_of,
-    place_of,
-    read_pieces,
-)
+from mimo.checkpoint.reading import Part, opened, parts_of, place_of, read_pieces
+from mimo.checkpoint.tensors import StoredTensor
 from mimo.device import local_device
 from mimo.engines.piece import Piece
 from mimo.errors import InputError

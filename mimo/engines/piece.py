@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,3 +39,8 @@ class Piece:
     row: int
     column: int
     values: Tensor
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the whole tensor."""
+        return self.shape[0], math.prod(self.shape[1:])
