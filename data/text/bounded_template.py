@@ -170,7 +170,7 @@ class _Payments(NodeTransformer):
         node = super().generic_visit(node, *args, **kwargs)
         if isinstance(node, nodes.For):
             cost = nodes.Const(_characters(node))
-            node.iter = _filtered(node.iter, "_rounds", cost)
+            node.iter = _filtered(cast("nodes.Expr", node.iter), "_rounds", cost)
         makes = isinstance(node, (nodes.Concat, nodes.List, nodes.Dict))
         if makes or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
             return _filtered(cast("nodes.Expr", node), "_made")

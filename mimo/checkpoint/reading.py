@@ -90,7 +90,7 @@ def parts_of(
     return parts
 
 
-def place_of(piece: Piece) -> tuple[str, int, int, int, int]:
+def place_of(piece: Piece) -> tuple[str | int, ...]:
     """Which rectangle of which tensor it is."""
     return piece.key, piece.row, piece.column, *piece.values.shape
 
