@@ -178,7 +178,8 @@ _ADAPTERS, _AFRESH, _KEEPS = "new adapters", "fresh state", "keeps state"
 
 def _facts(wanted: Sequence[Piece], stored: Collection[str]) -> Iterator[str]:
     """What this rank knows of how a module goes on."""
-    if any(is_adapter(p.key) and p.key not in stored and not kind_of(p.key)[0] for p in wanted):
+    parameters = {kind_of(piece.key)[1] for piece in wanted}
+    if any(is_adapter(name) and name not in stored for name in parameters):
         yield _ADAPTERS
     if not all(map(is_adapter, _without_state(wanted, stored))):
         yield _AFRESH
