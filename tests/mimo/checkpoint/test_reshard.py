@@ -60,7 +60,6 @@ def of_transformers(language: str, vision: list[str], *more: str) -> tuple[str, 
 LAYOUTS = {
     "one rank": tiny_layout("tp: 1", together(1, 1), 4),
     "3 to 2 lanes": tiny_layout("dp: 2", ["encoders.vision.grid.dp=3"], 2),
-    "dp2": tiny_layout("dp: 2", together(1, 2), 2),
     "dp2, optimizer shared": tiny_layout("dp: 2", together(1, 2), 2, SHARED),
     "tp2 sp dp2, optimizer shared": tiny_layout(
         "tp: 2, sp: true, dp: 2", together(2, 2), 2, SHARED
@@ -95,9 +94,7 @@ PAIRS = [
     ("pp2 vpp2", "tp2 sp dp2, optimizer shared"),
     ("dp2, optimizer shared", "one rank"),
     ("dp2, optimizer shared", "3 to 2 lanes"),
-    ("dp2, optimizer shared", "pp2 vpp2"),
     ("tp2 sp", "dp2, optimizer shared"),
-    ("tp2 sp", "dp2"),
     ("cp2", "one rank"),
     ("two encoders apart", "one encoder apart, one with pp2"),
     ("one encoder apart, one with pp2", "two encoders apart"),
