@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mimo.checkpoint.contents import resumed
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.checkpoint.tensors import describe, read
+from mimo.engines.piece import Piece
 from mimo.families.lora import is_adapter
 from mimo.hf.recipes import load_recipe
 from mimo.recipe.schema import Recipe
@@ -174,3 +176,16 @@ def test_a_module_that_is_unfrozen_counts_its_own_steps_from_then_on(
     assert metrics(recipe, again.name)[-1]["loss"] == metrics(recipe, whole.name)[-1]["loss"]
     for key, values in tensors(again / "checkpoints" / "step_4").items():
         assert torch.equal(values, after[4][key]), key
+
+
+def test_an_older_checkpoint_has_done_as_many_updates_as_its_run() -> None:
+    def piece(key: str) -> Piece:
+        return Piece(key, (1,), 0, 0, torch.zeros(1, 1))
+
+    kinds = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "optimizer.step.")
+    wanted = [piece(f"{kind}language.{name}") for name in ("old", "thawed") for kind in kinds]
+    stored = {"language.old", "language.thawed", *(f"{kind}language.old" for kind in kinds[1:3])}
+    read = resumed(wanted, stored, 70)
+    assert {one.key for one in read} == stored
+    counted = {one.key: float(one.values) for one in wanted if ".step." in one.key}
+    assert counted == {"optimizer.step.language.old": 70, "optimizer.step.language.thawed": 0}
