@@ -96,7 +96,7 @@ class ChatTokenizer:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(self.directory), local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             problem = f"no tokenizer can be loaded from {self.directory}: {error}"
             raise ValueError(problem) from error
         backend = getattr(tokenizer, "backend_tokenizer", None)

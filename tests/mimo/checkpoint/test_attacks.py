@@ -220,3 +220,23 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked_whether_to(
         load(folder)
     assert not Path("PWNED").exists()
     assert not list(Path.home().glob(".cache/huggingface/modules/transformers_modules/model*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("config.json", read_config),
+        ("tokenizer_config.json", ChatTokenizer),
+        ("tokenizer.json", ChatTokenizer),
+        ("processor_config.json", ChatTokenizer),
+        ("preprocessor_config.json", read_processors),
+    ],
+)
+def test_a_deep_file_of_a_folder_is_bad_input(
+    tmp_path: Path, name: str, load: Callable[[Path], Any]
+) -> None:
+    folder = tmp_path / "model"
+    write_tiny(TinyCheckpoint("qwen3_vl"), folder)
+    (folder / name).write_bytes(DEEP)
+    with pytest.raises(ValueError, match="."):
+        load(folder)
