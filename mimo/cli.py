@@ -14,6 +14,7 @@ from mimo.commands.bench import (
     bench_train,
 )
 from mimo.commands.check import check
+from mimo.commands.checkpoint import checkpoint_inspect, checkpoint_prune, checkpoint_verify
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
 from mimo.commands.generate import evaluate, generate, replay
@@ -41,6 +42,11 @@ for group, purpose, commands in (
         "bench",
         "Measure what the parts promise.",
         (bench_bridge, bench_train, bench_data, bench_engines, bench_checkpoint),
+    ),
+    (
+        "checkpoint",
+        "Look at checkpoints, check them, remove old ones.",
+        (checkpoint_inspect, checkpoint_verify, checkpoint_prune),
     ),
     ("convert", "Checkpoints in Hugging Face format.", (convert_from_hf, convert_to_hf)),
 ):

@@ -325,14 +325,14 @@ def save(trainer: Trainer, directory: Path) -> None:
 
 
 def load(trainer: Trainer, directory: Path, step: int) -> None:
-    from mimo.checkpoint.contents import with_masters
-    from mimo.checkpoint.tensors import read_index, read_pieces
+    from mimo.checkpoint.contents import resumed
+    from mimo.checkpoint.sharing import read_shared
+    from mimo.checkpoint.tensors import read_index
 
     index = read_index(directory)
     module = trainer.module()
-    pieces = module.pieces("load", with_optimizer=True)
-    read_pieces(directory, index, with_masters(pieces, index))
-    module.set_steps(step)
+    pieces = resumed(module.pieces("load", with_optimizer=True), index, step)
+    read_shared(directory, index, pieces, module.replicas)
 
 
 # ------------------------------------------------------------------------- comparison

@@ -90,8 +90,10 @@ class ChatTokenizer:
                 "tokenizer.json"
             )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(self.directory), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             problem = f"no tokenizer can be loaded from {self.directory}: {error}"
             raise ValueError(problem) from error
         backend = getattr(tokenizer, "backend_tokenizer", None)

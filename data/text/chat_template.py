@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from data.text.bounded_template import bound_templates
 from data.text.messages import Message
 from data.text.special_tokens import PROBE, SpecialTokens
 
@@ -53,7 +54,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return document if isinstance(document, dict) else {}
 
@@ -108,6 +109,7 @@ class Template:
         tools = messages[0].get("tools")
         if not self._takes_parts:
             messages = [_joined(one) for one in messages]
+        bound_templates()
         # transformers compiles a template once per process and keeps it
         return self._tokenizer.apply_chat_template(
             list(messages),

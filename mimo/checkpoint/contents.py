@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from mimo.checkpoint.folder import Progress, read_progress
+from mimo.checkpoint.sharing import read_shared
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.checkpoint.tensors import averages, read_index, read_pieces
-from mimo.engines.contract import Module, Purpose
-from mimo.engines.piece import EMA, MASTER, Piece, key_of
+from mimo.checkpoint.tensors import averages, read_index
+from mimo.engines.contract import Module
+from mimo.engines.piece import EMA, MASTER, MOMENTS, STEP, Piece, key_of, kind_of
 from mimo.families.lora import is_adapter
 from mimo.recipe.schema import key_of as recipe_key_of
 from mimo.recipe.source import dotted
 
 Modules = Mapping[str, Module]
 """By name, the modules of which this rank owns a part."""
-
-
-def _pieces(modules: Modules, purpose: Purpose, with_optimizer: bool = True) -> list[Piece]:
-    pieces: list[Piece] = []
-    for module in modules.values():
-        module.settle()
-        pieces += module.pieces(purpose, with_optimizer)
-    return pieces
 
 
 def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
@@ -60,16 +56,21 @@ def begin(modules: Modules, start: Start) -> Progress:
     return Progress(step=0, samples=0)
 
 
-def _load_weights(modules: Modules, checkpoint: Path) -> None:
-    """Load all weights. Adapters that the checkpoint lacks are new and keep their initial values.
+def _load_weights(modules: Modules, checkpoint: Path, average: bool = False) -> None:
+    """Load all weights, or their moving average where there is one.
 
-    New adapters add nothing before their first step, so the model is the one that was saved.
+    Adapters that the checkpoint lacks are new and keep their initial values. They add nothing
+    before their first step, so the model is the one that was saved.
     """
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
-    wanted = _pieces(modules, "load", with_optimizer=False)
-    read_pieces(checkpoint, stored, [p for p in wanted if p.key in stored or not is_adapter(p.key)])
+    keys = averages(stored) if average else {}
     for module in modules.values():
+        module.settle()
+        pieces = module.pieces("load", with_optimizer=False)
+        wanted = (replace(piece, key=keys.get(piece.key, piece.key)) for piece in pieces)
+        left = (p for p in wanted if p.key in stored or not is_adapter(p.key))
+        read_shared(checkpoint, stored, left, module.replicas)
         module.follow_weights()
 
 
@@ -94,24 +95,92 @@ def load_checkpoint(
 ) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
-    Without the optimizers, those of the model start afresh from the loaded weights.
-    average: the moving average of the weights in their place.
+    Without the optimizers, those of the model start afresh from the loaded weights. With them,
+    what the checkpoint has nothing for starts afresh, and rank 0 says so on the console: adapters
+    that are new, and the optimizer's state of weights that were frozen or had another optimizer.
+    average: without optimizers, the moving average of the weights in their place.
     Raises ValueError if the checkpoint does not fit the model.
     """
     progress = read_progress(checkpoint)
+    if not with_optimizer:
+        _load_weights(modules, checkpoint, average)
+        return progress
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
-    wanted = _pieces(modules, "load", with_optimizer)
-    if average:
-        keys = averages(stored)
-        wanted = [replace(piece, key=keys.get(piece.key, piece.key)) for piece in wanted]
-    read_pieces(checkpoint, stored, with_masters(wanted, stored))
-    for module in modules.values():
-        if with_optimizer:
-            module.set_steps(progress.updates)
-        else:
-            module.follow_weights()
+    facts: set[tuple[str, str]] = set()
+    for name, module in modules.items():
+        module.settle()
+        wanted = list(module.pieces("load", with_optimizer=True))
+        facts |= {(name, fact) for fact in _facts(wanted, stored)}
+        read_shared(checkpoint, stored, resumed(wanted, stored, progress.updates), module.replicas)
+    _say(facts, stored)
     return progress
+
+
+def _without_state(wanted: Iterable[Piece], stored: Collection[str]) -> set[str]:
+    """The parameters that need Adam's moments and find none."""
+    kinds = ((key, *kind_of(key)) for key in (piece.key for piece in wanted) if key not in stored)
+    return {parameter for _, kind, parameter in kinds if kind in MOMENTS}
+
+
+def resumed(wanted: Iterable[Piece], stored: Collection[str], step: int) -> list[Piece]:
+    """The wanted pieces to read; others stay as the model and its optimizer began.
+
+    step: updates of the run. An older checkpoint does not say how many each parameter has had.
+    """
+    wanted = list(with_masters(wanted, stored))
+    afresh = _without_state(wanted, stored)
+    found = []
+    for piece in wanted:
+        kind, parameter = kind_of(piece.key)
+        if kind in (STEP, *MOMENTS) and parameter in afresh:
+            continue
+        if kind == STEP and piece.key not in stored:
+            piece.values.fill_(step)
+        elif piece.key in stored or not (kind or is_adapter(parameter)):
+            found.append(piece)  # a weight that is missing will be named
+    return found
+
+
+_ADAPTERS, _AFRESH, _KEEPS = "new adapters", "fresh state", "keeps state"
+
+
+def _facts(wanted: Sequence[Piece], stored: Collection[str]) -> Iterator[str]:
+    """What this rank knows of how a module goes on."""
+    parameters = {kind_of(piece.key)[1] for piece in wanted}
+    if any(is_adapter(name) and name not in stored for name in parameters):
+        yield _ADAPTERS
+    if not all(map(is_adapter, _without_state(wanted, stored))):
+        yield _AFRESH
+    if any(kind_of(piece.key)[0] in MOMENTS for piece in wanted):
+        yield _KEEPS
+
+
+def _say(facts: set[tuple[str, str]], stored: Collection[str]) -> None:
+    """Print on rank 0 what is not as it was for a module; every rank of the world calls it."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, facts)
+    known = set[tuple[str, str]]().union(*of_ranks)
+    had = {kind_of(key)[1].partition(".")[0] for key in stored if kind_of(key)[0] in MOMENTS}
+    lines = {
+        f"{name}: the checkpoint lacks its adapters; they begin as drawn"
+        for name, fact in known
+        if fact == _ADAPTERS
+    } | {
+        f"{name}: weights that the checkpoint has no optimizer state of (they were frozen, or "
+        f"another optimizer trained them) begin with a fresh one, at its own step 0"
+        for name, fact in known
+        if fact == _AFRESH
+    }
+    lines |= {
+        f"{name}: its optimizer state in the checkpoint is left out: it is frozen now, or its "
+        f"optimizer keeps none"
+        for name in had
+        if (name, _KEEPS) not in known
+    }
+    if dist.get_rank() == 0:
+        for line in sorted(lines):
+            print(line, flush=True)
 
 
 def provided_names(start: Start) -> frozenset[str]:

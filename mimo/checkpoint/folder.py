@@ -14,7 +14,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from mimo.recipe.phases import PHASE_FOLDER
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "mimo checkpoint 1"
 _LATEST = "latest"
+_MOST_BYTES = 1 << 32
+"""Of a JSON file; an index has some 50 for each piece of a tensor."""
 _PROGRESS = "progress.json"
 _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
 
@@ -203,17 +206,16 @@ def _point_latest_to(checkpoint: Path) -> None:
     _sync_names(checkpoints)
 
 
-def _hide(checkpoint: Path) -> None:
-    """Make it no checkpoint any more, at once; `drop_old` removes it."""
+def _hide(checkpoint: Path) -> Path:
+    """Make it no checkpoint any more, at once; `drop_old` removes what is there then."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)  # half removed by a run that was killed
-    checkpoint.rename(hidden)
+    return checkpoint.rename(hidden)
 
 
 def _by_age(checkpoints: Path) -> list[Path]:
     """All checkpoints of a folder in the order in which they were written."""
-    found = [p for p in checkpoints.glob("step_*") if _STEP_FOLDER.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    return sorted(_by_step(checkpoints).values(), key=lambda path: path.stat().st_mtime)
 
 
 def to_remove(
@@ -285,6 +287,87 @@ def newest_checkpoint(path: Path) -> Path | None:
     return None
 
 
+def resumable(run_dir: Path) -> list[Path]:
+    """The checkpoints from which a run could go on, the best first; some may be damaged.
+
+    First what `latest` names, there or not; without a word of it the one written last. Then those
+    of fewer steps: others are of a run that was given up.
+    """
+    folder = run_dir / "checkpoints"
+    found = _by_step(folder)
+    best = folder / _named(folder)
+    if best == folder:
+        best = max(found.values(), key=lambda path: path.stat().st_mtime, default=folder)
+    if best == folder:
+        return []
+    step = int(best.name.removeprefix("step_"))
+    return [best, *(found[earlier] for earlier in sorted(found, reverse=True) if earlier < step)]
+
+
+def _named(checkpoints: Path) -> str:
+    """The checkpoint that `latest` names; empty if it says nothing of the kind."""
+    try:
+        name = (checkpoints / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+    return name if _STEP_FOLDER.fullmatch(name) else ""
+
+
+def go_back(checkpoint: Path, damaged: Iterable[Path]) -> None:
+    """Make a checkpoint the latest, and move better ones that are damaged out of the way.
+
+    Each becomes ``damaged_step_<n>``, so that it neither counts as one that is kept nor is lost.
+    One process calls it, with the run's lock. Raises InputError where nothing can be written.
+    """
+    checkpoints = checkpoint.parent
+    try:
+        for path in damaged:
+            aside = path.with_name(f"damaged_{path.name}")
+            if path.is_dir():
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        if not named_by_latest(checkpoint):
+            _point_latest_to(checkpoint)
+    except OSError as error:
+        raise InputError(f"{checkpoints}: cannot write there: {error}") from error
+
+
+def all_checkpoints(path: Path) -> list[Path]:
+    """Those of a run folder and its phases, by step; or of a ``checkpoints`` folder, or ``path``.
+
+    Damaged ones as well. Raises InputError if there are none.
+    """
+    if _STEP_FOLDER.fullmatch(path.name) or (path / _PROGRESS).is_file():
+        return [path]
+    found = [
+        checkpoint
+        for run in (path, *phase_folders(path).values())
+        for folder in (run, run / "checkpoints")
+        for checkpoint in sorted(_by_step(folder).items())
+    ]
+    if not found:
+        raise InputError(f"{path}: no checkpoint there; give a run folder or a checkpoint folder")
+    return [checkpoint for _, checkpoint in found]
+
+
+def _by_step(checkpoints: Path) -> dict[int, Path]:
+    return {
+        int(path.name.removeprefix("step_")): path
+        for path in checkpoints.glob("step_*")
+        if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()
+    }
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint; when that is interrupted, what is left of it looks like none."""
+    shutil.rmtree(_hide(checkpoint), ignore_errors=True)
+
+
+def named_by_latest(checkpoint: Path) -> bool:
+    """Whether `latest` beside a checkpoint names it."""
+    return _named(checkpoint.parent) == checkpoint.name
+
+
 def find_checkpoint(path: Path) -> Path:
     """Like `newest_checkpoint`. Raises InputError if there is none."""
     if (checkpoint := newest_checkpoint(path)) is not None:
@@ -295,21 +378,35 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
+def read_document(path: Path) -> Any:
+    """What a JSON file says, whoever wrote it. Raises ValueError or OSError."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError("it is a link or no file")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_progress(checkpoint: Path) -> Progress:
     """Where the run stood when ``checkpoint`` was written. Raises InputError if it is damaged."""
     try:
-        document = json.loads((checkpoint / _PROGRESS).read_text())
+        document = read_document(checkpoint / _PROGRESS)
         skipped = frozenset((source, sample) for source, sample in document.pop("skipped", ()))
         passed_over = tuple(document.pop("passed_over", ()))
         mixtures = tuple(_mixture(**given) for given in document.pop("mixtures", ()))
         progress = Progress(**document, skipped=skipped, passed_over=passed_over, mixtures=mixtures)
+        if type(progress.step) is not int or progress.step < 0:
+            raise ValueError(f"step {str(progress.step)[:80]!r} is no number of steps")
         positions = (-1, *passed_over, progress.used.end)
         if any(here >= after for here, after in itertools.pairwise(positions)):
             raise ValueError("passed_over is not ascending positions of used samples")
         firsts = (-1, *(mixture.first for mixture in mixtures), progress.used.end + 1)
         if any(here >= after for here, after in itertools.pairwise(firsts)):
             raise ValueError("mixtures do not begin one after another")
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(
             f"{checkpoint / _PROGRESS} is damaged ({error}); copy the checkpoint again"
         ) from error

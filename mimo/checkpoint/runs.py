@@ -9,9 +9,9 @@ from pathlib import Path
 from mimo.checkpoint.folder import (
     final_checkpoint,
     find_checkpoint,
-    newest_checkpoint,
     phase_folders,
     read_progress,
+    resumable,
 )
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.errors import InputError
@@ -55,17 +55,31 @@ class Run:
                 return "begins from scratch"
 
 
-def runs_to_do(
-    phased: PhasedRecipe, layouts: Sequence[Layout], resume: bool, resume_from: Path | None
-) -> list[Run]:
-    """The phases that are left, in order; found from the folders alone.
+def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> list[Path]:
+    """The checkpoints from which a job may go on, the best first; found from the folders alone.
 
-    layouts: of all phases. resume: continue the last phase that has a checkpoint, or begin the
-    next one if that phase is done; without any checkpoint, begin the first. resume_from: continue
-    the phase of this checkpoint; later phases run anew.
-    Raises InputError if that checkpoint does not exist, is damaged or belongs to no phase.
+    resume: those of the last phase that has any, then of phases before. resume_from: this one and
+    no other. Raises InputError if that does not exist.
     """
-    first, start = _first(phased, resume, resume_from)
+    if not resume and resume_from is None:
+        return []
+    _check_folders(phased)
+    if resume_from is not None:
+        return [find_checkpoint(resume_from)]
+    folders = (phased.run_dir, *reversed(phase_folders(phased.run_dir).values()))
+    return [checkpoint for folder in folders for checkpoint in resumable(folder)]
+
+
+def runs_to_do(
+    phased: PhasedRecipe, layouts: Sequence[Layout], checkpoint: Path | None
+) -> list[Run]:
+    """The phases that are left, in order.
+
+    layouts: of all phases. checkpoint: continue its phase, or begin the next one if that phase is
+    done; later phases run anew. None begins the first.
+    Raises InputError if the checkpoint is damaged or belongs to no phase.
+    """
+    first, start = _first(phased, checkpoint)
     runs: list[Run] = []
     for phase, layout in list(zip(phased.phases, layouts, strict=True))[first:]:
         runs.append(Run(phase, layout, start))
@@ -73,17 +87,10 @@ def runs_to_do(
     return runs
 
 
-def _first(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> tuple[int, Start]:
+def _first(phased: PhasedRecipe, checkpoint: Path | None) -> tuple[int, Start]:
     """The index of the phase to begin with, and where it begins."""
-    if not resume and resume_from is None:
+    if checkpoint is None:
         return 0, FromScratch()
-    _check_folders(phased)
-    if resume_from is None:
-        checkpoint = newest_checkpoint(phased.run_dir)
-        if checkpoint is None:
-            return 0, FromScratch()
-    else:
-        checkpoint = find_checkpoint(resume_from)
     progress = read_progress(checkpoint)
     if not phased.has_phases:
         return 0, Resume(checkpoint)

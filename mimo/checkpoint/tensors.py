@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.folder import Sum, naming, write_synced
+from mimo.checkpoint.folder import Sum, naming, read_document, write_synced
+from mimo.checkpoint.reading import read_pieces
 from mimo.engines.piece import EMA, Piece, key_of
 from mimo.errors import InputError
 
@@ -206,18 +208,16 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     Raises InputError for one without an index, with an index of another version, or with one whose
     pieces are not whole tensors in files of this folder.
     """
-    try:
-        text = (folder / _INDEX).read_bytes()
-    except FileNotFoundError as error:
+    if not (folder / _INDEX).exists():
         if (folder / ".metadata").exists():
             raise InputError(
                 f"checkpoint {folder}: it was written by a former version, in Megatron's format, "
                 f"which is not read any more; export it with `mimo convert to-hf` of the version "
                 f"that wrote it and start from that folder (init_from)"
-            ) from error
-        raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again") from error
+            )
+        raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again")
     try:
-        document = json.loads(text)
+        document = read_document(folder / _INDEX)
         if document.get("format") != _FORMAT:
             raise InputError(
                 f"checkpoint {folder}: {_INDEX} has format {document.get('format')!r}, this "
@@ -243,7 +243,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 def _check(folder: Path, index: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError, TypeError or OSError if the index is not one of files in this folder."""
-    ends: dict[str, int] = {}
+    used: dict[str, list[tuple[int, int]]] = {}
     for key, tensor in index.items():
         if not tensor.shape or any(type(size) is not int or size < 1 for size in tensor.shape):
             raise ValueError(f"{key} has shape {tensor.shape}")
@@ -252,102 +252,19 @@ def _check(folder: Path, index: Mapping[str, StoredTensor]) -> None:
             if not _FILE.fullmatch(name) or any(type(n) is not int or n < 0 for n in numbers):
                 raise ValueError(f"{key} has a piece {name!r}, {numbers}")
             end = piece.begin + piece.rows * piece.columns * tensor.dtype.itemsize
-            ends[name] = max(end, ends.get(name, 0))
+            if end > piece.begin:
+                used.setdefault(name, []).append((piece.begin, end))
         if gap := _gap(tensor):
             raise ValueError(f"{key}: {gap}")
-    for name, end in ends.items():
-        if (size := (folder / name).stat().st_size) < end:
-            raise ValueError(f"{name} has {size} bytes, not {end}")
-
-
-def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Sequence[Piece]) -> int:
-    """Fill the values of every wanted piece, in whatever dtype they have; the bytes read.
-
-    Beside the tensors, about `_CHUNK_BYTES` of memory are used.
-    Raises InputError for a tensor that is missing or has another shape, and for a damaged file.
-    """
-    reads: list[tuple[Stored, Piece]] = []
-    for piece in wanted:
-        tensor = index.get(piece.key)
-        if tensor is None:
-            raise InputError(f"checkpoint {folder}: {piece.key} is missing")
-        if tensor.matrix != _matrix(piece.shape):
-            raise InputError(f"checkpoint {folder}: {_difference(piece, tensor)}")
-        reads += [(stored, piece) for stored in tensor.pieces if _overlap(stored, piece)]
-    reads.sort(key=lambda pair: (pair[0].file, pair[0].begin))
-    num_bytes = 0
-    for name, of_file in itertools.groupby(reads, key=lambda pair: pair[0].file):
-        with _opened(folder, name) as file:
-            for stored, piece in of_file:
-                num_bytes += _read(file, stored, piece, index[piece.key].dtype)
-    return num_bytes
-
-
-def _difference(piece: Piece, tensor: StoredTensor) -> str:
-    """In words, for tensors that are not of the same size."""
-    (rows, columns), (own_rows, own_columns) = tensor.matrix, _matrix(piece.shape)
-    if columns == own_columns:
-        return (
-            f"{piece.key} has {rows} rows, but the model has {own_rows}; give the sizes of its "
-            f"training (for a vocabulary: the tokenizer, language.model.vocab_size and "
-            f"language.model.vocab_multiple)"
-        )
-    return (
-        f"{piece.key} is {list(tensor.shape)}, but the model's is {list(piece.shape)}; give the "
-        f"sizes of its training"
-    )
-
-
-def _opened(folder: Path, name: str) -> Any:
-    try:
-        return (folder / name).open("rb", buffering=0)
-    except OSError as error:
-        raise InputError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
-
-
-def _overlap(stored: Stored, piece: Piece) -> tuple[range, range] | None:
-    """The rows and columns of the whole tensor that both have; None without any."""
-    rows, columns = piece.values.shape
-    both = (
-        range(max(stored.row, piece.row), min(stored.row + stored.rows, piece.row + rows)),
-        range(
-            max(stored.column, piece.column),
-            min(stored.column + stored.columns, piece.column + columns),
-        ),
-    )
-    return both if all(both) else None
-
-
-def _read(file: Any, stored: Stored, piece: Piece, dtype: torch.dtype) -> int:
-    """Copy what both have of a tensor from a file; the bytes read."""
-    overlap = _overlap(stored, piece)
-    assert overlap is not None
-    rows, columns = overlap
-    width = len(columns)
-    at_once = max(1, _CHUNK_BYTES // (width * dtype.itemsize))
-    buffer = torch.empty(min(at_once, len(rows)), width, dtype=dtype)
-    left = columns.start - piece.column
-    for first in range(rows.start, rows.stop, at_once):
-        part = buffer[: min(at_once, rows.stop - first)]
-        # Whole rows lie one after the other; of cut ones each is read alone.
-        runs = [part] if width == stored.columns else list(part.split(1))
-        for number, run in enumerate(runs):
-            skipped = (first + number - stored.row) * stored.columns
-            skipped += columns.start - stored.column
-            _fill(file, stored.begin + skipped * dtype.itemsize, run)
-        top = first - piece.row
-        piece.values[top : top + len(part), left : left + width].copy_(part)
-    return len(rows) * width * dtype.itemsize
-
-
-def _fill(file: Any, begin: int, target: Tensor) -> None:
-    """Read a contiguous tensor from byte ``begin`` on. Raises InputError where the file ends."""
-    left = memoryview(target.view(-1).view(torch.uint8).numpy())
-    while left:
-        count = os.preadv(file.fileno(), [left], begin)
-        if count <= 0:
-            raise InputError(f"checkpoint {file.name}: the file is cut off; copy it again")
-        left, begin = left[count:], begin + count
+    for name, stretches in used.items():
+        found, end = (folder / name).lstat(), max(end for _, end in stretches)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{name} is a link or no file")
+        if found.st_size < end:
+            raise ValueError(f"{name} has {found.st_size} bytes, not {end}")
+        # Else a small file could claim to be tensors that fill any memory.
+        if any(one[1] > other[0] for one, other in itertools.pairwise(sorted(stretches))):
+            raise ValueError(f"{name} has bytes that belong to several tensors")
 
 
 def averages(stored: Collection[str]) -> dict[str, str]:

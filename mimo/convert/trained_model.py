@@ -16,12 +16,14 @@ from torch import Tensor
 from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.assets import ASSETS, recipe_of
 from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.integrity import problems_of, refuse
 from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight
 from mimo.families.lora import adapter_names, adapter_shapes, is_adapter, merged_weight
 from mimo.hf.architectures import Architecture
 from mimo.hf.folder import shards_of
 from mimo.hf.recipes import architecture_of_folder
+from mimo.progress import progress_of
 from mimo.recipe.modules import LoRA
 from mimo.recipe.schema import Recipe
 
@@ -127,6 +129,8 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
     every tensor that is missing, unknown or has another shape.
     """
     checkpoint = find_checkpoint(run)
+    with progress_of("verifying") as progress:
+        refuse(checkpoint, problems_of(checkpoint, progress))
     recipe = recipe_of(checkpoint)
     assets = checkpoint / ASSETS
     if recipe.init_from is None or not (assets / "config.json").is_file():

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mimo.engines.piece import Piece
 
@@ -64,6 +65,11 @@ class Module(Protocol):
     @property
     def learns(self) -> bool:
         """Whether this rank has weights to update."""
+        ...
+
+    @property
+    def replicas(self) -> ProcessGroup | None:
+        """The ranks whose weights are equal to this rank's; None where it is alone."""
         ...
 
     @property
@@ -166,7 +172,8 @@ class Module(Protocol):
         """The pieces that this rank writes, or those that it wants. No collective.
 
         Keys are ``<module>.<parameter>``, and `mimo.engines.piece.key_of` what an optimizer keeps
-        of it: its moments, master weights and moving average.
+        of it: its moments, master weights and moving average. Before anything
+        is read into them, an optimizer's are those of one that has done no update.
         """
         ...
 
@@ -176,8 +183,4 @@ class Module(Protocol):
 
     def follow_weights(self) -> None:
         """Refresh what the optimizer keeps of weights that were just loaded."""
-        ...
-
-    def set_steps(self, step: int) -> None:
-        """Tell an optimizer whose state was loaded that it has done ``step`` updates."""
         ...

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mimo.device import has_gpu
-from mimo.engines.piece import EMA
+from mimo.engines.piece import EMA, MOMENTS, STEP
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _SLICE_BYTES = 1 << 26
 """How much of the weights is copied at a time to measure their change."""
 
@@ -73,10 +72,10 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
         return
     for param in _params(optimizer):
         state = optimizer.state[param]
-        if "step" not in state:
+        if STEP not in state:
             # A fused update counts steps on the device.
-            state["step"] = torch.zeros((), device=param.device if has_gpu() else None)
-            state |= {kind: torch.zeros_like(param) for kind in _MOMENTS}
+            state[STEP] = torch.zeros((), device=param.device if has_gpu() else None)
+            state |= {kind: torch.zeros_like(param) for kind in MOMENTS}
 
 
 def kept(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
@@ -85,15 +84,12 @@ def kept(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
     The tensors are the optimizer's, so writing to them changes it.
     """
     state = optimizer.state[param]
-    return {kind: state[kind].detach() for kind in (*_MOMENTS, EMA) if kind in state}
+    return {kind: state[kind].detach() for kind in (*MOMENTS, EMA) if kind in state}
 
 
-def set_steps(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Tell an optimizer whose tensors were loaded that it has done ``step`` updates."""
-    for state in optimizer.state.values():
-        # One tensor each: a shared one would be advanced once per parameter.
-        if "step" in state:
-            state["step"] = torch.full_like(state["step"], step)
+def step_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor | None:
+    """How many updates Adam has done of a tensor, (), in its own memory; None without Adam."""
+    return optimizer.state[param].get(STEP)
 
 
 # ------------------------------------------------------------------ moving average

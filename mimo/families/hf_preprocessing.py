@@ -55,7 +55,8 @@ def processor_class(folder: str | Path) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    return PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(str(folder), local_files_only=True))]
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    return PROCESSOR_MAPPING[type(config)]
 
 
 def image_defaults_of_processor(folder: Path) -> Config:
@@ -76,7 +77,7 @@ def _effective_image(folder: Path) -> dict[str, Any]:
 
     try:
         processor: Any = AutoImageProcessor.from_pretrained(
-            str(folder), local_files_only=True, backend="pil"
+            str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(

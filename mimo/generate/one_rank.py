@@ -21,6 +21,7 @@ from data.batch import PackedLane
 from mimo.checkpoint.assets import recipe_of, with_configuration
 from mimo.checkpoint.contents import load_checkpoint, provided_names
 from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.integrity import refuse, wrong_sizes
 from mimo.checkpoint.start import FromWeights
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.engines.megatron.segments import PackedSegments
@@ -92,13 +93,14 @@ class LocalModel:
         """Load a run's or a checkpoint's weights, or their moving average, whoever wrote them.
 
         Makes this process a world of one rank, unless it is already part of a world. Raises
-        InputError if there is no checkpoint or too little memory, ValueError if the checkpoint does
-        not fit its recipe.
+        InputError if there is no checkpoint, files are missing or too short, or there is too little
+        memory, ValueError if the checkpoint does not fit its recipe.
         """
         if not dist.is_initialized():
             # In memory: a world of one rank has nobody to meet, so it leaves no file.
             initialize_distributed(0, 1, HashStore(), timeout_seconds=60)
         checkpoint = find_checkpoint(path)
+        refuse(checkpoint, wrong_sizes(checkpoint))
         recipe = with_configuration(recipe_of(checkpoint), checkpoint)
         alone = one_rank_recipe(recipe, freeze=True)
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())

@@ -17,7 +17,7 @@ def load_processor(directory: str | Path) -> Any:
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    where: dict[str, Any] = {"local_files_only": True}
+    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     where["pretrained_model_name_or_path"] = str(directory)
     base = processor_class(directory)
 

@@ -86,6 +86,17 @@ class Meeting:
         self.from_rank_0(shares)
         return pickle.loads(bytes.fromhex(self._words.get(f"{name} {self._rank}").decode()))
 
+    def collect(self, words: str) -> list[str]:
+        """The words of every rank, by rank; each calls it. As `from_rank_0`."""
+        keys = [f"words {self._rounds} {rank}" for rank in range(self._size)]
+        self._words.set(keys[self._rank], words)
+
+        def all_words() -> list[str]:
+            self._wait(keys, self._timeout)
+            return [self._words.get(key).decode() for key in keys]
+
+        return self.from_rank_0(all_words)
+
     def _check_problems(self, name: str) -> None:
         """Raise InputError with the problems of all ranks, and the ranks that did not join."""
         keys, ranks_of = [f"{name} {rank}" for rank in range(self._size)], dict[str, list[int]]()

@@ -8,15 +8,30 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.assets import recipe_of
-from mimo.checkpoint.folder import final_checkpoint, latest_checkpoint, newest_checkpoint
-from mimo.checkpoint.runs import Run, runs_to_do
+from mimo.checkpoint.folder import (
+    final_checkpoint,
+    go_back,
+    latest_checkpoint,
+    named_by_latest,
+    newest_checkpoint,
+)
+from mimo.checkpoint.integrity import (
+    Choice,
+    Listed,
+    choose,
+    dealt,
+    listed_files,
+    wrong_checksums,
+    wrong_sizes,
+)
+from mimo.checkpoint.runs import Run, candidates, runs_to_do
 from mimo.checkpoint.start import FromScratch, Resume
-from mimo.checkpoint.tensors import read_index
 from mimo.device import choose_before_fork
 from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.hf.initial import initial_weights
@@ -30,10 +45,11 @@ from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
+from mimo.train.incidents import record
 from mimo.train.loggers import check_loggers
 from mimo.train.presence import say_killed
 from mimo.train.restarts import check_again, failure_of, has_begun, say_begun, say_restart
-from mimo.train.run_folder import check_run_dir, go_back, make_run_dirs, naming
+from mimo.train.run_folder import check_run_dir, make_run_dirs, naming, set_latest
 from mimo.train.run_lock import keep_lock, run_lock
 
 if TYPE_CHECKING:
@@ -114,40 +130,68 @@ class Job:
     resume: bool = False
     resume_from: Path | None = None
 
-    def begin(self) -> list[Run]:
+    def candidates(self) -> list[Path]:
+        """The checkpoints from which it may go on, the best first. Raises InputError."""
+        return candidates(self.phased, self.resume, self.resume_from)
+
+    def begin(self, choice: Choice | None = None) -> list[Run]:
         """Make the folders of the runs to do; called by the one process that holds the run's lock.
 
-        Returns these runs.
+        choice: among `candidates`; None to make it here. Returns these runs.
         """
-        runs = runs_to_do(self.phased, self.layouts, self.resume, self.resume_from)
+        if choice is None:
+            choice = choose(self.candidates())
+        runs = runs_to_do(self.phased, self.layouts, choice.checkpoint)
         # So that a wrong folder is named before any rank reads; later runs follow from the first.
         first = runs[0]
         if isinstance(first.start, FromScratch):
             initial_weights(first.recipe)
-        else:
-            read_index(first.start.checkpoint)
         with naming(self.phased.run_dir):
+            if self.resume and choice.checkpoint is not None:
+                if not choice.damaged and not named_by_latest(choice.checkpoint):
+                    print(f"`latest` names no checkpoint: {choice.checkpoint} was written last")
+                go_back(choice.checkpoint, choice.damaged)
             make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
+        _tell_choice(choice, first.recipe.run_dir)
         if isinstance(first.start, Resume):
             if self.resume_from is not None:
-                go_back(first.recipe.run_dir, first.start.checkpoint)
+                set_latest(first.recipe.run_dir, first.start.checkpoint)
             _say_what_differs(first.recipe, first.start.checkpoint)
         return runs
 
-    def begin_again(self, most: int, cause: str = "", rank: int | None = None) -> list[Run]:
-        """As `begin`, after the ranks that began have failed: go on from the last checkpoint.
+    def again(self) -> Job:
+        """The same after its ranks have failed: from the last checkpoint, if there is any."""
+        has_any = newest_checkpoint(self.phased.run_dir) is not None
+        return replace(self, resume=True, resume_from=None if has_any else self.resume_from)
 
-        Without any, from where the job began. most: restarts of the job. cause, rank: if known.
+    def begin_again(
+        self, most: int, cause: str = "", rank: int | None = None, choice: Choice | None = None
+    ) -> list[Run]:
+        """As `begin`, after the ranks that began have failed.
+
+        most: restarts of the job. cause, rank: if known. choice: among the candidates of `again`.
         Raises NotRestarted where that would be in vain.
         """
-        has_any = newest_checkpoint(self.phased.run_dir) is not None
-        again = replace(self, resume=True, resume_from=None if has_any else self.resume_from)
-        runs = runs_to_do(self.phased, self.layouts, True, again.resume_from)
-        run_dir = runs[0].recipe.run_dir
+        again = self.again()
+        choice = choice or choose(again.candidates())
+        run_dir = runs_to_do(self.phased, self.layouts, choice.checkpoint)[0].recipe.run_dir
         failure = failure_of(run_dir, cause, rank)
         check_again(run_dir, failure)
         say_restart(run_dir, failure, most)
-        return again.begin()
+        return again.begin(choice)
+
+
+def _tell_choice(choice: Choice, run_dir: Path) -> None:
+    """Say what is wrong with checkpoints that were passed over, also to the run's incidents."""
+    for path, problems in choice.damaged.items():
+        text = (
+            f"checkpoint {path} is damaged and was passed over: {'; '.join(problems)}; the run "
+            f"goes on from {choice.checkpoint}"
+        )
+        print(text, flush=True)
+        record(run_dir, "checkpoint", text, checkpoint=str(path), problems=[*problems])
+    if choice.checkpoint is not None and listed_files(choice.checkpoint) is None:
+        print(f"{choice.checkpoint} has no checksums: nothing could be verified", flush=True)
 
 
 def _say_what_differs(recipe: Recipe, checkpoint: Path) -> None:
@@ -220,13 +264,18 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
     meeting = Meeting(environment, max(timeouts, default=_MEETING_SECONDS))
     with ExitStack() as stack:
 
-        def begin() -> list[Run]:
+        def lock() -> list[Path]:
             assert job is not None, "a rank without a job has a problem"
             run_dir, restart = job.phased.run_dir, environment.restart
             stack.enter_context(run_lock(run_dir, _LOCK_SECONDS if restart else 0.0))
-            if has_begun(run_dir, restart):
-                return job.begin_again(environment.max_restarts)
-            runs = job.begin()
+            return (job.again() if has_begun(run_dir, restart) else job).candidates()
+
+        def begin() -> list[Run]:
+            assert job is not None, "a rank without a job has a problem"
+            run_dir = job.phased.run_dir
+            if has_begun(run_dir, environment.restart):
+                return job.begin_again(environment.max_restarts, choice=choice)
+            runs = job.begin(choice)
             say_begun(run_dir)
             return runs
 
@@ -234,11 +283,40 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
             meeting.agree(problem)
             assert job is not None, "all ranks end where one has a problem"
             _index_together(job, meeting, environment.world_size)
+            choice = _choose_together(meeting.from_rank_0(lock), meeting, environment)
             runs = meeting.from_rank_0(begin)
         except Refused as refused:
             return refused.exit_code
         keep_lock(job.phased.run_dir)
         return _train_in_place(runs, meeting, began)
+
+
+def _choose_together(candidates: Sequence[Path], meeting: Meeting, environment: RankEnv) -> Choice:
+    """The first good one of checkpoints, each rank having read its share of the files.
+
+    Raises Refused on all ranks if there is none but bad ones.
+    """
+
+    def deal(checkpoint: Path) -> list[tuple[list[str], list[Listed]]]:
+        problems = wrong_sizes(checkpoint)
+        files = [] if problems else listed_files(checkpoint) or []
+        return [(problems, own) for own in dealt(files, environment.world_size)]
+
+    def problems(checkpoint: Path) -> list[str]:
+        known, own = meeting.deal(partial(deal, checkpoint))
+        if not known:
+            known = wrong_checksums(checkpoint, own, lambda _: meeting.get_on())
+            found = meeting.collect("\n".join(known))
+            known = [line for lines in found for line in lines.splitlines()]
+        return known
+
+    choice, refusal = Choice(), ""
+    try:
+        choice = choose(candidates, problems)
+    except InputError as error:  # the same on all ranks
+        refusal = str(error)
+    meeting.agree(refusal)
+    return choice
 
 
 def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
@@ -254,11 +332,11 @@ def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
             [task for task in own if files.setdefault(task.file, number) == number]
             for number, own in enumerate(job.phased.each(tasks_of))
         ]
-        dealt = [shares(own, num_ranks) for own in tasks]
+        per_task = [shares(own, num_ranks) for own in tasks]
         num = sum(map(len, tasks))
         if num:
             print(f"{num} shards are not indexed yet; the ranks do it, each its share", flush=True)
-        return [[*enumerate(own[rank] for own in dealt)] for rank in range(num_ranks)]
+        return [[*enumerate(own[rank] for own in per_task)] for rank in range(num_ranks)]
 
     problems = []
     for number, tasks in meeting.deal(deal):

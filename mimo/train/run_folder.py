@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mimo.checkpoint.folder import latest_checkpoint
+from mimo.checkpoint.folder import resumable
 from mimo.checkpoint.runs import Run
 from mimo.checkpoint.start import FromScratch
 from mimo.errors import RecipeError
@@ -63,7 +63,7 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
         phased.run_dir.mkdir(parents=True, exist_ok=True)
         (phased.run_dir / "recipe.yaml").write_text(phased.to_yaml())
     for run in runs:
-        has_nothing = resumes and latest_checkpoint(run.recipe.run_dir) is None
+        has_nothing = resumes and not resumable(run.recipe.run_dir)
         make_run_dir(run.recipe, resumes=run.resumes or has_nothing)
     if resumes and isinstance(runs[0].start, FromScratch):
         print(f"no checkpoint in {phased.run_dir} yet: starting anew")
@@ -72,7 +72,7 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
     print(f"run folder: {phased.run_dir}", flush=True)
 
 
-def go_back(run_dir: Path, checkpoint: Path) -> None:
+def set_latest(run_dir: Path, checkpoint: Path) -> None:
     """Let a run that continues from ``checkpoint`` not continue from a later one of its folder."""
     latest = run_dir / "checkpoints" / "latest"
     if checkpoint.resolve().parent == latest.parent.resolve():

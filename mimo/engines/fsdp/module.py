@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Purpose
-from mimo.engines.fsdp.context import FsdpContext, Wrapper
+from mimo.engines.fsdp.context import DP_REPLICATE, FsdpContext, Wrapper
 from mimo.engines.fsdp.pieces import Names
 from mimo.engines.fsdp.sharding import (
     Held,
@@ -33,12 +33,12 @@ from mimo.engines.optimizer import (
     fill_state,
     kept,
     restart_average,
-    set_steps,
     squared_norm,
     start_average,
+    step_of,
     torch_optimizer,
 )
-from mimo.engines.piece import MASTER, Piece, key_of
+from mimo.engines.piece import MASTER, STEP, Piece, key_of
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,11 @@ class FsdpModule:
             local = nn.Parameter(local_part(param))
         own, is_summed = held(param, self.ctx.mesh), name in wrapper.sums_over_tp
         return _Parameter(wrapper.hf_names[name], param, own, local, is_summed)
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Those of its part, not of the whole: ranks that share out a copy have nothing equal."""
+        return None if self.ctx.mesh is None else self.ctx.mesh[DP_REPLICATE].get_group()
 
     @property
     def sequence_parts(self) -> int:
@@ -259,6 +264,17 @@ class FsdpModule:
             yield from self._named(one, local_part(one.whole), kind)
             for kind, tensor in state.items():
                 yield from self._named(one, tensor, kind)
+            if state:
+                yield from self._steps(one, purpose)
+
+    def _steps(self, one: _Parameter, purpose: Purpose) -> Iterator[Piece]:
+        """Of each tensor of the format that a parameter is part of; its first rows write it."""
+        assert self._optimizer is not None and one.local is not None
+        if (step := step_of(self._optimizer, one.local)) is None:
+            return
+        for piece in self._named(one, local_part(one.whole), STEP):
+            if purpose == "load" or piece.row == piece.column == 0:
+                yield replace(piece, shape=(1,), row=0, column=0, values=step.view(1, 1))
 
     def _named(self, one: _Parameter, local: Tensor, kind: str | None = None) -> Iterator[Piece]:
         """The pieces of a tensor that is cut like a parameter; without a kind, of itself."""
@@ -275,8 +291,3 @@ class FsdpModule:
         """The optimizer works on the weights themselves; its moving average begins with them."""
         if self._optimizer is not None:
             restart_average(self._optimizer)
-
-    def set_steps(self, step: int) -> None:
-        """Tell the optimizer how many updates its state has seen."""
-        if self._optimizer is not None:
-            set_steps(self._optimizer, step)

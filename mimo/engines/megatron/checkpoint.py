@@ -17,7 +17,7 @@ from mimo.engines.megatron.cut import Cut
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.initialize import global_name, stored_name
 from mimo.engines.megatron.optimizer_state import share_of
-from mimo.engines.piece import Piece, key_of
+from mimo.engines.piece import STEP, Piece, key_of
 
 _SHARED_BYTES = 1 << 20
 """Replicas share the writing of larger parameters; smaller ones are written by one of them each."""
@@ -53,6 +53,9 @@ def module_pieces(
         part = own if share.is_replicated else (share.start, share.end)
         for kind, tensor in share.tensors.items():
             yield from _pieces(key_of(kind, key), shape, cut, tensor, share.start, part)
+        is_first = part[0] == 0 < part[1] and groups.tp.rank() == 0
+        if share.step is not None and (purpose == "load" or is_first):
+            yield Piece(key_of(STEP, key), (1,), 0, 0, share.step.view(1, 1))
 
 
 def gradient_pieces(

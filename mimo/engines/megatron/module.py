@@ -34,7 +34,6 @@ from mimo.engines.megatron.schedule import (
     run_schedule,
     sum_losses,
 )
-from mimo.engines.optimizer import set_steps
 from mimo.engines.piece import Piece
 
 
@@ -61,6 +60,11 @@ class MegatronModule:
     def learns(self) -> bool:
         """Whether this rank has weights to update."""
         return self.optimizer is not None
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """Its lanes, and the ranks that share out a lane's sequences."""
+        return self.groups.dp_cp
 
     @property
     def sequence_parts(self) -> int:
@@ -190,11 +194,6 @@ class MegatronModule:
         """Refresh master copies of weights that were just loaded."""
         if self.optimizer is not None:
             follow_weights(self.optimizer)
-
-    def set_steps(self, step: int) -> None:
-        """Tell the optimizer how many updates its state has seen."""
-        if self.optimizer is not None and self.optimizer.optimizer is not None:
-            set_steps(self.optimizer.optimizer, step)
 
     def _gather_gradients(self) -> None:
         for chunk in self.chunks:

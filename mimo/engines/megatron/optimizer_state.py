@@ -15,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from mimo.engines.optimizer import kept
+from mimo.engines.optimizer import kept, step_of
 from mimo.engines.piece import MASTER
 
 
@@ -28,17 +28,19 @@ class Share:
         16-bit parameter, and its moving average if there is one. They are the optimizer's, so
         writing to them changes it.
     is_replicated: whether every data-parallel rank holds the same.
+    step: (), how many updates Adam has done; None without moments.
     """
 
     start: int
     end: int
     tensors: dict[str, Tensor]
     is_replicated: bool
+    step: Tensor | None = None
 
 
-def _kept(optimizer: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
+def _kept(optimizer: MegatronOptimizer, main: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
     assert optimizer.optimizer is not None, "a module that trains has parameters"
-    return kept(optimizer.optimizer, main)
+    return kept(optimizer.optimizer, main), step_of(optimizer.optimizer, main)
 
 
 def share_of(optimizer: MegatronOptimizer, param: Tensor) -> Share:
@@ -46,10 +48,10 @@ def share_of(optimizer: MegatronOptimizer, param: Tensor) -> Share:
     if isinstance(optimizer, DistributedOptimizer):
         return _distributed_share(optimizer, param)
     main = getattr(param, "main_param", None)
-    tensors = _kept(optimizer, param if main is None else main)
+    tensors, step = _kept(optimizer, param if main is None else main)
     if main is not None:
         tensors[MASTER] = main.detach()
-    return Share(0, param.numel(), tensors, is_replicated=True)
+    return Share(0, param.numel(), tensors, is_replicated=True, step=step)
 
 
 def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
@@ -58,7 +60,7 @@ def _distributed_share(optimizer: DistributedOptimizer, param: Tensor) -> Share:
     group, order = optimizer.model_param_group_index_map[param]
     main = optimizer.optimizer.param_groups[group]["params"][order]
     place = optimizer._get_model_param_range_map(cast("Any", param))["param"]
-    tensors = _kept(optimizer, main)
+    tensors, step = _kept(optimizer, main)
     if param.dtype != torch.float32:
         tensors[MASTER] = main.detach()
-    return Share(place.start, place.end, tensors, is_replicated=False)
+    return Share(place.start, place.end, tensors, is_replicated=False, step=step)

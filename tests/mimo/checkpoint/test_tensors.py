@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mimo.checkpoint import tensors
+from mimo.checkpoint import reading, tensors
 from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
@@ -76,7 +76,8 @@ def test_any_cut_is_read_in_any_other_and_nothing_beside_it(
 def test_pieces_larger_than_a_chunk_are_read_in_any_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensors, "_CHUNK_BYTES", 64)  # 16 numbers: a row and a half
+    for module in (tensors, reading):
+        monkeypatch.setattr(module, "_CHUNK_BYTES", 64)  # 16 numbers: a row and a half
     for saved in CUTS:
         folder = tmp_path / saved
         folder.mkdir()

@@ -22,6 +22,7 @@ from mimo.launch.ranks import RENDEZVOUS, run_on_cpu
 from mimo.train.run_lock import run_lock
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.mimo.checkpoint.manifests import flip_bit, write_manifest
 from tests.mimo.runs import corrupt, metrics
 
 RANKS = 3
@@ -88,6 +89,21 @@ def train_noting_shards(port: int, folder: Path, arguments: list[str]) -> int:
         return index_shard(task, *rest)
 
     build.index_shard = noted
+    return train(port, folder, arguments)
+
+
+def train_noting_checksums(port: int, folder: Path, arguments: list[str]) -> int:
+    """Like `train`; the names of the files that the rank verifies go to `verified_<rank>`."""
+    from mimo.train import main
+
+    file, verify = folder / f"verified_{os.environ['RANK']}", main.wrong_checksums
+
+    def noted(checkpoint: Path, files: list[Any], *rest: Any) -> list[str]:
+        with file.open("a") as lines:
+            lines.writelines(f"{Path(one.name).name}\n" for one in files)
+        return verify(checkpoint, files, *rest)
+
+    main.wrong_checksums = noted
     return train(port, folder, arguments)
 
 
@@ -343,3 +359,29 @@ def test_ranks_that_do_not_come_are_named_within_the_time(tmp_path: Path) -> Non
     with (tmp_path / "err").open("w") as file, redirect_stderr(file), pytest.raises(Refused):
         Meeting(environment, timeout_seconds=0.3).agree("")
     assert (tmp_path / "err").read_text() == "ranks 1, 2: did not join within 0.3 s\n"
+
+
+def test_ranks_verify_a_checkpoint_each_its_share_and_go_back_together(
+    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+) -> None:
+    settings = ["train.steps=2", "train.save_every=1"]
+    assert trained(*settings)[0] == [0] * RANKS
+    checkpoints = recipe.parent / "runs" / "tiny" / "checkpoints"
+    for step in (1, 2):
+        write_manifest(checkpoints / f"step_{step}")
+    flip_bit(checkpoints / "step_2" / "tensors_1.safetensors")
+    codes, printed = trained("--resume-from", str(checkpoints / "step_2"), *settings)
+    assert codes == [2] * RANKS
+    assert printed[0].startswith(f"{checkpoints / 'step_2'} is damaged: tensors_1.safetensors has")
+    assert printed[1:] == ["", ""]
+
+    codes, printed = trained("--resume", *settings, target=train_noting_checksums)
+    assert codes == [0] * RANKS
+    assert f"the run continues from {checkpoints / 'step_1'}\n" in printed[0]
+    assert "step_2 is damaged and was passed over: tensors_1.safetensors has" in printed[0]
+    assert [line["step"] for line in metrics(recipe)] == [0, 1]
+    read = [(recipe.parent / f"verified_{rank}").read_text().split() for rank in range(RANKS)]
+    assert all(read)
+    files = (path for path in (checkpoints / "step_1").rglob("*") if path.is_file())
+    once = sorted(path.name for path in files if path.name != "manifest.json")
+    assert sorted(name for own in read for name in own) == sorted(2 * once), "of both checkpoints"

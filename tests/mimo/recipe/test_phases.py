@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mimo.checkpoint.folder import Progress, find_checkpoint, publish
-from mimo.checkpoint.runs import Run, runs_to_do
+from mimo.checkpoint.runs import Run, candidates, runs_to_do
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume
 from mimo.errors import InputError, RecipeError
 from mimo.hf.recipes import load_phases, load_recipe
@@ -294,7 +294,8 @@ def phased(path: Path) -> PhasedRecipe:
 
 def left(phased: PhasedRecipe, resume: bool = False, resume_from: Path | None = None) -> list[Run]:
     layouts = phased.each(lambda recipe: check_recipe(recipe, None))
-    return runs_to_do(phased, layouts, resume, resume_from)
+    found = candidates(phased, resume, resume_from)
+    return runs_to_do(phased, layouts, found[0] if found else None)
 
 
 def write_checkpoint(phased: PhasedRecipe, phase: int, step: int) -> Path:

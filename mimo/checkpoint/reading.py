@@ -1,0 +1,164 @@
+"""Reading pieces of tensors: what of which file, into memory, in whatever dtype that has."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mimo.engines.piece import Piece
+from mimo.errors import InputError
+
+if TYPE_CHECKING:
+    from mimo.checkpoint.tensors import Stored, StoredTensor
+
+_CHUNK_BYTES = 1 << 22
+"""Bytes that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of what a rectangle in a file and one that is wanted have in common.
+
+    rows, columns: in the whole tensor. targets: all pieces here that want that rectangle.
+    """
+
+    stored: Stored
+    dtype: torch.dtype
+    rows: range
+    columns: range
+    targets: Sequence[Piece]
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return len(self.rows) * len(self.columns) * self.dtype.itemsize
+
+    def read(self, file: Any, raw: Tensor) -> None:
+        """Into raw (num_bytes,) uint8 on the host. Raises InputError where the file ends."""
+        stored, size = self.stored, self.dtype.itemsize
+        skipped = (self.rows.start - stored.row) * stored.columns
+        begin = stored.begin + (skipped + self.columns.start - stored.column) * size
+        # Whole rows lie one after the other; of cut ones each is read alone.
+        cut = len(self.columns) < stored.columns
+        for number, run in enumerate(raw.split(len(self.columns) * size) if cut else [raw]):
+            _fill(file, begin + number * stored.columns * size, run)
+
+    def hand_out(self, raw: Tensor) -> None:
+        """Copy raw (num_bytes,) uint8, on any device, to the targets."""
+        values = raw.view(self.dtype).view(len(self.rows), len(self.columns))
+        for piece in self.targets:
+            rows = piece.values[self.rows.start - piece.row :][: len(self.rows)]
+            left = self.columns.start - piece.column
+            rows[:, left : left + len(self.columns)].copy_(values)
+
+
+def parts_of(
+    folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece], most_bytes: int
+) -> list[Part]:
+    """What has to be read for the wanted pieces, in the order in which it lies in the files.
+
+    most_bytes: of a part, unless a row has more. What several pieces want is read once.
+    Raises InputError for a tensor that is missing or has another shape.
+    """
+    places: dict[Hashable, list[Piece]] = {}
+    for piece in wanted:
+        places.setdefault(place_of(piece), []).append(piece)
+    parts: list[Part] = []
+    for targets in places.values():
+        piece = targets[0]
+        tensor = index.get(piece.key)
+        if tensor is None:
+            raise InputError(f"checkpoint {folder}: {piece.key} is missing")
+        if tensor.matrix != piece.matrix:
+            raise InputError(f"checkpoint {folder}: {_difference(piece, tensor)}")
+        for stored in tensor.pieces:
+            rows, columns = _overlap(stored, piece)
+            if not rows or not columns:
+                continue
+            at_once = max(1, most_bytes // (len(columns) * tensor.dtype.itemsize))
+            for first in range(rows.start, rows.stop, at_once):
+                some = range(first, min(first + at_once, rows.stop))
+                parts.append(Part(stored, tensor.dtype, some, columns, targets))
+    parts.sort(key=lambda part: (part.stored.file, part.stored.begin, part.rows.start))
+    return parts
+
+
+def place_of(piece: Piece) -> tuple[str | int, ...]:
+    """Which rectangle of which tensor it is."""
+    return piece.key, piece.row, piece.column, *piece.values.shape
+
+
+def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece]) -> int:
+    """Fill the values of every wanted piece, in whatever dtype they have; the bytes read.
+
+    Beside the tensors, about `_CHUNK_BYTES` of memory are used.
+    Raises InputError for a tensor that is missing or has another shape, and for a damaged file.
+    """
+    parts = parts_of(folder, index, wanted, _CHUNK_BYTES)
+    buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
+    for name, of_file in itertools.groupby(parts, key=lambda part: part.stored.file):
+        with opened(folder, name) as file:
+            for part in of_file:
+                raw = buffer[: part.num_bytes]
+                part.read(file, raw)
+                part.hand_out(raw)
+    return sum(part.num_bytes for part in parts)
+
+
+def _difference(piece: Piece, tensor: StoredTensor) -> str:
+    """In words, for tensors that are not of the same size."""
+    (rows, columns), (own_rows, own_columns) = tensor.matrix, piece.matrix
+    if columns == own_columns:
+        return (
+            f"{piece.key} has {rows} rows, but the model has {own_rows}; give the sizes of its "
+            f"training (for a vocabulary: the tokenizer, language.model.vocab_size and "
+            f"language.model.vocab_multiple)"
+        )
+    return (
+        f"{piece.key} is {list(tensor.shape)}, but the model's is {list(piece.shape)}; give the "
+        f"sizes of its training"
+    )
+
+
+def opened(folder: Path, name: str) -> Any:
+    """A file of the folder to read from; not one elsewhere, by a link. Raises InputError."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW)
+
+    try:
+        return open(folder / name, "rb", buffering=0, opener=opener)
+    except OSError as error:
+        raise InputError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
+
+
+def _overlap(stored: Stored, piece: Piece) -> tuple[range, range]:
+    """The rows and columns of the whole tensor that both have, perhaps none."""
+    rows, columns = piece.values.shape
+    return (
+        range(max(stored.row, piece.row), min(stored.row + stored.rows, piece.row + rows)),
+        range(
+            max(stored.column, piece.column),
+            min(stored.column + stored.columns, piece.column + columns),
+        ),
+    )
+
+
+def _fill(file: Any, begin: int, target: Tensor) -> None:
+    """Fill target (n,) uint8 from byte ``begin`` on. Raises InputError where the file ends."""
+    left = memoryview(target.numpy())
+    while left:
+        try:
+            count = os.preadv(file.fileno(), [left], begin)
+        except OSError as error:
+            raise InputError(f"checkpoint {file.name}: cannot be read: {error}") from error
+        if count <= 0:
+            raise InputError(f"checkpoint {file.name}: the file is cut off; copy it again")
+        left, begin = left[count:], begin + count

@@ -1,0 +1,111 @@
+"""Reading a checkpoint where several ranks want the same of it: each byte once, then exchanged.
+
+Ranks with equal weights take turns in the order of the files: of as many turns as there are ranks
+each reads one, and an all-gather gives all of them to all. What a rank wants alone, such as its
+share of a distributed optimizer, it reads alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mimo.checkpoint.reading import Part, opened, parts_of, place_of, read_pieces
+from mimo.checkpoint.tensors import StoredTensor
+from mimo.device import local_device
+from mimo.engines.piece import Piece
+from mimo.errors import InputError
+from mimo.hf.folder import shards_of
+
+_TURN_BYTES = 1 << 20
+"""That a rank reads at a time: enough for a disk or a network, few beside the tensors."""
+_ROUND_BYTES = 1 << 26
+"""That all ranks together read at a time, of which each has a copy; fewer in a turn if many."""
+_ALIGNMENT = 8
+
+
+def read_shared(
+    folder: Path,
+    index: Mapping[str, StoredTensor],
+    wanted: Iterable[Piece],
+    replicas: dist.ProcessGroup | None,
+) -> int:
+    """As `read_pieces`, but ranks of ``replicas`` share the reading; the bytes that this rank read.
+
+    Every rank of that group calls it, each with its own wanted pieces. Beside the tensors,
+    `_ROUND_BYTES` and a turn are used at most, unless rows are longer.
+    Raises InputError, on all of them, for what one of them cannot read.
+    """
+    if replicas is None or replicas.size() == 1:
+        return read_pieces(folder, index, wanted)
+    named = [(_name(piece), piece) for piece in wanted]
+    all_names: list[Any] = [None] * replicas.size()
+    dist.all_gather_object(all_names, {name for name, _ in named}, group=replicas)
+    common = set.intersection(*all_names)
+    alone = [piece for name, piece in named if name not in common]
+    together = [piece for name, piece in named if name in common]
+    turn_bytes = min(_TURN_BYTES, _ROUND_BYTES // replicas.size())
+    parts = parts_of(folder, index, together, turn_bytes)
+    num_bytes = _in_turns(folder, parts, turn_bytes, replicas)
+    return num_bytes + read_pieces(folder, index, alone)
+
+
+def _name(piece: Piece) -> bytes:
+    """A short name of the rectangle that is wanted, the same on every rank."""
+    return blake2b(repr(place_of(piece)).encode(), digest_size=8).digest()
+
+
+def _room(part: Part) -> int:
+    return -(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _in_turns(
+    folder: Path, parts: Sequence[Part], turn_bytes: int, group: dist.ProcessGroup
+) -> int:
+    """Read and exchange parts that all ranks of the group list alike; the bytes read here."""
+    turns = list(shards_of(((part, _room(part)) for part in parts), turn_bytes))
+    most = max((sum(map(_room, turn)) for turn in turns), default=0)
+    host = torch.empty(most, dtype=torch.uint8)
+    arrived = torch.empty(most * group.size(), dtype=torch.uint8, device=local_device())
+    num_bytes, problem = 0, ""
+    with ExitStack() as files:
+        name, file = "", None
+        for round_ in itertools.batched(turns, group.size()):
+            room = max(sum(map(_room, turn)) for turn in round_)
+            own = round_[group.rank()] if group.rank() < len(round_) else ()
+            try:
+                for part, raw in () if problem else _places(own, host):
+                    if part.stored.file != name:
+                        files.close()
+                        file = files.enter_context(opened(folder, part.stored.file))
+                        name = part.stored.file
+                    part.read(file, raw)
+                    num_bytes += part.num_bytes
+            except InputError as error:
+                problem = str(error)  # the others wait in all rounds that follow
+            every = arrived[: room * group.size()]
+            dist.all_gather_into_tensor(every, host[:room].to(every.device), group=group)
+            for turn, of_rank in zip(round_, every.split(room), strict=False):
+                for part, raw in _places(turn, of_rank):
+                    part.hand_out(raw)
+    problems: list[Any] = [None] * group.size()
+    dist.all_gather_object(problems, problem, group=group)
+    if any(problems):
+        raise InputError("\n".join(sorted({one for one in problems if one})))
+    return num_bytes
+
+
+def _places(turn: Sequence[Part], memory: Tensor) -> Iterable[tuple[Part, Tensor]]:
+    """Where each part of a turn lies in memory (n,) uint8."""
+    begin = 0
+    for part in turn:
+        yield part, memory[begin : begin + part.num_bytes]
+        begin += _room(part)

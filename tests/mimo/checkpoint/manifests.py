@@ -1,0 +1,90 @@
+"""Checkpoints with checksums, made and damaged by tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mimo.checkpoint.folder import Progress, write_progress
+from mimo.checkpoint.tensors import write_index, write_pieces
+from mimo.engines.piece import Piece
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """List every file of a checkpoint with its size and checksum."""
+    files = {
+        str(path.relative_to(checkpoint)): {
+            "bytes": path.stat().st_size,
+            "crc32": f"{zlib.crc32(path.read_bytes()):08x}",
+        }
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+    document = {"format": "mimo checkpoint 1", "files": files}
+    (checkpoint / "manifest.json").write_text(json.dumps(document))
+
+
+def small_checkpoint(checkpoints: Path, step: int, recipe: str = "name: x\n") -> Path:
+    """A whole checkpoint of one tensor, cut over two ranks, and `latest` that names it."""
+    folder = checkpoints / f"step_{step}"
+    (folder / "assets").mkdir(parents=True)
+    whole = torch.arange(4000.0).view(40, 100) + step
+    for rank, (row, rows) in enumerate([(0, 25), (25, 15)]):
+        part = whole[row : row + rows]
+        write_pieces(folder, rank, [Piece("language.w", (40, 100), row, 0, part)])
+    write_index(folder, 2)
+    write_progress(folder, Progress(step, 4 * step))
+    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "assets" / "tokenizer.json").write_text("{}")
+    write_manifest(folder)
+    (checkpoints / "latest").write_text(folder.name)
+    os.utime(folder, (1000 + step, 1000 + step))
+    return folder
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 3] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere").name)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "a bit of a tensor": ("tensors_1.safetensors", flip_bit, "has checksum"),
+    "tensors cut off": ("tensors_1.safetensors", truncate, r"has \d+ bytes, not"),
+    "tensors grown": ("tensors_0.safetensors", grow, r"has \d+ bytes, not"),
+    "tensors missing": ("tensors_0.safetensors", Path.unlink, "is missing"),
+    "tensors elsewhere": ("tensors_0.safetensors", link, "is missing, or is a link"),
+    "a pipe for tensors": ("tensors_0.safetensors", pipe, "is missing, or is a link"),
+    "a bit of the index": ("tensors.json", flip_bit, "has checksum|is damaged"),
+    "no index": ("tensors.json", Path.unlink, "tensors.json is missing"),
+    "no progress": ("progress.json", Path.unlink, "progress.json is missing"),
+    "a bit of the recipe": ("recipe.yaml", flip_bit, "has checksum"),
+    "a bit of the tokenizer": ("assets/tokenizer.json", flip_bit, "has checksum"),
+    "assets elsewhere": ("assets", link, "tokenizer.json is missing, or is a link"),
+    "manifest cut off": ("manifest.json", truncate, "manifest.json is damaged"),
+    "manifest elsewhere": ("manifest.json", link, "manifest.json is damaged: it is a link"),
+}
+"""A file of a checkpoint, what happens to it, and what is said of it."""

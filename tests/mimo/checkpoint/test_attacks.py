@@ -1,0 +1,242 @@
+"""Files made to run code, to fill the memory or to reach other files: all are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from data.text.chat import ChatTokenizer
+from mimo.checkpoint.folder import find_checkpoint, resumable
+from mimo.checkpoint.integrity import choose, problems_of
+from mimo.checkpoint.tensors import describe, read, read_index
+from mimo.errors import InputError
+from mimo.families.hf_config import read_config
+from mimo.families.hf_preprocessing import read_processors
+from mimo.hf.folder import WeightsFolder
+from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
+
+
+class Attack:
+    """Runs a command wherever it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch PWNED",)
+
+
+PICKLE = pickle.dumps(Attack())
+DEEP = b'{"format": ' + b"[" * 200_000
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_attack_is_one() -> None:
+    pickle.loads(PICKLE)
+    assert Path("PWNED").exists()
+
+
+@pytest.mark.parametrize("content", [PICKLE, DEEP, b"\0" * 64], ids=["pickle", "deep", "zeros"])
+@pytest.mark.parametrize("name", ["progress.json", "tensors.json", "manifest.json", "latest"])
+def test_a_file_with_anything_else_in_it_is_refused(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
+    if name != "manifest.json":
+        (checkpoint / "manifest.json").unlink()
+    file = (checkpoint.parent if name == "latest" else checkpoint) / name
+    file.write_bytes(content)
+    if name == "latest":
+        with pytest.raises(InputError, match="which is no checkpoint of this folder"):
+            find_checkpoint(tmp_path)
+        assert choose(resumable(tmp_path)).checkpoint == checkpoint
+    else:
+        with pytest.raises(InputError, match=rf"{name}.*damaged"):
+            choose(resumable(tmp_path))
+    assert not Path("PWNED").exists()
+
+
+def test_files_of_other_formats_and_pickles_for_tensors_are_never_loaded(tmp_path: Path) -> None:
+    checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
+    for name in ("common.pt", ".metadata", "__0_0.distcp", "pytorch_model.bin", "optimizer.pt"):
+        (checkpoint / name).write_bytes(PICKLE)
+    assert problems_of(checkpoint) == []
+    assert read(checkpoint, describe(checkpoint))["language.w"].shape == (40, 100)
+    size = (checkpoint / "tensors_0.safetensors").stat().st_size
+    (checkpoint / "tensors_0.safetensors").write_bytes(PICKLE.ljust(size, b"\0"))
+    assert "has checksum" in problems_of(checkpoint)[0]
+    write_manifest(checkpoint)
+    read(checkpoint, describe(checkpoint))  # numbers, whatever they are
+    (checkpoint / "tensors.json").unlink()
+    with pytest.raises(InputError, match="former version"):
+        read_index(checkpoint)
+    assert not Path("PWNED").exists()
+
+
+def index(**tensors: dict[str, Any]) -> str:
+    return json.dumps({"format": "mimo tensors 1", "tensors": tensors})
+
+
+FILE = "tensors_0.safetensors"
+INDEXES = {
+    "bytes of two tensors": index(
+        a={"shape": [2, 4], "dtype": "F32", "pieces": [[FILE, 200, 0, 0, 2, 4]]},
+        b={"shape": [2, 4], "dtype": "F32", "pieces": [[FILE, 216, 0, 0, 2, 4]]},
+    ),
+    "the same bytes again and again": index(
+        a={
+            "shape": [9000, 100],
+            "dtype": "F64",
+            "pieces": [[FILE, 200, row, 0, 1, 100] for row in range(9000)],
+        }
+    ),
+    "an offset of 2^63": index(
+        a={"shape": [1, 1], "dtype": "F32", "pieces": [[FILE, 2**63, 0, 0, 1, 1]]}
+    ),
+    "a shape of 2^60": index(
+        a={"shape": [2**60, 1], "dtype": "F32", "pieces": [[FILE, 200, 0, 0, 2**60, 1]]}
+    ),
+    "an absolute name": index(
+        a={"shape": [1, 1], "dtype": "F32", "pieces": [["/etc/passwd", 0, 0, 0, 1, 1]]}
+    ),
+    "a name above": index(
+        a={"shape": [1, 1], "dtype": "F32", "pieces": [["../step_1/" + FILE, 0, 0, 0, 1, 1]]}
+    ),
+}
+
+
+@pytest.mark.parametrize("text", INDEXES.values(), ids=INDEXES)
+def test_an_index_of_other_bytes_is_refused(tmp_path: Path, text: str) -> None:
+    checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
+    (checkpoint / "tensors.json").write_text(text)
+    with pytest.raises(InputError, match="is damaged"):
+        read_index(checkpoint)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/etc/passwd", "other"])
+def test_tensors_by_a_link_are_refused(tmp_path: Path, target: str) -> None:
+    checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
+    known = describe(checkpoint)
+    file = checkpoint / FILE
+    (checkpoint / "other").write_bytes(file.read_bytes())
+    (checkpoint / "manifest.json").unlink()
+    file.unlink()
+    file.symlink_to(target)
+    with pytest.raises(InputError, match="is a link"):
+        read(checkpoint, known)
+
+
+# ------------------------------------------------------------------------- of Hugging Face
+
+
+def tensors_file(header: dict[str, Any], length: int | None = None) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + b"\0" * 64
+
+
+def entry(begin: int, end: int, shape: list[int]) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+FILES = {
+    "a header of 2^60 bytes": tensors_file({}, 2**60),
+    "a header beyond the file": tensors_file({}, 4096),
+    "overlapping": tensors_file({"a": entry(0, 32, [8]), "b": entry(16, 64, [12])}),
+    "out of range": tensors_file({"a": entry(0, 2**40, [2**38])}),
+    "a shape of 2^60": tensors_file({"a": entry(0, 64, [2**60])}),
+    "a shape that overflows": tensors_file({"a": entry(0, 64, [2**40, 2**40])}),
+    "deep": struct.pack("<Q", len(DEEP)) + DEEP,
+    "a pickle": PICKLE,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_a_file_of_weights_that_is_not_one_is_refused(tmp_path: Path, content: bytes) -> None:
+    save_file({"w": torch.zeros(16)}, tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(PICKLE)
+    assert WeightsFolder(tmp_path).shapes == {"w": (16,)}
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match="cannot be read"):
+        WeightsFolder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"pytorch_model.bin is a pickle"):
+        WeightsFolder(tmp_path)
+    assert not Path("PWNED").exists()
+
+
+CODE = "open('PWNED', 'w')\nclass Evil:\n    from_pretrained = classmethod(lambda *_, **__: None)\n"
+OWN_CODE: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any]]] = {
+    "tokenizer": (
+        "tokenizer_config.json",
+        {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}},
+        ChatTokenizer,
+    ),
+    "configuration": (
+        "config.json",
+        {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}},
+        read_config,
+    ),
+    "processor": (
+        "preprocessor_config.json",
+        {
+            "image_processor_type": "Evil",
+            "auto_map": {"AutoImageProcessor": "evil.Evil"},
+        },
+        read_processors,
+    ),
+}
+
+
+@pytest.mark.parametrize("part", OWN_CODE)
+def test_code_of_a_folder_is_not_run_and_nobody_is_asked_whether_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    name, content, load = OWN_CODE[part]
+    folder = tmp_path / "model"
+    write_tiny(TinyCheckpoint("qwen3_vl"), folder)
+    known = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(known | content))
+    (folder / "evil.py").write_text(CODE)
+    (folder / "processor_config.json").unlink(missing_ok=True)
+
+    def ask(*_: object) -> str:
+        raise AssertionError("nobody may be asked")
+
+    monkeypatch.setattr("builtins.input", ask)
+    with suppress(ValueError):  # an InputError is one
+        load(folder)
+    assert not Path("PWNED").exists()
+    assert not list(Path.home().glob(".cache/huggingface/modules/transformers_modules/model*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("config.json", read_config),
+        ("tokenizer_config.json", ChatTokenizer),
+        ("tokenizer.json", ChatTokenizer),
+        ("processor_config.json", ChatTokenizer),
+        ("preprocessor_config.json", read_processors),
+    ],
+)
+def test_a_deep_file_of_a_folder_is_bad_input(
+    tmp_path: Path, name: str, load: Callable[[Path], Any]
+) -> None:
+    folder = tmp_path / "model"
+    write_tiny(TinyCheckpoint("qwen3_vl"), folder)
+    (folder / name).write_bytes(DEEP)
+    with pytest.raises(ValueError, match="."):
+        load(folder)

@@ -1,0 +1,217 @@
+"""A checkpoint is as it was written, or is passed over with a word of what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mimo.checkpoint.folder import go_back, latest_checkpoint, resumable
+from mimo.checkpoint.integrity import (
+    Listed,
+    choose,
+    dealt,
+    listed_files,
+    problems_of,
+    wrong_checksums,
+    wrong_sizes,
+)
+from mimo.errors import InputError
+from mimo.hf.recipes import load_recipe
+from mimo.train.incidents import incidents
+from mimo.train.main import Request
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.checkpoint.manifests import DAMAGES, flip_bit, small_checkpoint, write_manifest
+from tests.mimo.runs import ADAM, LAYOUT, metrics, mimo, run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        small_checkpoint(tmp_path / "checkpoints", step)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_wrong_is_said_and_the_one_before_is_chosen(
+    run_dir: Path, name: str, damage: Callable[[Path], None], said: str
+) -> None:
+    latest = run_dir / "checkpoints" / "step_3"
+    assert problems_of(latest) == []
+    damage(latest / name)
+    choice = choose(resumable(run_dir))
+    assert choice.checkpoint == run_dir / "checkpoints" / "step_2"
+    assert list(choice.damaged) == [latest]
+    assert re.search(said, "; ".join(choice.damaged[latest])), choice.damaged
+    for path in (run_dir / "checkpoints").glob("step_[12]"):
+        shutil.rmtree(path)
+    with pytest.raises(InputError, match=rf"step_3 is damaged.*{said}.*\nno checkpoint is left"):
+        choose(resumable(run_dir))
+
+
+def test_all_that_is_wrong_is_said_and_sizes_are_known_without_reading(run_dir: Path) -> None:
+    latest = run_dir / "checkpoints" / "step_3"
+    for name in ("tensors_0.safetensors", "recipe.yaml"):
+        flip_bit(latest / name)
+    assert wrong_sizes(latest) == []
+    found = problems_of(latest)
+    assert [line.split()[0] for line in found] == ["tensors_0.safetensors", "recipe.yaml"]
+    assert "has checksum" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("step_2", ["step_2", "step_1"]), ("step_9", ["step_9", "step_3", "step_2", "step_1"])]
+    + [(text, ["step_3", "step_2", "step_1"]) for text in ("../step_1", "", None)],
+)
+def test_without_a_word_of_latest_the_one_written_last_is_the_best(
+    run_dir: Path, text: str | None, expected: list[str]
+) -> None:
+    pointer = run_dir / "checkpoints" / "latest"
+    pointer.unlink() if text is None else pointer.write_text(text)
+    found = resumable(run_dir)
+    assert [path.name for path in found] == expected
+    choice = choose(found)
+    assert choice.checkpoint is not None
+    go_back(choice.checkpoint, choice.damaged)
+    assert latest_checkpoint(run_dir) == choice.checkpoint
+    assert choice.checkpoint.name == expected[text == "step_9"]
+
+
+def test_a_damaged_checkpoint_is_moved_out_of_the_way_and_not_lost(run_dir: Path) -> None:
+    latest = run_dir / "checkpoints" / "step_3"
+    flip_bit(latest / "tensors_0.safetensors")
+    choice = choose(resumable(run_dir))
+    assert choice.checkpoint is not None
+    go_back(choice.checkpoint, choice.damaged)
+    assert sorted(path.name for path in latest.parent.iterdir()) == [
+        *("damaged_step_3", "latest", "step_1", "step_2")
+    ]
+    assert latest_checkpoint(run_dir) == choice.checkpoint == latest.with_name("step_2")
+    assert choose(resumable(run_dir)).checkpoint == choice.checkpoint
+
+
+def test_an_older_checkpoint_has_nothing_to_verify(run_dir: Path) -> None:
+    latest = run_dir / "checkpoints" / "step_3"
+    (latest / "manifest.json").unlink()
+    assert listed_files(latest) is None
+    flip_bit(latest / "tensors_0.safetensors")
+    assert problems_of(latest) == []
+    (latest / "tensors_0.safetensors").unlink()
+    assert "damaged" in problems_of(latest)[0]
+
+
+def test_readers_share_the_files_by_their_bytes_and_together_find_all(run_dir: Path) -> None:
+    files = [Listed(f"f{n}", size, 0) for n, size in enumerate([9, 1, 5, 5, 4, 0])]
+    shares = dealt(files, 3)
+    assert sorted(sum(one.num_bytes for one in own) for own in shares) == [6, 9, 9]
+    assert sorted(one.name for own in shares for one in own) == [one.name for one in files]
+    latest = run_dir / "checkpoints" / "step_3"
+    flip_bit(latest / "tensors_1.safetensors")
+    listed, read = listed_files(latest) or [], [0] * 2
+    found = []
+    for reader, own in enumerate(dealt(listed, 2)):
+
+        def advance(count: int, reader: int = reader) -> None:
+            read[reader] += count
+
+        found += wrong_checksums(latest, own, advance)
+    assert len(found) == 1
+    assert sum(read) == sum(one.num_bytes for one in listed)
+    assert min(read) > 0.3 * sum(read)
+
+
+NAMES = {
+    "absolute": "/etc/passwd",
+    "above": "../step_2/tensors.json",
+    "above from within": "assets/../../step_2/tensors.json",
+    "itself": ".",
+    "deep": "a/" * 5 + "a",
+    "empty": "",
+    "with a null": "a\0b",
+}
+GOOD = {"bytes": 0, "crc32": "00000000"}
+ENTRIES = {
+    "a size below zero": {"bytes": -1, "crc32": "00000000"},
+    "a size that is text": {"bytes": "1", "crc32": "00000000"},
+    "a size that is true": {"bytes": True, "crc32": "00000000"},
+    "no checksum": {"bytes": 1},
+    "another checksum": {"bytes": 1, "crc32": "0"},
+    "a number": {"bytes": 1, "crc32": 0},
+    "more": {"bytes": 1, "crc32": "00000000", "md5": ""},
+    "a list": [],
+}
+DOCUMENTS = {
+    **{f"a name {k}": {"files": {name: GOOD}} for k, name in NAMES.items()},
+    **{f"an entry with {k}": {"files": {"x": entry}} for k, entry in ENTRIES.items()},
+    "another format": {"format": "mimo checkpoint 2", "files": {}},
+    "no files": {"files": 3},
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_a_manifest_that_names_anything_else_is_refused(
+    run_dir: Path, document: dict[str, object]
+) -> None:
+    latest = run_dir / "checkpoints" / "step_3"
+    text = json.dumps({"format": "mimo checkpoint 1"} | document)
+    (latest / "manifest.json").write_text(text)
+    with pytest.raises(InputError, match=r"manifest.json is damaged"):
+        listed_files(latest)
+
+
+# ------------------------------------------------------------------------------- whole runs
+
+SETTINGS = [*LAYOUT, *ADAM, "train.save_every=1", "train.keep_checkpoints=9"]
+
+
+def test_a_run_that_resumes_goes_back_to_the_last_good_one_and_says_so(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
+    run(run_ranks, recipe, *SETTINGS, "train.steps=3", "name=whole")
+    shutil.copytree(tmp_path / "runs" / "whole", tmp_path / "runs" / "tiny")
+    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
+    for checkpoint in checkpoints.glob("step_*"):
+        write_manifest(checkpoint)
+    flip_bit(checkpoints / "step_3" / "tensors_2.safetensors")
+    (checkpoints / "step_2" / "tensors_0.safetensors").unlink()
+    settings = [*SETTINGS, "train.steps=3"]
+
+    with pytest.raises(InputError, match=r"step_3 is damaged: tensors_2.safetensors has checksum"):
+        Request(recipe, settings, resume_from=checkpoints / "step_3").check(None).begin()
+    done = mimo("train", recipe, "--resume", *settings)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "step_3 is damaged and was passed over: tensors_2.safetensors has checksum" in done.stdout
+    )
+    assert "step_2 is damaged and was passed over: tensors_0.safetensors is missing" in done.stdout
+    assert f"the run continues from {checkpoints / 'step_1'}" in done.stdout
+    assert "nothing could be verified" not in done.stdout
+    found = incidents(tmp_path / "runs" / "tiny")
+    assert [Path(one["checkpoint"]).name for one in found] == ["step_3", "step_2"]
+    assert {one["kind"] for one in found} == {"checkpoint"}
+    got, expected = metrics(recipe), metrics(recipe, "whole")
+    assert [m["loss"] for m in got] == [m["loss"] for m in expected]
+
+
+def test_without_any_good_one_a_run_ends_with_all_reasons(tmp_path: Path) -> None:
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
+    checkpoints = load_recipe(recipe).run_dir / "checkpoints"
+    for step in (1, 2):
+        flip_bit(small_checkpoint(checkpoints, step) / "tensors_0.safetensors")
+    with pytest.raises(InputError) as caught:
+        Request(recipe, resume=True).check(None).begin()
+    assert caught.value.exit_code == 2
+    assert [line.partition(" is damaged")[0] for line in str(caught.value).splitlines()[:2]] == [
+        str(checkpoints / "step_2"),
+        str(checkpoints / "step_1"),
+    ]
+    assert (checkpoints / "step_2").is_dir(), "nothing is moved"

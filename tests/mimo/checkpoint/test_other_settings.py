@@ -1,0 +1,191 @@
+"""A run goes on with other settings: what a checkpoint has no state for begins afresh."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mimo.checkpoint.contents import resumed
+from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
+from mimo.checkpoint.tensors import describe, read
+from mimo.engines.piece import Piece
+from mimo.families.lora import is_adapter
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import Recipe
+from tests.cases import quick_values
+from tests.conftest import RunRanks
+from tests.mimo.model.test_fsdp_runs import make
+from tests.mimo.runs import metrics, run_from
+
+# The rate is the same at every step, so that steps of fresh and of older optimizers compare.
+SETTINGS = [
+    *("train.min_learning_rate_ratio=1", "train.steps=2", "train.save_every=1"),
+    *("train.clip_grad_norm=null", "train.validate_every=null"),
+]
+FSDP = ["language.engine=fsdp", "encoders.vision.engine=fsdp"]
+FROZEN = "encoders.vision.freeze=true"
+SHARED = "train.distributed_optimizer=true"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("settings"), "qwen3_vl")
+
+
+def trained(
+    run_ranks: RunRanks, path: Path, name: str, *overrides: str, start: Start | None = None
+) -> Path:
+    """The folder of a run to its end; one that is there already as it is."""
+    recipe = load_recipe(path, [*SETTINGS, *overrides, f"name={name}"])
+    if not recipe.run_dir.exists():
+        run_from(run_ranks, recipe, start or FromScratch())
+    return recipe.run_dir
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    return read(checkpoint, describe(checkpoint))
+
+
+def steps_of(found: dict[str, Tensor], module: str) -> set[float]:
+    """How many updates Adam has counted, over all parameters of a module."""
+    return {float(v) for name, v in found.items() if name.startswith(f"optimizer.step.{module}.")}
+
+
+def begun(rank: int, recipe: Recipe, start: Start) -> str:
+    """Save what a run begins with, and return what it says about it."""
+    from mimo.checkpoint.contents import begin, provided_names
+    from mimo.layout.build import build_layout
+    from mimo.layout.groups import build_topology
+    from mimo.train.loop import Trainer
+
+    topology = build_topology(build_layout(recipe))
+    trainer = Trainer(recipe, topology, recipe.run_dir, None, provided_names(start))
+    with redirect_stdout(io.StringIO()) as printed:
+        trainer.progress = begin(trainer.model.modules, start)
+    trainer.save()
+    topology.close()
+    return printed.getvalue()
+
+
+AFRESH = "weights that the checkpoint has no optimizer state of"
+LEFT_OUT = "its optimizer state in the checkpoint is left out"
+# Settings before and after; what is said of which module; steps of language and vision.
+CHANGES = {
+    "unfrozen": ([FROZEN], [], {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
+    "unfrozen, optimizer shared": ([FROZEN], [SHARED], {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
+    "unfrozen, by fsdp": ([FROZEN], FSDP, {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
+    "unfrozen in part": (
+        ["encoders.vision.freeze=tower"],
+        [],
+        {f"vision: {AFRESH}"},
+        ({2.0}, {0.0, 2.0}),
+    ),
+    "frozen": ([], [FROZEN], {f"vision: {LEFT_OUT}"}, ({2.0}, set())),
+    "other settings of Adam": (
+        [],
+        [SHARED, "train.adam_beta2=0.9", "train.weight_decay=0.1", "train.learning_rate=0.1"],
+        set(),
+        ({2.0}, {2.0}),
+    ),
+    "with adapters": (
+        [],
+        ["language.lora={rank: 2}"],
+        {"language: the checkpoint lacks its adapters"},
+        ({0.0}, {2.0}),
+    ),
+    "with adapters, by fsdp": (
+        [],
+        ["language.lora={rank: 2}", *FSDP],
+        {"language: the checkpoint lacks its adapters"},
+        ({0.0}, {2.0}),
+    ),
+    "from Adam to SGD": (
+        [],
+        ["train.optimizer=sgd"],
+        {f"language: {LEFT_OUT}", f"vision: {LEFT_OUT}"},
+        (set(), set()),
+    ),
+    "from SGD to Adam, in bf16": (
+        ["train.optimizer=sgd", "train.precision=bf16"],
+        ["train.precision=bf16"],
+        {f"language: {AFRESH}", f"vision: {AFRESH}"},
+        ({0.0}, {0.0}),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", quick_values(CHANGES, "unfrozen in part", "with adapters"))
+def test_a_run_goes_on_with_other_settings_and_says_what_begins_afresh(
+    run_ranks: RunRanks, recipe: Path, request: pytest.FixtureRequest, change: tuple
+) -> None:
+    before, after, said, steps = change
+    name = "_".join(["before", *("".join(filter(str.isalnum, one)) for one in before)])
+    checkpoint = find_checkpoint(trained(run_ranks, recipe, name, *before))
+    name = "after_" + "".join(filter(str.isalnum, request.node.name))
+    own = load_recipe(recipe, [*SETTINGS, *after, f"name={name}"])
+    printed = run_ranks(begun, 2, own, Resume(checkpoint))
+    beginnings = (re.split(r": it is| \(|;", line)[0] for line in printed[0].splitlines())
+    assert set(beginnings) == said
+    assert printed[1] == ""
+    stored = tensors(checkpoint)
+    found = tensors(own.run_dir / "checkpoints" / "step_2")
+    assert (steps_of(found, "language"), steps_of(found, "vision")) == steps
+    for key, values in found.items():
+        if key in stored:
+            assert torch.equal(values, stored[key]), key
+        elif key.startswith(("optimizer.exp_avg", "optimizer.step.")):
+            assert not values.any(), key
+        else:
+            assert is_adapter(key) or key.startswith("optimizer.fp32_param."), key
+    assert {key for key in stored if not key.startswith("optimizer.")} <= found.keys()
+
+
+@pytest.mark.parametrize("engine", quick_values({"megatron": [SHARED], "fsdp": FSDP}, "megatron"))
+def test_a_module_that_is_unfrozen_counts_its_own_steps_from_then_on(
+    run_ranks: RunRanks, recipe: Path, request: pytest.FixtureRequest, engine: list[str]
+) -> None:
+    # All samples are in every step, so that it does not matter which step it is.
+    every = "train.global_batch_size=12"
+    frozen = find_checkpoint(trained(run_ranks, recipe, "frozen", FROZEN, every))
+    name = "".join(filter(str.isalnum, request.node.name))
+    steps = [*engine, every, "train.steps=4"]
+    whole = trained(run_ranks, recipe, f"{name}_on", *steps, start=Resume(frozen))
+    after = {n: tensors(whole / "checkpoints" / f"step_{n}") for n in (3, 4)}
+    assert [steps_of(after[n], "language") for n in (3, 4)] == [{3.0}, {4.0}]
+    assert [steps_of(after[n], "vision") for n in (3, 4)] == [{1.0}, {2.0}]
+    # A fresh optimizer of all modules does the same first step of this one: no bias is corrected
+    # as of a third step.
+    anew = trained(run_ranks, recipe, f"{name}_new", *steps, start=FromWeights(frozen))
+    first, before = tensors(anew / "checkpoints" / "step_1"), tensors(frozen)
+    moved = 0
+    for key, values in first.items():
+        if key.startswith("vision."):
+            moved += not torch.equal(values, before[key])
+            torch.testing.assert_close(after[3][key], values, rtol=1e-3, atol=1e-5)
+    assert moved
+    # Interrupted after its first step, it goes on to the last bit.
+    start = Resume(whole / "checkpoints" / "step_3")
+    again = trained(run_ranks, recipe, f"{name}_again", *steps, start=start)
+    assert metrics(recipe, again.name)[-1]["loss"] == metrics(recipe, whole.name)[-1]["loss"]
+    for key, values in tensors(again / "checkpoints" / "step_4").items():
+        assert torch.equal(values, after[4][key]), key
+
+
+def test_an_older_checkpoint_has_done_as_many_updates_as_its_run() -> None:
+    def piece(key: str) -> Piece:
+        return Piece(key, (1,), 0, 0, torch.zeros(1, 1))
+
+    kinds = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "optimizer.step.")
+    wanted = [piece(f"{kind}language.{name}") for name in ("old", "thawed") for kind in kinds]
+    stored = {"language.old", "language.thawed", *(f"{kind}language.old" for kind in kinds[1:3])}
+    read = resumed(wanted, stored, 70)
+    assert {one.key for one in read} == stored
+    counted = {one.key: float(one.values) for one in wanted if ".step." in one.key}
+    assert counted == {"optimizer.step.language.old": 70, "optimizer.step.language.thawed": 0}
