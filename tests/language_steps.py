@@ -265,12 +265,12 @@ def train(rank: int, job: Job) -> dict[str, Any]:
 
 def late_gathers(rank: int, job: Job) -> list[int]:
     """Gathers under way after a step, in the state of a checkpoint, after a step, a forward."""
-    from mimo.checkpoint.contents import _pieces
-
     trainer = Trainer(job)
     trainer.step(0)
     found = [trainer.waiting()]
-    _pieces({"language": trainer.module()}, "save")
+    module = trainer.module()
+    module.settle()
+    assert list(module.pieces("save", True))
     found.append(trainer.waiting())
     trainer.step(1)
     found.append(trainer.waiting())

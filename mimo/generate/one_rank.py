@@ -68,6 +68,13 @@ def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
     )
 
 
+def join_world_of_one() -> None:
+    """Make this process a world of one rank, unless it is already part of a world."""
+    if not dist.is_initialized():
+        # In memory: a world of one rank has nobody to meet, so it leaves no file.
+        initialize_distributed(0, 1, HashStore(), timeout_seconds=60)
+
+
 class LocalModel:
     """All modules on this one rank; build it in a world of one rank.
 
@@ -92,13 +99,11 @@ class LocalModel:
     def from_checkpoint(cls, path: Path, tokenizer_size: int, average: bool = False) -> LocalModel:
         """Load a run's or a checkpoint's weights, or their moving average, whoever wrote them.
 
-        Makes this process a world of one rank, unless it is already part of a world. Raises
-        InputError if there is no checkpoint, files are missing or too short, or there is too little
-        memory, ValueError if the checkpoint does not fit its recipe.
+        Joins a world of one rank. Raises InputError if there is no checkpoint, files are missing
+        or too short, or there is too little memory, ValueError if the checkpoint does not fit its
+        recipe.
         """
-        if not dist.is_initialized():
-            # In memory: a world of one rank has nobody to meet, so it leaves no file.
-            initialize_distributed(0, 1, HashStore(), timeout_seconds=60)
+        join_world_of_one()
         checkpoint = find_checkpoint(path)
         refuse(checkpoint, wrong_sizes(checkpoint))
         recipe = with_configuration(recipe_of(checkpoint), checkpoint)

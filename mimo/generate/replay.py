@@ -44,6 +44,7 @@ from mimo.train.metrics import METRICS, StepResult
 from mimo.train.observer import StepObserver
 from mimo.train.odd_steps import BATCHES, samples_of
 from mimo.train.step import train_step
+from mimo.train.times import StepTimes
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)\..*")
 _WIDTH = 120  # of the table at least, also where output is no terminal
@@ -163,7 +164,8 @@ def _step(
         open_decoding(recipe, layout, 0, dataset.readers) as decoding,
         trainer.batches(STEP, dataset, range(step, step + 1), used, 0, decoding) as batches,
     ):
-        return train_step(step, recipe, trainer.model, batches, watched)
+        times = StepTimes(layout, 0)
+        return train_step(step, recipe, trainer.model, batches, watched, times)
 
 
 def _logged(run: Path, step: int) -> dict[str, Any] | None:
