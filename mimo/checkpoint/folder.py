@@ -14,25 +14,22 @@ import json
 import os
 import re
 import shutil
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from zlib import crc32
 
 from data.order import Mixture, Stream
 from data.packing import Used
+from mimo.checkpoint.files import Sum, read_document, sync_names, synced_sum, write_synced
 from mimo.errors import InputError
 from mimo.recipe.phases import PHASE_FOLDER
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "mimo checkpoint 1"
 _LATEST = "latest"
-_MOST_BYTES = 1 << 32
-"""Of a JSON file; an index has some 50 for each piece of a tensor."""
 _PROGRESS = "progress.json"
 _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
 
@@ -89,48 +86,7 @@ class Progress:
         )
 
 
-@dataclass(frozen=True)
-class Sum:
-    """Size and CRC-32 of a file, as in the manifest: 8 hexadecimal digits."""
-
-    bytes: int
-    crc32: str
-
-    @classmethod
-    def of(cls, num_bytes: int, crc: int) -> Sum:
-        """From `zlib.crc32` over all bytes."""
-        return cls(num_bytes, f"{crc:08x}")
-
-
 _NO_SUMS: Mapping[str, Sum] = MappingProxyType({})
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in an OSError that does not: those of writing and syncing do not."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file that is on disk on return, so that older checkpoints may be deleted."""
-    with naming(path), path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_names(folder: Path) -> None:
-    """Have the names in a folder on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with naming(folder):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
@@ -153,21 +109,11 @@ def complete(
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         if name not in files and name != MANIFEST:
-            files[name] = _synced_sum(path)
+            files[name] = synced_sum(path)
     document = {"format": MANIFEST_FORMAT, "files": {name: vars(s) for name, s in files.items()}}
     write_synced(folder / MANIFEST, json.dumps(document, indent=1))
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-        _sync_names(inner)
-
-
-def _synced_sum(path: Path) -> Sum:
-    """Of a file that may not be on disk yet, and is on return."""
-    crc = 0
-    with naming(path), path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            crc = crc32(chunk, crc)
-        os.fsync(file.fileno())
-        return Sum.of(file.tell(), crc)
+        sync_names(inner)
 
 
 def publish(
@@ -192,7 +138,7 @@ def publish(
             _point_latest_to(others[-1])
         _hide(final)
     partial.rename(final)
-    _sync_names(checkpoints)
+    sync_names(checkpoints)
     _point_latest_to(final)
     drop_old(checkpoints, keep, final, keep_every)
     return final
@@ -203,7 +149,7 @@ def _point_latest_to(checkpoint: Path) -> None:
     pointer = checkpoints / f".{_LATEST}"
     write_synced(pointer, checkpoint.name)
     os.replace(pointer, checkpoints / _LATEST)
-    _sync_names(checkpoints)
+    sync_names(checkpoints)
 
 
 def _hide(checkpoint: Path) -> Path:
@@ -376,18 +322,6 @@ def find_checkpoint(path: Path) -> Path:
         f"{path}: no checkpoint there; give a run folder or a checkpoint folder such as "
         f"runs/<name>/checkpoints/step_<n>"
     )
-
-
-def read_document(path: Path) -> Any:
-    """What a JSON file says, whoever wrote it. Raises ValueError or OSError."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError("it is a link or no file")
-    if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
-    try:
-        return json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def read_progress(checkpoint: Path) -> Progress:

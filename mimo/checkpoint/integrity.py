@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mimo.checkpoint.folder import MANIFEST, MANIFEST_FORMAT, read_document, read_progress
+from mimo.checkpoint.files import read_document
+from mimo.checkpoint.folder import MANIFEST, MANIFEST_FORMAT, read_progress
 from mimo.checkpoint.tensors import read_index
 from mimo.errors import InputError
 

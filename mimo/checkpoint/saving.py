@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
-from mimo.checkpoint.folder import Progress, Sum, latest_checkpoint, publish, write_synced
+from mimo.checkpoint.files import Sum, write_synced
+from mimo.checkpoint.folder import Progress, latest_checkpoint, publish
 from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
 from mimo.device import from_rank_0, host_memory, local_device, synchronize
 from mimo.engines.contract import Module

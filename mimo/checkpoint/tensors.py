@@ -28,7 +28,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.folder import Sum, naming, read_document, write_synced
+from mimo.checkpoint.files import Sum, naming, read_document, write_synced
 from mimo.checkpoint.reading import read_pieces
 from mimo.engines.piece import EMA, Piece, key_of
 from mimo.errors import InputError

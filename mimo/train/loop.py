@@ -6,6 +6,7 @@ from collections.abc import Collection, Generator
 from pathlib import Path
 
 from data.packing import Used
+from mimo.checkpoint.files import naming
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.saving import Saver
 from mimo.device import has_gpu
@@ -24,7 +25,6 @@ from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
 from mimo.train.odd_steps import OddSteps
 from mimo.train.profile import profiler_of
-from mimo.train.run_folder import naming
 from mimo.train.step import run_modules, train_step
 from mimo.train.times import StepTimes
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.assets import recipe_of
+from mimo.checkpoint.files import naming
 from mimo.checkpoint.folder import (
     final_checkpoint,
     go_back,
@@ -47,9 +48,15 @@ from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
 from mimo.train.incidents import record
 from mimo.train.loggers import check_loggers
-from mimo.train.presence import say_killed
-from mimo.train.restarts import check_again, failure_of, has_begun, say_begun, say_restart
-from mimo.train.run_folder import check_run_dir, make_run_dirs, naming, set_latest
+from mimo.train.restarts import (
+    check_again,
+    failure_of,
+    has_begun,
+    say_begun,
+    say_killed,
+    say_restart,
+)
+from mimo.train.run_folder import check_run_dir, make_run_dirs, set_latest
 from mimo.train.run_lock import keep_lock, run_lock
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mimo.checkpoint.files import naming
 from mimo.device import has_gpu, peak_flops
 from mimo.layout.grids import Layout
 from mimo.recipe.schema import Recipe, Train
 from mimo.step.plan import StepPlan
 from mimo.train.loggers import open_loggers
-from mimo.train.run_folder import naming
 
 METRICS = "metrics.jsonl"
 

@@ -30,10 +30,10 @@ import psutil
 
 from bridge import BridgeError
 from mimo.errors import InputError
-from mimo.launch.processes import RankError, is_consequence
+from mimo.launch.processes import is_consequence
 from mimo.launch.signals import asked
 from mimo.layout.grids import Layout
-from mimo.model.memory import in_words, memory_in_words
+from mimo.model.memory import memory_in_words
 from mimo.train.hang import Hang, State, explain
 from mimo.train.incidents import Kind, record
 from mimo.train.observer import ACTIVITIES, StepObserver
@@ -373,27 +373,6 @@ class Presence(StepObserver):
     def _lost(self) -> list[State]:
         self._write()
         return [one for one in self._read().values() if one.age_seconds > self._lost_seconds]
-
-
-def say_killed(run_dir: Path, error: RankError) -> None:
-    """Keep an incident of a rank that ended without a word, with where it last was.
-
-    For the process that started it.
-    """
-    if error.traceback:
-        return  # it has done so itself
-    try:
-        state = State(**json.loads((run_dir / RANKS / f"rank_{error.rank}.json").read_text()))
-    except (OSError, ValueError):  # it ended too early
-        record(run_dir, "crash", str(error), rank=error.rank)
-        return
-    memory = in_words(state.resident_bytes)
-    text = f"{state} {error.reason}, last seen {state.where}, with {memory} of resident memory"
-    if "SIGKILL" in error.reason:
-        text += "; where nobody sent that, the kernel did for lack of memory (see dmesg)"
-    text = f"{text}; {state.batch}" if state.batch else text
-    print(text, file=sys.stderr)
-    record(run_dir, "crash", text, state.step, rank=error.rank, activity=state.activity)
 
 
 def _told(lost: Sequence[State]) -> str:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
+from mimo.launch.processes import RankError
+from mimo.model.memory import in_words
+from mimo.train.hang import State
 from mimo.train.incidents import incidents, record
 from mimo.train.presence import RANKS
 
@@ -150,3 +154,24 @@ def say_restart(run_dir: Path, failure: Failure, most: int) -> None:
 
 def _name(checkpoint: Path | None) -> str | None:
     return checkpoint.name if checkpoint else None
+
+
+def say_killed(run_dir: Path, error: RankError) -> None:
+    """Keep an incident of a rank that ended without a word, with where it last was.
+
+    For the process that started it.
+    """
+    if error.traceback:
+        return  # it has done so itself
+    try:
+        state = State(**json.loads((run_dir / RANKS / f"rank_{error.rank}.json").read_text()))
+    except (OSError, ValueError):  # it ended too early
+        record(run_dir, "crash", str(error), rank=error.rank)
+        return
+    memory = in_words(state.resident_bytes)
+    text = f"{state} {error.reason}, last seen {state.where}, with {memory} of resident memory"
+    if "SIGKILL" in error.reason:
+        text += "; where nobody sent that, the kernel did for lack of memory (see dmesg)"
+    text = f"{text}; {state.batch}" if state.batch else text
+    print(text, file=sys.stderr)
+    record(run_dir, "crash", text, state.step, rank=error.rank, activity=state.activity)

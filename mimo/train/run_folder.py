@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -79,16 +78,6 @@ def set_latest(run_dir: Path, checkpoint: Path) -> None:
         latest.write_text(checkpoint.name)
     else:
         latest.unlink(missing_ok=True)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an OSError that is raised inside name ``path``; that of a failed write names nothing."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def _step_aside(run_dir: Path) -> None:

@@ -27,7 +27,7 @@ from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
 from mimo.train.incidents import incidents
-from mimo.train.presence import say_killed
+from mimo.train.restarts import say_killed
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny

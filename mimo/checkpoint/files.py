@@ -1,0 +1,79 @@
+"""Single files of a checkpoint: written so that they are on disk, and read whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+_MOST_BYTES = 1 << 32
+"""Of a JSON file; an index has some 50 for each piece of a tensor."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Size and CRC-32 of a file, as in the manifest: 8 hexadecimal digits."""
+
+    bytes: int
+    crc32: str
+
+    @classmethod
+    def of(cls, num_bytes: int, crc: int) -> Sum:
+        """From `zlib.crc32` over all bytes."""
+        return cls(num_bytes, f"{crc:08x}")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError that does not: those of writing and syncing do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file that is on disk on return, so that older checkpoints may be deleted."""
+    with naming(path), path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_names(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with naming(folder):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def synced_sum(path: Path) -> Sum:
+    """Of a file that may not be on disk yet, and is on return."""
+    crc = 0
+    with naming(path), path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            crc = crc32(chunk, crc)
+        os.fsync(file.fileno())
+        return Sum.of(file.tell(), crc)
+
+
+def read_document(path: Path) -> Any:
+    """What a JSON file says, whoever wrote it. Raises ValueError or OSError."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError("it is a link or no file")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
