@@ -30,7 +30,10 @@ from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.saving import Saver
 from mimo.device import barrier, initialize_distributed, set_threads
 from mimo.hf.recipes import load_recipe
+from mimo.layout.build import build_layout
+from mimo.layout.groups import build_topology
 from mimo.recipe.schema import Recipe
+from mimo.train.loop import Trainer
 
 RANKS = 2
 OPTIMIZERS = ("plain", "distributed")
@@ -95,10 +98,6 @@ class Savers:
     def __init__(
         self, directory: Path, optimizer: str, sizes: Mapping[str, int], rank: int
     ) -> None:
-        from mimo.layout.build import build_layout
-        from mimo.layout.groups import build_topology
-        from mimo.train.loop import Trainer
-
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         set_threads(1, RANKS)
         store = directory / f"store of {optimizer}"

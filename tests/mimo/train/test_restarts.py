@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -96,6 +97,11 @@ def store() -> TCPStore:
     return TCPStore("localhost", 0, None, True, wait_for_workers=False)
 
 
+def restarts_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What is kept of them, without the crashes that they follow."""
+    return [one for one in incidents(run_dir) if one["kind"] == "restart"]
+
+
 # -------------------------------------------------------------------------------- tests
 
 
@@ -110,7 +116,7 @@ def test_failures_at_one_step_without_a_new_checkpoint_end_the_run_early_with_th
     with pytest.raises(NotRestarted, match=expected) as caught:
         train(recipe, SETTINGS, max_restarts=9)
     assert caught.value.exit_code == 1
-    found = incidents(recipe.parent / "runs" / "tiny")
+    found = restarts_of(recipe.parent / "runs" / "tiny")
     assert [(one["kind"], one["step"], one["rank"], one["checkpoint"]) for one in found] == [
         ("restart", 3, 1, "step_2")
     ] * 2
@@ -145,7 +151,7 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_restarts_from_there(
     first = run_dir / "checkpoints" / "step_2"
     with pytest.raises(NotRestarted):
         train(recipe, SETTINGS, resume_from=first, max_restarts=9)
-    assert {one["checkpoint"] for one in incidents(run_dir)} == {"step_2"}
+    assert {one["checkpoint"] for one in restarts_of(run_dir)} == {"step_2"}
 
 
 @pytest.mark.slow
@@ -157,7 +163,7 @@ def test_a_job_with_phases_restarts_in_the_phase_that_failed(
     train = disturbing(monkeypatch, f"{HERE}:fail_in_second_phase", None)
     assert train(path, PHASED, max_restarts=2) == 0
     runs = tmp_path / "runs"
-    assert [one["checkpoint"] for one in incidents(runs / "tiny" / SECOND)] == [None, "step_1"]
+    assert [one["checkpoint"] for one in restarts_of(runs / "tiny" / SECOND)] == [None, "step_1"]
     assert not incidents(runs / "tiny" / FIRST)
     for phase in (FIRST, SECOND):
         assert same_metrics(path, f"tiny/{phase}", f"whole/{phase}")
@@ -178,7 +184,7 @@ def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say
     assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == [
         *("tiny", "tiny.1", "whole")
     ]
-    (restart,) = incidents(runs / "tiny")
+    (restart,) = restarts_of(runs / "tiny")
     assert (restart["kind"], restart["step"], restart["checkpoint"]) == ("restart", 3, "step_2")
     printed = [(recipe.parent / f"printed_1_{rank}").read_text() for rank in range(3)]
     assert printed[0].startswith("restart 1 of 3, from step_2: ")
@@ -238,5 +244,5 @@ def test_the_agent_of_torchrun_restarts_a_run_exactly_and_leaves_no_process(
     assert done.returncode == 0, done.stderr
     assert not marked.leftovers()
     assert same_metrics(recipe, "tiny", "whole")
-    (restart,) = incidents(recipe.parent / "runs" / "tiny")
+    (restart,) = restarts_of(recipe.parent / "runs" / "tiny")
     assert (restart["step"], restart["checkpoint"]) == (3, "step_2")
