@@ -136,7 +136,7 @@ class Train(Section):
     validate_every: bounds.Steps | None = None
     """Steps between two validations; null for none."""
     validation_batches: bounds.Steps = 4
-    """Global batches of a validation."""
+    """Global batches of a validation, of each source in `data.validation`."""
     save_every: bounds.Steps | None = None
     """Steps between two checkpoints; null saves only the last."""
     keep_checkpoints: bounds.Checkpoints = 2

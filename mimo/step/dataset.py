@@ -198,14 +198,26 @@ def dataset_of(
     """A split whose indexes are open."""
     gib = recipe.data.cache_gib
     cache = BlockCache(cache_folder(recipe), round(gib * 2**30)) if gib else None
-    return Dataset(
-        indexes=tuple(indexes),
-        readers=tuple(SampleReader(index, chat, processors, cache) for index in indexes),
-        order=SampleOrder(
-            [len(index) for index in indexes],
-            [source.weight for source in sources_of(recipe, split)],
-            seed=recipe.train.seed,
-            block=recipe.data.shuffle_block,
-            names=[source.path for source in sources_of(recipe, split)],
-        ),
+    readers = tuple(SampleReader(index, chat, processors, cache) for index in indexes)
+    return Dataset(tuple(indexes), readers, _order(recipe, indexes, sources_of(recipe, split)))
+
+
+def _order(recipe: Recipe, indexes: Sequence[Index], sources: Sequence[Source]) -> SampleOrder:
+    return SampleOrder(
+        [len(index) for index in indexes],
+        [source.weight for source in sources],
+        seed=recipe.train.seed,
+        block=recipe.data.shuffle_block,
+        names=[source.path for source in sources],
     )
+
+
+def apart(recipe: Recipe, split: str, dataset: Dataset) -> dict[int, Dataset]:
+    """Each source of an open split, by its number, as a dataset of its own; none of weight 0."""
+    return {
+        number: Dataset((index,), (reader,), _order(recipe, [index], [source]))
+        for number, (index, reader, source) in enumerate(
+            zip(dataset.indexes, dataset.readers, sources_of(recipe, split), strict=True)
+        )
+        if source.weight > 0
+    }

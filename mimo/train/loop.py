@@ -16,7 +16,7 @@ from mimo.model.build import build_model
 from mimo.model.flops import StepFlops
 from mimo.recipe.schema import Recipe
 from mimo.spans import SPANS
-from mimo.step.dataset import Dataset, item_processors, open_tokenizer
+from mimo.step.dataset import Dataset, apart, item_processors, open_tokenizer
 from mimo.step.decoding import Decoding, open_decoding
 from mimo.train.bad_samples import BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches
@@ -103,15 +103,28 @@ class Trainer:
                 yield metrics
                 if validation and _is_due(train.validate_every, done) and not soon:
                     observer.at(step, "validation")
-                    yield {"step": done, "validation_loss": self.validate(validation, decoding)}
+                    yield {"step": done, **self.validate(validation, decoding)}
                 if saves:  # only now, so that no line of a step before a checkpoint is missing
                     self.saver.publish()
                 if soon:
                     break
             self.saver.wait()
 
-    def validate(self, dataset: Dataset, decoding: Decoding) -> float:
-        """Mean loss per token over `train.validation_batches` global batches; all ranks call it."""
+    def validate(self, dataset: Dataset, decoding: Decoding) -> dict[str, float]:
+        """Mean loss per token: of several sources, over all and of each; all ranks call it.
+
+        Each source is validated on `train.validation_batches` global batches of its own.
+        """
+        sources = apart(self.recipe, "validation", dataset)
+        sums = {n: self._loss_and_tokens(one, decoding) for n, one in sources.items()}
+        self.model.take_waited_seconds()
+        total, tokens = map(sum, zip(*sums.values(), strict=True))
+        found = {"validation_loss": total / max(tokens, 1.0)}
+        if len(sums) > 1:
+            found |= {f"validation_loss_{n}": a / max(b, 1.0) for n, (a, b) in sums.items()}
+        return found
+
+    def _loss_and_tokens(self, dataset: Dataset, decoding: Decoding) -> tuple[float, float]:
         steps = range(self.recipe.train.validation_batches)
         total = tokens = 0.0
         # None is prepared ahead of use: a batch of training is waiting on the device too.
@@ -124,8 +137,7 @@ class Trainer:
                 batches.read_ahead()
                 (loss,) = batches.sum_over_world(own_part)
                 total += loss
-        self.model.take_waited_seconds()
-        return total / max(tokens, 1.0)
+        return total, tokens
 
     def save(self) -> Path:
         """Write a checkpoint that is there on return; every rank calls it."""

@@ -179,10 +179,12 @@ class MetricsWriter:
                 f"eta {self._left(done)}"
             )
 
-    def validation(self, step: int, loss: float) -> None:
-        """Record a validation after ``step`` updates."""
-        self._write({"step": step, "validation_loss": loss}, "validation", True)
-        self.say(f"validation after step {step}: loss {loss:.4f}")
+    def validation(self, metrics: Mapping[str, Any]) -> None:
+        """Record a validation; its step is the number of updates before it."""
+        self._write(metrics, "validation", True)
+        losses = {name.removeprefix("validation_"): metrics[name] for name in metrics}
+        told = " ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != "step")
+        self.say(f"validation after step {metrics['step']}: {told}")
 
     def say(self, line: str) -> None:
         """Print one line above the bar."""

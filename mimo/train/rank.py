@@ -175,7 +175,7 @@ def _train(
             if writer is None:
                 continue
             if "validation_loss" in metrics:
-                writer.validation(metrics["step"], metrics["validation_loss"])
+                writer.validation(metrics)
             else:
                 writer.step(metrics)
         done = trainer.progress.step

@@ -93,7 +93,7 @@ def steps(recipe: Recipe, run_dir: Path, first: int, stop: int) -> None:
                     "epochs": {0: 0.5},
                 }
             )
-        writer.validation(stop, 1.5)
+        writer.validation({"step": stop, "validation_loss": 1.5})
 
 
 def test_both_get_logged_steps_and_a_resumed_run_goes_on_as_the_same_one(

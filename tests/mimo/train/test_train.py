@@ -197,6 +197,27 @@ def test_validation_loss_is_the_mean_over_held_out_tokens(
     assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
 
 
+def test_several_validation_sources_have_the_losses_that_each_has_alone(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    tiny.write_samples(recipe.parent, (3, 1, 2), name="other")
+    shards = [recipe.parent / f"{name}-00000.tar" for name in ("train", "other")]
+    every = ["train.validate_every=1", "train.validation_batches=1", "train.steps=1"]
+
+    def losses(name: str, chosen: list[Path]) -> dict[str, float]:
+        sources = ", ".join(f"{{path: '{path}', weight: {n + 1}}}" for n, path in enumerate(chosen))
+        given = [*LAYOUT, *every, f"data.validation=[{sources}]", f"name={name}"]
+        run(run_ranks, recipe, *given)
+        return metrics(recipe, name)[-1]
+
+    one, other = (losses(f"alone_{n}", [path])["validation_loss"] for n, path in enumerate(shards))
+    both = losses("both", shards)
+    assert one != pytest.approx(other, rel=1e-4)
+    assert both["validation_loss_0"] == pytest.approx(one, rel=1e-6)
+    assert both["validation_loss_1"] == pytest.approx(other, rel=1e-6)
+    assert min(one, other) < both["validation_loss"] < max(one, other)
+
+
 @pytest.mark.slow
 def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path) -> None:
     corrupt(recipe)
