@@ -278,6 +278,18 @@ def go_back(checkpoint: Path, damaged: Iterable[Path]) -> None:
         raise InputError(f"{checkpoints}: cannot write there: {error}") from error
 
 
+def set_latest(run_dir: Path, checkpoint: Path) -> None:
+    """Let a run that continues from ``checkpoint`` not continue from a later one of its folder.
+
+    One that is elsewhere leaves the folder without a latest one, until the next save.
+    """
+    latest = run_dir / "checkpoints" / _LATEST
+    if checkpoint.resolve().parent == latest.parent.resolve():
+        _point_latest_to(latest.with_name(checkpoint.name))
+    else:
+        latest.unlink(missing_ok=True)
+
+
 def all_checkpoints(path: Path) -> list[Path]:
     """Those of a run folder and its phases, by step; or of a ``checkpoints`` folder, or ``path``.
 

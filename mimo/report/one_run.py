@@ -185,7 +185,7 @@ def part_of(run: RunData, with_title: bool) -> Part:
         "tokens/s, median": number(run.median("tokens_per_second")),
         "MFU, median": percent(run.median("mfu")),
         "of ranks' time idle, median": percent(run.median("idle_fraction")),
-        "restarts": str(max(0, len(run.starts) - 1)),
+        "restarts": str(sum(one.get("kind") == "restart" for one in run.incidents)),
         "incidents": str(len(run.incidents)),
     }
     tiles = {name: value for name, value in tiles.items() if value != "–"}

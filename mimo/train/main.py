@@ -21,6 +21,7 @@ from mimo.checkpoint.folder import (
     latest_checkpoint,
     named_by_latest,
     newest_checkpoint,
+    set_latest,
 )
 from mimo.checkpoint.integrity import (
     Choice,
@@ -49,6 +50,7 @@ from mimo.step.indexing import build_nothing, shares, tasks_of
 from mimo.train.incidents import record
 from mimo.train.loggers import check_loggers
 from mimo.train.restarts import (
+    begun_at,
     check_again,
     failure_of,
     has_begun,
@@ -56,7 +58,7 @@ from mimo.train.restarts import (
     say_killed,
     say_restart,
 )
-from mimo.train.run_folder import check_run_dir, make_run_dirs, set_latest
+from mimo.train.run_folder import check_run_dir, make_run_dirs
 from mimo.train.run_lock import keep_lock, run_lock
 
 if TYPE_CHECKING:
@@ -183,8 +185,9 @@ class Job:
         choice = choice or choose(again.candidates())
         run_dir = runs_to_do(self.phased, self.layouts, choice.checkpoint)[0].recipe.run_dir
         failure = failure_of(run_dir, cause, rank)
-        check_again(run_dir, failure)
-        say_restart(run_dir, failure, most)
+        began = begun_at(self.phased.run_dir)
+        check_again(run_dir, failure, began)
+        say_restart(run_dir, failure, most, began)
         return again.begin(choice)
 
 
@@ -217,6 +220,7 @@ def train_here(job: Job, max_restarts: int = 0, began: float | None = None) -> i
     """
     began = time.monotonic() if began is None else began
     runs, failures, restarts = job.begin(), list[RankError](), 0
+    say_begun(job.phased.run_dir)
     while True:
         code = _launch(job, runs, began, failures)
         if code != 1 or not failures or restarts == max_restarts:

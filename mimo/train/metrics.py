@@ -111,9 +111,6 @@ def _ranks_that_wait(layout: Layout) -> int:
     return sum(grid.dp * grid.tp for grid in disjoint)
 
 
-METRICS = "metrics.jsonl"
-
-
 class MetricsWriter:
     """Writes one JSON object per step; used by the one rank that speaks for the run.
 

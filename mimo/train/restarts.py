@@ -9,8 +9,10 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from mimo.checkpoint.folder import newest_checkpoint
@@ -23,6 +25,7 @@ from mimo.train.presence import RANKS
 
 _IN_VAIN = 3  # failures at one step, without a new checkpoint between them, are not by chance
 _BEGUN_BY = ".begun_by"
+_LAST_BYTES = 1 << 16  # of metrics.jsonl; far more than a line has
 
 
 class NotRestarted(InputError):
@@ -60,8 +63,19 @@ def _agent() -> str:
 
 
 def say_begun(run_dir: Path) -> None:
-    """Note in the folder which job of torchrun has begun there."""
-    (run_dir / _BEGUN_BY).write_text(f"{job_name()}\n{_agent()}")
+    """Note in the folder which job has begun there, and when."""
+    (run_dir / _BEGUN_BY).write_text(f"{job_name()}\n{_agent()}\n{time.time()}")
+
+
+def begun_at(run_dir: Path) -> float:
+    """When the job began whose ranks start again, in seconds since 1970.
+
+    A job that is requeued may have the name of the one before.
+    """
+    try:
+        return float((run_dir / _BEGUN_BY).read_text().split("\n")[2])
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def has_begun(run_dir: Path, restart: int) -> bool:
@@ -71,7 +85,7 @@ def has_begun(run_dir: Path, restart: int) -> bool:
     another one failed. A person may give the same name to several jobs.
     """
     try:
-        name, agent = (run_dir / _BEGUN_BY).read_text().split("\n")
+        name, agent, _ = (run_dir / _BEGUN_BY).read_text().split("\n")
     except (FileNotFoundError, ValueError):
         return False
     return agent == _agent() or (restart > 0 and name == job_name())
@@ -106,23 +120,27 @@ def _last_words(run_dir: Path) -> Iterator[tuple[int, dict]]:
 def _steps_done(run_dir: Path) -> list[int]:
     """How many steps are in the metrics; empty if none is."""
     try:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        last = json.loads(lines[-1])
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            last = json.loads(file.read().splitlines()[-1])
         return [last["step"] + ("validation_loss" not in last)]
     except (OSError, ValueError, IndexError):  # none yet, or it was being written
         return []
 
 
-def check_again(run_dir: Path, failure: Failure) -> None:
-    """Raise NotRestarted if the ranks need not start again after a ``failure`` of this job."""
+def check_again(run_dir: Path, failure: Failure, began: float = 0.0) -> None:
+    """Raise NotRestarted if the ranks need not start again after a ``failure`` of this job.
+
+    began: as of `begun_at`.
+    """
     if not run_dir.is_dir():
         raise NotRestarted(f"{run_dir} is gone: not started again", 1)
-    own = _incidents_of_job(run_dir)
+    own = _incidents_of_job(run_dir, began)
     if own and own[-1]["kind"] == "signal":
         raise NotRestarted(f"{own[-1]['text']}: not started again", EXIT_CONTINUE)
     last = own[1 - _IN_VAIN :]
     same = (failure.step, _name(newest_checkpoint(run_dir)))
-    if [(one["step"], one["checkpoint"]) for one in last] == [same] * (_IN_VAIN - 1):
+    if [(one["step"], one.get("checkpoint")) for one in last] == [same] * (_IN_VAIN - 1):
         raise NotRestarted(
             f"{failure}: {_IN_VAIN} failures there without a new checkpoint, so starting again "
             "would be in vain",
@@ -130,14 +148,20 @@ def check_again(run_dir: Path, failure: Failure) -> None:
         )
 
 
-def _incidents_of_job(run_dir: Path) -> list[dict]:
-    return [one for one in incidents(run_dir) if one.get("job") == job_name()]
+def _incidents_of_job(run_dir: Path, began: float) -> list[dict]:
+    """Restarts and signals; others do not name their job."""
+    own = (one for one in incidents(run_dir) if one.get("job") == job_name())
+    # Incidents have whole seconds.
+    return [one for one in own if datetime.fromisoformat(one["time"]).timestamp() >= int(began)]
 
 
-def say_restart(run_dir: Path, failure: Failure, most: int) -> None:
-    """Record that all ranks start again, and print it in one line. most: restarts of this job."""
+def say_restart(run_dir: Path, failure: Failure, most: int, began: float = 0.0) -> None:
+    """Record that all ranks start again, and print it in one line.
+
+    most: restarts of this job. began: as of `begun_at`.
+    """
     checkpoint = _name(newest_checkpoint(run_dir))
-    number = 1 + len(_incidents_of_job(run_dir))
+    number = 1 + len(_incidents_of_job(run_dir, began))
     text = f"restart {number} of {most}, from {checkpoint or 'the beginning'}: {failure}"
     print(text, flush=True)
     record(

@@ -71,15 +71,6 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
     print(f"run folder: {phased.run_dir}", flush=True)
 
 
-def set_latest(run_dir: Path, checkpoint: Path) -> None:
-    """Let a run that continues from ``checkpoint`` not continue from a later one of its folder."""
-    latest = run_dir / "checkpoints" / "latest"
-    if checkpoint.resolve().parent == latest.parent.resolve():
-        latest.write_text(checkpoint.name)
-    else:
-        latest.unlink(missing_ok=True)
-
-
 def _step_aside(run_dir: Path) -> None:
     if not run_dir.exists():
         return

@@ -90,7 +90,7 @@ def train_step(
     observer.at(step, "update")
     is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not is_skipped:
-        factor, measured = _clip_factor(train, norm), _reports_changes(train, step + 1)
+        factor, measured = _clip_factor(train, norm), is_logged(train, step + 1)
         for name, module in model.modules.items():
             rate = learning_rate(train, module.learning_rate, recipe.warmup_steps(name), step)
             with SPANS.span(name, "update"):
@@ -99,7 +99,7 @@ def train_step(
 
     # ---- metrics
     seconds = time.perf_counter() - started
-    has_changes = step > batches.steps.start and _reports_changes(train, step)
+    has_changes = step > batches.steps.start and is_logged(train, step)
     return StepResult(
         plan,
         flops,
@@ -179,11 +179,6 @@ def _checks(recipe: Recipe, steps_done: int) -> bool:
 def _clip_factor(train: Train, norm: float) -> float:
     clip = train.clip_grad_norm
     return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-
-
-def _reports_changes(train: Train, step: int) -> bool:
-    """Whether this step tells how much the update before it changed: those that are logged do."""
-    return (step + 1) % train.log_every == 0
 
 
 def _roots(names: Iterable[str], squares: Iterable[float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,41 @@ def test_a_run_with_skipped_steps_goes_on_from_a_checkpoint_to_the_last_bit(
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
+
+
+def train_spiking(
+    rank: int, path: Path, overrides: list[str], spike: int, stop: int, start: Start
+) -> None:
+    """A run whose loss is fifty times as high in one step; it ends with that before ``stop``."""
+    from mimo.train import loop
+    from mimo.train.rank import train_in_world
+
+    first = read_progress(start.checkpoint).step if isinstance(start, Resume) else 0
+    recipe = load_recipe(path, [*overrides, f"train.steps={stop}"])
+    train_step, steps = loop.train_step, count(first)
+
+    def spiking(*given: Any) -> Any:
+        done = train_step(*given)
+        return replace(done, loss=done.loss * 50) if next(steps) == spike else done
+
+    loop.train_step = spiking
+    train_in_world(recipe, check_recipe(recipe, None), recipe.run_dir, start)
+
+
+def test_a_spike_of_the_loss_is_told_and_its_batch_kept_also_soon_after_a_resume(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    settings = [*LAYOUT, *ADAM, "train.loss_spike_zscore=20", "train.loss_spike_window=8"]
+    settings += ["train.learning_rate=1e-5", "train.save_every=5"]
+    run = recipe.parent / "runs" / "tiny"
+    make_run_dir(load_recipe(recipe, settings), resumes=False)
+    run_ranks(train_spiking, 3, recipe, settings, 4, 5, FromScratch())
+    start = Resume(run / "checkpoints" / "step_5")
+    make_run_dir(load_recipe(recipe, settings), resumes=True)
+    run_ranks(train_spiking, 3, recipe, settings, 6, 7, start)
+    found = incidents(run)
+    assert [(one["kind"], one["step"]) for one in found] == [("loss spike", 4), ("loss spike", 6)]
+    for one in found:
+        kept = json.loads((run / one["batch"]).read_text())
+        assert [sample["key"] for sample in kept["samples"]] == one["samples"]
+        assert len(kept["samples"]) == one["num_samples"] == 12

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,16 @@ from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.launch.processes import RanksFailed
 from mimo.launch.ranks import RENDEZVOUS, run_on_cpu
 from mimo.train import main as job
-from mimo.train.incidents import INCIDENTS, incidents
-from mimo.train.restarts import Failure, NotRestarted, check_again, say_restart
+from mimo.train.incidents import INCIDENTS, incidents, record
+from mimo.train.restarts import (
+    Failure,
+    NotRestarted,
+    begun_at,
+    check_again,
+    job_name,
+    say_begun,
+    say_restart,
+)
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.disturbed import disturbing, when_at
@@ -30,6 +40,7 @@ from tests.mimo.runs import ADAM, LAYOUT, metrics, run
 from tests.mimo.train.test_phased_runs import FIRST, SECOND
 from tests.mimo.train.test_phased_runs import SETTINGS as PHASED
 from tests.mimo.train.test_phased_runs import write_recipe as write_phases
+from tests.mimo.train.test_stalls import CASES, TIMEOUT_SECONDS, Case, arm
 from tests.ranks import MarkedJob
 
 HERE = "tests.mimo.train.test_restarts"
@@ -56,6 +67,10 @@ def same_metrics(recipe: Path, run: str, other: str) -> bool:
 def fail_always(step: int, attempt: int, run_dir: Path, start: Start) -> None:
     if os.environ["RANK"] == "1":
         when_at(step, "update", lambda: 1 / 0)
+
+
+def hang_at_first(case: Case, attempt: int, run_dir: Path, start: Start) -> None:
+    arm(case if attempt == 0 else replace(case, rank=-1), int(os.environ["RANK"]), run_dir)
 
 
 def fail_in_second_phase(_: None, attempt: int, run_dir: Path, start: Start) -> None:
@@ -136,9 +151,46 @@ def test_failures_of_other_jobs_or_with_a_checkpoint_between_them_are_no_reason_
     file = tmp_path / INCIDENTS
     file.write_text(file.read_text().replace(socket.gethostname(), "elsewhere"))
     check_again(tmp_path, failure)
+    assert len(incidents(tmp_path)) == 2
     shutil.rmtree(tmp_path)
     with pytest.raises(NotRestarted, match="is gone"):
         check_again(tmp_path, failure)
+
+
+def test_what_befell_a_job_before_it_was_requeued_under_its_name_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = Failure("rank 1 failed", 1, 3)
+    record(tmp_path, "signal", "ended by SIGTERM", 2, job=job_name())
+    say_restart(tmp_path, failure, 9)
+    say_restart(tmp_path, failure, 9)
+    with pytest.raises(NotRestarted):
+        check_again(tmp_path, failure)
+    requeued = time.time() + 2
+    check_again(tmp_path, failure, requeued)
+    say_restart(tmp_path, failure, 9, requeued)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("restart 1 of 9")
+    say_begun(tmp_path)
+    assert begun_at(tmp_path) == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_is_explained_and_started_again(
+    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, path = CASES["encode"], tiny.write_recipe(tmp_path)
+    tiny.write_samples(tmp_path, (2, 1, 1, 3) * 3)
+    settings = [case.layout, *ADAM, "train.steps=4", "train.save_every=1"]
+    settings += ["train.global_batch_size=12", "train.micro_batch_size=2"]
+    assert job.main(path, [*settings, "name=whole"]) == 0
+    train = disturbing(monkeypatch, f"{HERE}:hang_at_first", case)
+    limit = f"train.step_timeout_seconds={TIMEOUT_SECONDS}"
+    assert train(path, [*settings, limit], max_restarts=1) == 0
+    run_dir = tmp_path / "runs" / "tiny"
+    assert [one["kind"] for one in incidents(run_dir)] == ["hang", "restart"]
+    assert (run_dir / "hang.1" / "summary.txt").exists()
+    assert not (run_dir / "hang").exists()
+    assert same_metrics(path, "tiny", "whole")
 
 
 @pytest.mark.slow
