@@ -220,7 +220,7 @@ def main(run: Path, step: int, checkpoint: Path | None = None, target: Path | No
     Console(width=max(Console().width, _WIDTH)).print(_table(found))
     name = "those that the run began with" if found.weights is None else found.weights
     far = f"{abs(found.updates_before)} steps {'before' if found.updates_before > 0 else 'after'}"
-    where = "exactly those of the step" if not found.updates_before else f"of {far} it"
+    where = "exactly those of the step" if not found.updates_before else f"{far} this step"
     print(f"weights: {name}, {where}")
     if found.logged is not None:
         then = {key: _told(found.logged[key]) for key in ("loss", "grad_norm")}

@@ -26,7 +26,7 @@ _BEGUN_BY = ".begun_by"
 
 
 class NotRestarted(InputError):
-    """Starting again would be in vain, or is not wanted."""
+    """Restarting would not help, or is not wanted."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -116,7 +116,8 @@ def _steps_done(run_dir: Path) -> list[int]:
 def check_again(run_dir: Path, failure: Failure) -> None:
     """Raise NotRestarted if the ranks need not start again after a ``failure`` of this job."""
     if not run_dir.is_dir():
-        raise NotRestarted(f"{run_dir} is gone: not started again", 1)
+        text = f"{run_dir} is gone: not started again; restore the folder or start another run"
+        raise NotRestarted(text, 1)
     own = _incidents_of_job(run_dir)
     if own and own[-1]["kind"] == "signal":
         raise NotRestarted(f"{own[-1]['text']}: not started again", EXIT_CONTINUE)
@@ -124,8 +125,8 @@ def check_again(run_dir: Path, failure: Failure) -> None:
     same = (failure.step, _name(newest_checkpoint(run_dir)))
     if [(one["step"], one["checkpoint"]) for one in last] == [same] * (_IN_VAIN - 1):
         raise NotRestarted(
-            f"{failure}: {_IN_VAIN} failures there without a new checkpoint, so starting again "
-            "would be in vain",
+            f"{failure}: {_IN_VAIN} failures there without a new checkpoint, so restarting would "
+            "not help",
             1,
         )
 
