@@ -1,4 +1,4 @@
-"""What this process does at the moment, and how long it did what: spans, by module and phase.
+"""What this process does now, and how long it did what: spans, by module and part of the step.
 
 Spans lie inside each other; time belongs to the innermost. Times are taken inside of steps alone.
 On a CPU they are the host's. On a device they are those of its queue, which are known only after
@@ -21,7 +21,10 @@ RANK = ""
 
 
 class Span(NamedTuple):
-    """What is done for a module. edge: of a bridge, with a direction. number: of a microbatch."""
+    """What is done for a module.
+
+    phase: the part of the step. edge: of a bridge, with a direction. number: of a microbatch.
+    """
 
     module: str
     phase: str
@@ -101,7 +104,7 @@ class Spans:
         self._measures = measures or not self._late
 
     def take(self) -> dict[tuple[str, str, str], float]:
-        """Mean seconds of a period by module, phase and edge; what is known since the last call."""
+        """Mean seconds of a period by module, part and edge; what is known since the last call."""
         found = {key: value / self._num_periods for key, value in self._seconds.items()}
         self._seconds.clear()
         self._num_periods = 0

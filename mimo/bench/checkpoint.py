@@ -122,7 +122,7 @@ class Savers:
         }
 
     def __call__(self, name: str) -> Run:
-        """Save in one way; the seconds that training stands still, and what else was measured."""
+        """Save in one way; the seconds that training is blocked, and what else was measured."""
         self.turn += 1
         ways: dict[str, Callable[[Path], float]] = {
             SAVE: partial(self._save, synced=False),
@@ -214,7 +214,7 @@ def judge(optimizer: str, runs: Mapping[str, Sequence[Run]], speed: bool) -> lis
         return found
     share = max(run.found["share"] for run in runs["async"])
     found.append(Bound(f"{optimizer}, async: memory, times what a rank saves", share, 1.2, True))
-    name = f"{optimizer}, async: stands still, times torch.save"
+    name = f"{optimizer}, async: blocked, times torch.save"
     found.append(Bound(name, ratio("async", lambda run: run.seconds), 0.3, True))
     for own in OURS:
         name = f"{optimizer}, {own}: total, times torch.save"
@@ -249,15 +249,15 @@ def main(millions: int, rounds: int, quick: bool, json_path: Path | None, pictur
     report = Report(
         title=f"Saving {state / 2**20:.0f} MiB of weights and Adam's moments, fp32, {RANKS} ranks",
         notes=[
-            "In every way each rank writes its own half into a file. `stands still`: until "
-            "training goes on; `total`: until all is there. Ours and DCP also wait until it is on "
+            "In every way each rank writes its own half into a file. `blocked`: until training "
+            "goes on; `total`: until the save is complete. Ours and DCP also wait until it is on "
             "disk, as does `torch.save, synced`; `torch.save` does not.",
             f"{rounds} rounds after one that is not timed; in every round each runs once, in "
-            "another order. Memory is the most that a rank grew by, in the first round too.",
+            "another order. Memory is the peak growth of a rank, in the first round too.",
         ],
         contests=contests,
         columns={
-            "stands still, s": lambda one, name: f"{one.median(name):.2f}",
+            "blocked, s": lambda one, name: f"{one.median(name):.2f}",
             "total, s": lambda one, name: f"{_total(one, name):.2f}",
             "memory, MiB": lambda one, name: f"{memory[one.name, name] / 2**20:.0f}",
         },

@@ -70,7 +70,7 @@ def synced_sum(path: Path) -> Sum:
 def read_document(path: Path) -> Any:
     """What a JSON file says, whoever wrote it. Raises ValueError or OSError."""
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError("it is a link or no file")
+        raise ValueError("it is a link or not a regular file")
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
     try:

@@ -236,8 +236,8 @@ def newest_checkpoint(path: Path) -> Path | None:
 def resumable(run_dir: Path) -> list[Path]:
     """The checkpoints from which a run could go on, the best first; some may be damaged.
 
-    First what `latest` names, there or not; without a word of it the one written last. Then those
-    of fewer steps: others are of a run that was given up.
+    First what `latest` names, there or not; if there is no `latest`, the one written last. Then
+    those of fewer steps: others are of a run that was given up.
     """
     folder = run_dir / "checkpoints"
     found = _by_step(folder)

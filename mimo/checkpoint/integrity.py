@@ -52,7 +52,7 @@ def listed_files(checkpoint: Path) -> list[Listed] | None:
 
 def _listed(name: str, bytes: int, crc32: str) -> Listed:
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is no file of this folder")
+        raise ValueError(f"{name[:80]!r} is not a valid file name")
     if type(bytes) is not int or bytes < 0 or not _SUM.fullmatch(crc32):
         raise ValueError(f"{name[:80]!r} has no size and checksum")
     return Listed(name, bytes, int(crc32, 16))

@@ -60,7 +60,7 @@ def overview(checkpoint: Path) -> Group:
         held[kind_of(key)[1].partition(".")[0]].add(key, tensor)
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     grids = _grids(checkpoint, len({p.file for tensor in index.values() for p in tensor.pieces}))
-    table = Table("module", "parameters", "adapters", "dtype", "optimizer", "written by")
+    table = Table("module", "parameters", "adapters", "dtype", "optimizer", "layout")
     # Names come from a file, so they are text without markup.
     for module, own in held.items():
         cells = [module, f"{own.weights:,}", f"{own.adapters:,}" if own.adapters else "-"]

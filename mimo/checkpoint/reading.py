@@ -75,7 +75,10 @@ def parts_of(
         piece = targets[0]
         tensor = index.get(piece.key)
         if tensor is None:
-            raise InputError(f"checkpoint {folder}: {piece.key} is missing")
+            raise InputError(
+                f"checkpoint {folder} has no tensor {piece.key}; resume with the recipe that "
+                f"it was trained with"
+            )
         if tensor.matrix != piece.matrix:
             raise InputError(f"checkpoint {folder}: {_difference(piece, tensor)}")
         for stored in tensor.pieces:

@@ -180,7 +180,7 @@ class Saver:
                 self._fail(save)
 
     def _fail(self, save: _Save) -> None:
-        """Raise what befell a save, the same on all ranks, once none of them writes any more."""
+        """Raise why a save failed, the same on all ranks, once none of them writes any more."""
         self._save = None
         save.given_up.set()
         save.may_publish.set()
@@ -270,7 +270,7 @@ class Saver:
             if time.monotonic() - since > self._patience_seconds:
                 raise TimeoutError(
                     f"{path}: rank {rank} has not added to it for {self._patience_seconds:g} "
-                    f"seconds (bridge.timeout_seconds)"
+                    f"seconds; raise bridge.timeout_seconds or check that rank's disk"
                 )
             if save.given_up.wait(_LOOK_SECONDS):
                 raise _OthersFailed

@@ -259,7 +259,7 @@ def _check(folder: Path, index: Mapping[str, StoredTensor]) -> None:
     for name, stretches in used.items():
         found, end = (folder / name).lstat(), max(end for _, end in stretches)
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{name} is a link or no file")
+            raise ValueError(f"{name} is a link or not a regular file")
         if found.st_size < end:
             raise ValueError(f"{name} has {found.st_size} bytes, not {end}")
         # Else a small file could claim to be tensors that fill any memory.

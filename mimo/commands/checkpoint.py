@@ -42,7 +42,8 @@ def checkpoint_prune(
     run: Annotated[Path, typer.Argument(help="A run folder; all of its phases are pruned.")],
     keep: Annotated[int, typer.Option(min=1, max=10**6, help="Checkpoints that stay.")] = 2,
     keep_every: Annotated[
-        int | None, typer.Option(min=1, max=10**9, help="Those of every so many steps stay, too.")
+        int | None,
+        typer.Option(min=1, max=10**9, help="Those whose step is a multiple stay, too."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
@@ -61,6 +62,6 @@ def checkpoint_prune(
         for folder in folders:
             for path in to_remove(folder, keep, keep_every):
                 if not named_by_latest(path):
-                    print(f"{'would remove' if dry_run else 'removes'} {path}", flush=True)
                     if not dry_run:
                         discard(path)
+                    print(f"{'would remove' if dry_run else 'removed'} {path}", flush=True)

@@ -111,7 +111,10 @@ def restart_average(optimizer: torch.optim.Optimizer) -> None:
 
 
 def advance_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """After an update: average = decay · average + (1 - decay) · weights. The host waits not."""
+    """After an update: average = decay · average + (1 - decay) · weights.
+
+    Does not wait for the device.
+    """
     params = _params(optimizer)
     averages = [optimizer.state[param][EMA] for param in params]
     if averages:
@@ -135,7 +138,10 @@ class MeasuredStep:
 
     @property
     def squared_change(self) -> Tensor | float:
-        """The squared norm of the counted change: () fp64 on the device; the host waits not."""
+        """The squared norm of the counted change: () fp64 on the device.
+
+        Does not wait for the device.
+        """
         return torch.stack(self._squares).sum() if self._squares else 0.0
 
     @torch.no_grad()

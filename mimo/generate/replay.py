@@ -219,8 +219,9 @@ def main(run: Path, step: int, checkpoint: Path | None = None, target: Path | No
     target.write_text(json.dumps(_without_nan(asdict(found)), indent=1), encoding="utf-8")
     Console(width=max(Console().width, _WIDTH)).print(_table(found))
     name = "those that the run began with" if found.weights is None else found.weights
-    far = f"{abs(found.updates_before)} steps {'before' if found.updates_before > 0 else 'after'}"
-    where = "exactly those of the step" if not found.updates_before else f"of {far} it"
+    apart, side = abs(found.updates_before), "before" if found.updates_before > 0 else "after"
+    far = f"{apart} step{'s' if apart > 1 else ''} {side} this step"
+    where = far if apart else "exactly those of the step"
     print(f"weights: {name}, {where}")
     if found.logged is not None:
         then = {key: _told(found.logged[key]) for key in ("loss", "grad_norm")}

@@ -81,7 +81,7 @@ def heeded() -> Iterator[list[str]]:
         if heard or signum in _AT_ONCE:
             raise Signalled(signum)
         heard.append(signal.Signals(signum).name)
-        os.write(2, f"{heard[0]}: ends soon; a second signal ends it at once\n".encode())
+        os.write(2, f"{heard[0]}: finishing the step; a second signal ends at once\n".encode())
 
     before = {signum: signal.signal(signum, handle) for signum in (*ASKING, *_AT_ONCE)}
     try:

@@ -99,10 +99,17 @@ def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if profile is None:
         return
     if (last := profile.steps[1]) >= recipe.train.steps:
-        message = f"got {last}, but train.steps is {recipe.train.steps}, and steps count from 0"
+        steps = recipe.train.steps
+        message = (
+            f"got {last}, but train.steps is {steps}, and steps count from 0; give at most "
+            f"{steps - 1}"
+        )
         yield recipe.problem(("train", "profile", "steps"), message)
     if missing := [rank for rank in profile.ranks if rank >= size]:
-        message = f"got {missing[0]}, but there are {size} ranks; the last is {size - 1}"
+        message = (
+            f"got {missing[0]}, but there are {size} ranks, and ranks count from 0; give at most "
+            f"{size - 1}"
+        )
         yield recipe.problem(("train", "profile", "ranks"), message)
 
 

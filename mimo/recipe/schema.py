@@ -46,7 +46,7 @@ class Profile(Section):
     """Which steps of which ranks are traced by PyTorch's profiler."""
 
     steps: Annotated[tuple[bounds.StepNumber, bounds.StepNumber], Field(strict=False)]
-    """The first and the last of them, counted from 0 as in metrics.jsonl."""
+    """The first and last step to trace, counted from 0 as in metrics.jsonl."""
     ranks: Annotated[tuple[bounds.RankNumber, ...], Field(strict=False)] = (0,)
     """The ranks; each writes a file of its own to the run folder's `profile/`."""
 
@@ -54,7 +54,10 @@ class Profile(Section):
     def _last_is_not_before_first(self) -> "Profile":
         first, last = self.steps
         if last < first:
-            raise ValueError(f"steps: got [{first}, {last}]; give the first and the last of them")
+            raise ValueError(
+                f"steps: got [{first}, {last}], but the last step is before the first; write "
+                f"[{last}, {first}]"
+            )
         return self
 
 
@@ -84,8 +87,8 @@ class Train(Section):
     """Steps over which the learning rate of every module that does not set its own rises from zero.
     """
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """How the learning rate goes on after the warm-up: it stays, falls along half a cosine or in a
-    line, or stays until the last `decay_steps` and falls in a line then (`wsd`)."""
+    """How the learning rate changes after warm-up: it stays, falls along half a cosine or
+    linearly, or stays until the last `decay_steps` and then falls linearly (`wsd`)."""
     decay_steps: bounds.Steps | None = None
     """Of `schedule: wsd`: steps at the end in which the learning rate falls; null for a tenth."""
     min_learning_rate_ratio: bounds.Share = 0.1
@@ -94,13 +97,14 @@ class Train(Section):
     """Steps in a row whose loss or gradient norm is not finite, and which therefore update no
     module, before the run stops; 0 stops it at the first."""
     loss_spike_zscore: bounds.ZScore | None = None
-    """A loss so many robust standard deviations above those of the steps before it is a spike,
-    whose samples are kept; null looks for none."""
+    """A loss more than this many robust standard deviations above those of the steps before it is a
+    spike, whose samples are kept; null looks for none."""
     loss_spike_window: bounds.SpikeWindow = 128
-    """How many steps before it a loss is compared with; from half as many on."""
+    """Number of preceding losses that a loss is compared with; checks begin once half of them
+    exist."""
     ema_decay: bounds.Decay | None = None
-    """Keep a moving average of the weights that learn: of it so much stays at every update. Null
-    keeps none."""
+    """Keep a moving average of the weights that learn; this is the share of the average that is
+    kept at each update. Null keeps none."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """The optimizer of every module."""
     weight_decay: bounds.WeightDecay = 0.0
@@ -129,8 +133,8 @@ class Train(Section):
     loggers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)
     ] = ("tensorboard",)
-    """Where metrics go beside `metrics.jsonl`. `wandb` and `mlflow` are packages of yours; without
-    `WANDB_MODE` or `MLFLOW_TRACKING_URI` they write to the run folder alone."""
+    """Where metrics go beside `metrics.jsonl`. `wandb` and `mlflow` must be installed separately;
+    without `WANDB_MODE` or `MLFLOW_TRACKING_URI` they write to the run folder alone."""
     profile: Profile | None = None
     """Traces for chrome://tracing or Perfetto of some steps; null for none."""
     validate_every: bounds.Steps | None = None
@@ -142,7 +146,7 @@ class Train(Section):
     keep_checkpoints: bounds.Checkpoints = 2
     """Checkpoints that are kept; older ones are removed."""
     keep_every: bounds.Steps | None = None
-    """Keep besides every checkpoint of a step that this divides; null for no more."""
+    """Also keep every checkpoint whose step is a multiple of this; null keeps no others."""
     async_save: bool = False
     """Copy the state to the host's memory and write it while training goes on."""
     step_timeout_seconds: bounds.Seconds | None = None
@@ -244,12 +248,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _rates_rise_before_they_fall(self) -> "Recipe":
-        train, longest = self.train, max(self.warmup_steps(name) for name in self.modules)
+        train, slowest = self.train, max(self.modules, key=self.warmup_steps)
+        longest = self.warmup_steps(slowest)
         if train.schedule == "wsd" and longest + train.last_decay_steps > train.steps:
+            module = slowest if slowest == LANGUAGE else f"encoders.{slowest}"
+            owner = "train" if self.module(slowest).warmup_steps is None else module
             raise ValueError(
-                f"train.schedule wsd: warmup_steps {longest} and decay_steps "
-                f"{train.last_decay_steps} are more than train.steps {train.steps}; lower one of "
-                f"them"
+                f"{owner}.warmup_steps {longest} + train.decay_steps {train.last_decay_steps} "
+                f"exceed train.steps {train.steps}; lower one of them"
             )
         return self
 

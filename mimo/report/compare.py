@@ -1,4 +1,4 @@
-"""`mimo compare RUN RUN ...`: curves on top of each other, and in what the runs differ."""
+"""`mimo compare RUN RUN ...`: curves on top of each other, and how the runs differ."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from mimo.report.page import Part, Section, Table, number, percent, render, writ
 from mimo.report.pictures import Picture, data_url, lines, shares
 from mimo.report.runs import Curve, RunData, read_runs
 
-_MAX_ROWS = 200  # of what befell a run: the newest
+_MAX_ROWS = 200  # of incidents: the newest
 _MAX_PICTURE_BYTES = 32 * 2**20
 
 # Families of metrics: section, title of the picture, unit, pattern of the names. The first that
@@ -78,7 +78,7 @@ def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
 
 
 def _times(run: RunData) -> tuple[list[Picture], list[Table]]:
-    """Seconds of a step by module and phase: bars of the means, a table, and curves by module."""
+    """Seconds of a step by module and part: bars of the means, a table, and curves by module."""
     names = [match for name in run.curves if (match := _TIMES.fullmatch(name))]
     names.sort(key=lambda match: match["module"])
     bars, rows, over_time = dict[str, dict[str, float]](), list[Sequence[str]](), list[Picture]()
@@ -93,8 +93,8 @@ def _times(run: RunData) -> tuple[list[Picture], list[Table]]:
             rows.append((module, phase.replace("_", " "), *cells))
         curves = {one["phase"]: run.curves[one[0]] for one in own}
         over_time.append(lines(f"{module}: mean over its ranks", "seconds", curves))
-    columns = ("module", "phase", "mean of its ranks, s", "slowest rank, s", "share")
-    title = "A step by module and phase, medians over the steps"
+    columns = ("module", "part of the step", "mean of its ranks, s", "slowest rank, s", "share")
+    title = "A step by module and part of the step, medians over the steps"
     pictures = [shares(title, "seconds", bars)] if bars else []
     return [*pictures, *over_time], [Table(columns, rows)]
 

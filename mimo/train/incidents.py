@@ -1,4 +1,4 @@
-"""What befell a run: ``incidents.jsonl`` in its folder, one JSON object a line, oldest first."""
+"""Incidents of a run: ``incidents.jsonl`` in its folder, one JSON object a line, oldest first."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Job:
         with naming(self.phased.run_dir):
             if self.resume and choice.checkpoint is not None:
                 if not choice.damaged and not named_by_latest(choice.checkpoint):
-                    print(f"`latest` names no checkpoint: {choice.checkpoint} was written last")
+                    print(f"`latest` names no checkpoint; using {choice.checkpoint}, the newest")
                 go_back(choice.checkpoint, choice.damaged)
             make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
         _tell_choice(choice, first.recipe.run_dir)
@@ -179,7 +179,7 @@ class Job:
         """As `begin`, after the ranks that began have failed.
 
         most: restarts of the job. cause, rank: if known. choice: among the candidates of `again`.
-        Raises NotRestarted where that would be in vain.
+        Raises NotRestarted where that would not help.
         """
         again = self.again()
         choice = choice or choose(again.candidates())

@@ -283,7 +283,8 @@ class Presence(StepObserver):
         if limit is None:
             key, limit = "bridge.timeout_seconds", self._timeout
         text = (
-            f"the run hangs: {state} has not got on for {state.seconds:.1f} s ({key} {limit:g})\n"
+            f"the run hangs: {state} has made no progress for {state.seconds:.1f} s "
+            f"({key} {limit:g})\n"
             f"{explained.text}\nstacks of the ranks: {self._hang_folder}/rank_<r>.txt"
         )
         for rank in explained.ranks:

@@ -182,7 +182,7 @@ def _train(
         if done == recipe.train.steps:
             return 0
         if writer is not None:
-            text = f"ended by {' and '.join(ending.reasons)}, with a checkpoint after {done} steps"
+            text = f"ended by {' and '.join(ending.reasons)}, with a checkpoint after step {done}"
             writer.say(f"{text}; continue with --resume")
             record(run_dir, "signal", text, done - 1, reasons=ending.reasons, job=job_name())
         return EXIT_CONTINUE

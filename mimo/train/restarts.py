@@ -29,7 +29,7 @@ _LAST_BYTES = 1 << 16  # of metrics.jsonl; far more than a line has
 
 
 class NotRestarted(InputError):
-    """Starting again would be in vain, or is not wanted."""
+    """Restarting would not help, or is not wanted."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -134,7 +134,8 @@ def check_again(run_dir: Path, failure: Failure, began: float = 0.0) -> None:
     began: as of `begun_at`.
     """
     if not run_dir.is_dir():
-        raise NotRestarted(f"{run_dir} is gone: not started again", 1)
+        text = f"{run_dir} is gone: not started again; restore the folder or start another run"
+        raise NotRestarted(text, 1)
     own = _incidents_of_job(run_dir, began)
     if own and own[-1]["kind"] == "signal":
         raise NotRestarted(f"{own[-1]['text']}: not started again", EXIT_CONTINUE)
@@ -142,8 +143,8 @@ def check_again(run_dir: Path, failure: Failure, began: float = 0.0) -> None:
     same = (failure.step, _name(newest_checkpoint(run_dir)))
     if [(one["step"], one.get("checkpoint")) for one in last] == [same] * (_IN_VAIN - 1):
         raise NotRestarted(
-            f"{failure}: {_IN_VAIN} failures there without a new checkpoint, so starting again "
-            "would be in vain",
+            f"{failure}: {_IN_VAIN} failures there without a new checkpoint, so restarting would "
+            "not help",
             1,
         )
 

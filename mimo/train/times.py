@@ -1,4 +1,4 @@
-"""Where the time of a step goes: of every module, by phase, mean and largest over its ranks.
+"""Where the time of a step goes: of every module, by its parts, mean and largest over its ranks.
 
 Each rank has a row of its own in one table, so the sum over the world that a step does anyway
 brings every rank's figures to every rank. It goes along with the steps that are logged.
@@ -15,7 +15,7 @@ from mimo.layout.grids import LANGUAGE, Layout
 from mimo.spans import RANK, SPANS
 
 WAITS = ("data", "bridge_wait", "pipeline_wait", "sync")
-"""Phases in which a rank does nothing."""
+"""Parts of a step in which a rank does nothing."""
 _OF_RANKS = (*WAITS, "other")
 _OF_MODULES = ("backward", "gradients", "update", "bridge_wait", "pipeline_wait")
 _GIB = 2**30
@@ -26,7 +26,7 @@ _Column = tuple[str, str]
 class StepTimes:
     """Of one rank's spans; all ranks of the world make the same table.
 
-    columns: seconds of (module, phase), those of the edges of bridges, and the memory.
+    columns: seconds of (module, part of the step), those of the edges of bridges, and the memory.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -55,7 +55,7 @@ class StepTimes:
     def figures(self, table: Sequence[float]) -> dict[str, float]:
         """The metrics in the table of all ranks; none of an empty one.
 
-        `seconds_<module>_<phase>` is the mean over the module's ranks, with `_max` the largest;
+        `seconds_<module>_<part>` is the mean over the module's ranks, with `_max` the largest;
         waits for data and for other ranks count for every module of a rank. `idle_fraction` is the
         share of their time in `WAITS`. `bridge_wait_seconds_<edge>` and `memory_gib_<module>` are
         those of the rank where they are largest.
@@ -82,7 +82,7 @@ class StepTimes:
         return found
 
     def _phases(self, ranks: np.ndarray, module: str) -> Mapping[str, np.ndarray]:
-        """(n,) seconds of the module's ranks by phase, of phases that took any."""
+        """(n,) seconds of the module's ranks by part of the step, of parts that took any."""
         found = dict[str, np.ndarray]()
         for owner, phase in self._spans:
             if owner in (RANK, module):

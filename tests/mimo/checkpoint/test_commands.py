@@ -72,7 +72,9 @@ def test_prune_keeps_what_it_is_told_and_what_latest_names(run: Path) -> None:
     gone = [(run / "checkpoints" / f"step_{step}").resolve() for step in (3, 5)]
     assert printed == "".join(f"would remove {path}\n" for path in gone)
     assert len(steps_in(run)) == 5
-    assert call("prune", run, "--keep", 1, "--keep-every", 2)[0] == 0
+    code, printed, _ = call("prune", run, "--keep", 1, "--keep-every", 2)
+    assert code == 0
+    assert printed == "".join(f"removed {path}\n" for path in gone)
     assert steps_in(run) == ["step_1", "step_2", "step_4"]
     assert call("prune", run)[0] == 0
     assert steps_in(run) == ["step_1", "step_4"]

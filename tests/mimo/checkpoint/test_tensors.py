@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     write_cut(tmp_path, "rows")
     index = read_index(tmp_path)
     own = pieces([(0, 0, 12, 10)], WHOLE.clone())
-    with pytest.raises(InputError, match="other is missing"):
+    with pytest.raises(InputError, match="has no tensor other; resume with the recipe"):
         read_pieces(tmp_path, index, [replace(own[0], key="other")])
     with pytest.raises(InputError, match=r"w has 12 rows, but the model has 24; .*vocab_multiple"):
         read_pieces(tmp_path, index, [replace(own[0], shape=(24, 10))])

@@ -103,7 +103,7 @@ def test_weights_may_be_others_and_samples_that_have_changed_are_refused(
 ) -> None:
     run = trained(run_ranks, recipe, "told", *ALONE, "train.validate_every=null")
     (told,) = run_ranks(write, 1, run, run / "checkpoints" / "step_4")
-    assert "step_4, of 3 steps after it" in told
+    assert "step_4, 3 steps after this step" in told
     assert "language.decoder.layers.0" in told
     kept = json.loads((run / "replays" / "step_1.json").read_text())
     assert kept["samples"]

@@ -211,7 +211,7 @@ def test_no_rank_outlives_its_launcher(
             launcher.send_signal(signum)
             assert launcher.stderr is not None
             said = launcher.stderr.readline()
-            assert said == f"{signum.name}: ends soon; a second signal ends it at once\n"
+            assert said == f"{signum.name}: finishing the step; a second signal ends at once\n"
         launcher.send_signal(sent[-1])
         assert launcher.wait(10) == exit_code
 

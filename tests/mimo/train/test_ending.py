@@ -81,7 +81,7 @@ def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming
     checkpoint = find_checkpoint(run_dir)
     assert checkpoint.name == "step_2"
     name = "SIGUSR1" if to == "encoder" else "SIGTERM"
-    said = f"ended by {name}, with a checkpoint after 2 steps"
+    said = f"ended by {name}, with a checkpoint after step 2"
     (incident,) = incidents(run_dir)
     assert (incident["kind"], incident["text"], incident["step"]) == ("signal", said, 1)
     run(run_ranks, recipe, *SETTINGS, resume_from=checkpoint)
@@ -119,7 +119,7 @@ def test_a_run_whose_time_is_up_saves_and_wants_to_be_continued(
     train = disturbing(monkeypatch, f"{HERE}:nothing", None)
     assert train(recipe, [*SETTINGS, "train.max_minutes=0.0001"]) == EXIT_CONTINUE
     (incident,) = incidents(recipe.parent / "runs" / "tiny")
-    assert incident["text"] == "ended by train.max_minutes, with a checkpoint after 1 steps"
+    assert incident["text"] == "ended by train.max_minutes, with a checkpoint after step 1"
     assert [line["step"] for line in metrics(recipe)] == [0]
 
 

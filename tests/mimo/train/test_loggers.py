@@ -213,7 +213,13 @@ def test_steps_and_ranks_to_trace_must_be_there(tmp_path: Path) -> None:
     path = tiny.write_recipe(tmp_path)
     with pytest.raises(RecipeError) as found:
         Request(path, ["train.profile={steps: [2, 3], ranks: [0, 2]}"]).check(None)
-    assert "train.profile.steps: got 3, but train.steps is 3" in str(found.value)
-    assert "train.profile.ranks: got 2, but there are 2 ranks" in str(found.value)
-    with pytest.raises(RecipeError, match=r"profile: steps: got \[2, 1\]"):
+    assert (
+        "train.profile.steps: got 3, but train.steps is 3, and steps count from 0; give at most 2"
+        in str(found.value)
+    )
+    assert (
+        "train.profile.ranks: got 2, but there are 2 ranks, and ranks count from 0; give at most 1"
+        in str(found.value)
+    )
+    with pytest.raises(RecipeError, match=r"profile: steps: got \[2, 1\], but .* write \[1, 2\]"):
         load_recipe(path, ["train.profile={steps: [2, 1]}"])

@@ -126,7 +126,7 @@ def test_failures_at_one_step_without_a_new_checkpoint_end_the_run_early_with_th
     train = disturbing(monkeypatch, f"{HERE}:fail_always", 3)
     expected = (
         r"rank 1 failed: ZeroDivisionError: division by zero, at step 3: 3 failures there without "
-        r"a new checkpoint, so starting again would be in vain"
+        r"a new checkpoint, so restarting would not help"
     )
     with pytest.raises(NotRestarted, match=expected) as caught:
         train(recipe, SETTINGS, max_restarts=9)
@@ -253,7 +253,7 @@ def test_torchrun_does_not_go_on_with_a_run_that_was_asked_to_end(
     codes = run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60)
     assert codes == [EXIT_CONTINUE] * 3
     said = (recipe.parent / "printed_1_0").read_text()
-    assert "ended by SIGTERM, with a checkpoint after 5 steps: not started again\n" in said
+    assert "ended by SIGTERM, with a checkpoint after step 5: not started again\n" in said
     assert find_checkpoint(recipe.parent / "runs" / "tiny").name == "step_5"
 
 

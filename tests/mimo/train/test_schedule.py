@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,12 @@ def test_a_frozen_module_has_no_rate(path: Path) -> None:
         (["train.decay_steps=5"], "decay_steps 5 belongs to schedule: wsd, but schedule is cosine"),
         (
             ["train.schedule=wsd", "train.decay_steps=12", "encoders.vision.warmup_steps=9"],
-            "warmup_steps 9 and decay_steps 12 are more than train.steps 20",
+            "encoders.vision.warmup_steps 9 + train.decay_steps 12 exceed train.steps 20",
         ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(
     path: Path, overrides: list[str], told: str
 ) -> None:
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(RecipeError, match=re.escape(told)):
         recipe_of(path, *overrides)

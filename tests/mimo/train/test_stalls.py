@@ -1,4 +1,4 @@
-"""A rank that stalls in any phase of a step: the run ends soon, and says who waits for whom.
+"""A rank that stalls in any part of a step: the run ends soon, and says who waits for whom.
 
 One encoder lane (rank 0) feeds two language lanes (ranks 1 and 2), or the two stages of one. A rank
 sleeps for ever, is stopped, loops in Python or in a library that lets no other thread run, or
