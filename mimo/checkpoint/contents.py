@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,22 +41,28 @@ def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece
     return found
 
 
-def begin(modules: Modules, start: Start) -> Progress:
+def begin(modules: Modules, start: Start, gets_on: Callable[[], None] = lambda: None) -> Progress:
     """Bring the model to where the run begins; every rank of the world calls it.
 
+    gets_on: called whenever some of it has been read, where replicas share the reading.
     Raises ValueError if a checkpoint does not fit the model.
     """
     match start:
         case Resume(checkpoint):
-            return load_checkpoint(modules, checkpoint)
+            return load_checkpoint(modules, checkpoint, gets_on=gets_on)
         case FromWeights(checkpoint):
-            _load_weights(modules, checkpoint)
+            _load_weights(modules, checkpoint, gets_on=gets_on)
         case FromScratch():
             pass
     return Progress(step=0, samples=0)
 
 
-def _load_weights(modules: Modules, checkpoint: Path, average: bool = False) -> None:
+def _load_weights(
+    modules: Modules,
+    checkpoint: Path,
+    average: bool = False,
+    gets_on: Callable[[], None] = lambda: None,
+) -> None:
     """Load all weights, or their moving average where there is one.
 
     Adapters that the checkpoint lacks are new and keep their initial values. They add nothing
@@ -70,7 +76,7 @@ def _load_weights(modules: Modules, checkpoint: Path, average: bool = False) -> 
         pieces = module.pieces("load", with_optimizer=False)
         wanted = (replace(piece, key=keys.get(piece.key, piece.key)) for piece in pieces)
         left = (p for p in wanted if p.key in stored or not is_adapter(p.key))
-        read_shared(checkpoint, stored, left, module.replicas)
+        read_shared(checkpoint, stored, left, module.replicas, gets_on)
         module.follow_weights()
 
 
@@ -91,7 +97,11 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collec
 
 
 def load_checkpoint(
-    modules: Modules, checkpoint: Path, with_optimizer: bool = True, average: bool = False
+    modules: Modules,
+    checkpoint: Path,
+    with_optimizer: bool = True,
+    average: bool = False,
+    gets_on: Callable[[], None] = lambda: None,
 ) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
@@ -103,7 +113,7 @@ def load_checkpoint(
     """
     progress = read_progress(checkpoint)
     if not with_optimizer:
-        _load_weights(modules, checkpoint, average)
+        _load_weights(modules, checkpoint, average, gets_on)
         return progress
     stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
@@ -112,7 +122,8 @@ def load_checkpoint(
         module.settle()
         wanted = list(module.pieces("load", with_optimizer=True))
         facts |= {(name, fact) for fact in _facts(wanted, stored)}
-        read_shared(checkpoint, stored, resumed(wanted, stored, progress.updates), module.replicas)
+        read = resumed(wanted, stored, progress.updates)
+        read_shared(checkpoint, stored, read, module.replicas, gets_on)
     _say(facts, stored)
     return progress
 

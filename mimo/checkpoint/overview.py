@@ -14,7 +14,7 @@ from rich.text import Text
 from mimo.checkpoint.folder import read_progress
 from mimo.checkpoint.integrity import listed_files
 from mimo.checkpoint.tensors import StoredTensor, read_index
-from mimo.engines.piece import MASTER, MOMENTS, kind_of
+from mimo.engines.piece import EMA, MASTER, MOMENTS, kind_of
 from mimo.errors import InputError
 from mimo.families.lora import is_adapter
 from mimo.hf.recipes import load_recipe
@@ -48,6 +48,7 @@ class _Held:
         """What it keeps, in words."""
         words = ["Adam"] if self.kinds & set(MOMENTS) else []
         words += ["fp32 weights"] if MASTER in self.kinds else []
+        words += ["moving average"] if EMA in self.kinds else []
         size = f", {self.optimizer_bytes / 1e6:,.1f} MB" if words else ""
         return " and ".join(words) + size or "none"
 

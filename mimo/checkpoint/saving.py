@@ -15,7 +15,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -71,12 +71,15 @@ class Saver:
 
     Every rank of the world calls the same methods in the same order: `begin` and `publish` for each
     save, `wait` at the end. At most one save is in flight.
+
+    gets_on: called on every rank while one waits for a save and a file of it grows on any.
     """
 
     def __init__(self, modules: Mapping[str, Module], checkpoints: Path, recipe: Recipe) -> None:
         self._modules, self._checkpoints, self._recipe = modules, checkpoints, recipe
         self._patience_seconds = recipe.bridge.timeout_seconds
         self._save: _Save | None = None
+        self.gets_on: Callable[[], None] = lambda: None
         self._memory = host_memory(0)
         self._indexed, self._index = "", ""  # headers of all files, and the index made of them
 
@@ -169,13 +172,16 @@ class Saver:
 
         However long it takes, no rank waits for another in a collective call for long.
         """
-        some_are_behind = True
+        some_are_behind, size = True, -1
         while some_are_behind:
             event.wait(_TURN_SECONDS)
-            own = [not event.is_set(), save.failure is not None]
+            before, size = size, _size_of(save.folder / file_of(dist.get_rank()))
+            own = [not event.is_set(), size != before, save.failure is not None]
             told = torch.tensor(own, dtype=torch.int32, device=local_device())
             dist.all_reduce(told, dist.ReduceOp.MAX)
-            some_are_behind, some_failed = map(bool, told.tolist())
+            some_are_behind, some_grow, some_failed = map(bool, told.tolist())
+            if some_grow:
+                self.gets_on()
             if some_failed:
                 self._fail(save)
 
@@ -264,7 +270,7 @@ class Saver:
                 written = Written(Sum(**word["sum"]), word["header"])
                 if path.stat().st_size == written.sum.bytes:  # as this machine sees it
                     return written
-            size = path.stat().st_size if path.exists() else 0
+            size = _size_of(path)
             if size != seen:
                 seen, since = size, time.monotonic()
             if time.monotonic() - since > self._patience_seconds:
@@ -274,6 +280,10 @@ class Saver:
                 )
             if save.given_up.wait(_LOOK_SECONDS):
                 raise _OthersFailed
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _word_of(folder: Path, rank: int) -> Path:

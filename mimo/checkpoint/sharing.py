@@ -8,7 +8,7 @@ share of a distributed optimizer, it reads alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
@@ -37,11 +37,13 @@ def read_shared(
     index: Mapping[str, StoredTensor],
     wanted: Iterable[Piece],
     replicas: dist.ProcessGroup | None,
+    gets_on: Callable[[], None] = lambda: None,
 ) -> int:
     """As `read_pieces`, but ranks of ``replicas`` share the reading; the bytes that this rank read.
 
     Every rank of that group calls it, each with its own wanted pieces. Beside the tensors,
-    `_ROUND_BYTES` and a turn are used at most, unless rows are longer.
+    `_ROUND_BYTES` and a turn are used at most, unless rows are longer. gets_on: called after each
+    exchange.
     Raises InputError, on all of them, for what one of them cannot read.
     """
     if replicas is None or replicas.size() == 1:
@@ -54,7 +56,7 @@ def read_shared(
     together = [piece for name, piece in named if name in common]
     turn_bytes = min(_TURN_BYTES, _ROUND_BYTES // replicas.size())
     parts = parts_of(folder, index, together, turn_bytes)
-    num_bytes = _in_turns(folder, parts, turn_bytes, replicas)
+    num_bytes = _in_turns(folder, parts, turn_bytes, replicas, gets_on)
     return num_bytes + read_pieces(folder, index, alone)
 
 
@@ -68,7 +70,11 @@ def _room(part: Part) -> int:
 
 
 def _in_turns(
-    folder: Path, parts: Sequence[Part], turn_bytes: int, group: dist.ProcessGroup
+    folder: Path,
+    parts: Sequence[Part],
+    turn_bytes: int,
+    group: dist.ProcessGroup,
+    gets_on: Callable[[], None],
 ) -> int:
     """Read and exchange parts that all ranks of the group list alike; the bytes read here."""
     turns = list(shards_of(((part, _room(part)) for part in parts), turn_bytes))
@@ -93,6 +99,7 @@ def _in_turns(
                 problem = str(error)  # the others wait in all rounds that follow
             every = arrived[: room * group.size()]
             dist.all_gather_into_tensor(every, host[:room].to(every.device), group=group)
+            gets_on()
             for turn, of_rank in zip(round_, every.split(room), strict=False):
                 for part, raw in _places(turn, of_rank):
                     part.hand_out(raw)

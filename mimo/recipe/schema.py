@@ -22,6 +22,9 @@ LANGUAGE = "language"
 """The name of the language model's module; all others are encoders."""
 
 
+_NAMES_IN_CHECKPOINTS = {"ema", "optimizer"}
+
+
 def key_of(module: str) -> Location:
     """Where a recipe says what the module of this name is."""
     return (LANGUAGE,) if module == LANGUAGE else ("encoders", module)
@@ -227,6 +230,11 @@ class Recipe(Section):
     def _module_names_are_distinct(self) -> "Recipe":
         if LANGUAGE in self.encoders:
             raise ValueError("encoders.language: the name 'language' is the language model's own")
+        for name in _NAMES_IN_CHECKPOINTS & self.encoders.keys():
+            raise ValueError(
+                f"encoders.{name}: the name '{name}' says in checkpoints whose tensors follow; "
+                f"give another one"
+            )
         return self
 
     @model_validator(mode="after")

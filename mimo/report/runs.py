@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from mimo.checkpoint.folder import phase_folders
 from mimo.errors import InputError, RecipeError
-from mimo.recipe.phases import PHASE_FOLDER
 from mimo.recipe.source import read_yaml
 from mimo.train.environment import starts_of
 from mimo.train.incidents import incidents
@@ -103,14 +103,13 @@ def read_runs(folder: Path) -> list[RunData]:
 
     Raises InputError if there is none.
     """
-    phases = {int(m[1]): path for path in _folders(folder) if (m := PHASE_FOLDER.match(path.name))}
-    found = [phases[number] for number in sorted(phases)] or [folder]
+    found = [*phase_folders(folder).values()] or [folder]
     if not any((one / "recipe.yaml").exists() or (one / METRICS).exists() for one in found):
         raise InputError(
             f"{folder}: no run is here; give the folder of a run, such as runs/quickstart"
         )
     name = folder.resolve().name
-    return [_read_run(one, f"{name}/{one.name}" if phases else name) for one in found]
+    return [_read_run(one, f"{name}/{one.name}" if one != folder else name) for one in found]
 
 
 def _folders(folder: Path) -> Iterator[Path]:

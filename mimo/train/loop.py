@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator
+from functools import partial
 from pathlib import Path
 
 from data.packing import Used
@@ -96,7 +97,8 @@ class Trainer:
                 soon = bool(self.ending.reasons)
                 saves = done == train.steps or _is_due(train.save_every, done) or soon
                 if saves:
-                    observer.at(step, "checkpoint")
+                    self.saver.gets_on = partial(observer.at, step, "checkpoint")
+                    self.saver.gets_on()
                     with naming(self.run_dir / "checkpoints"):
                         self.run_dir.stat()  # raises if it is gone; a save would make another
                         metrics["save_seconds"] = self.saver.begin(self.progress)
@@ -105,9 +107,11 @@ class Trainer:
                     observer.at(step, "validation")
                     yield {"step": done, **self.validate(validation, decoding)}
                 if saves:  # only now, so that no line of a step before a checkpoint is missing
+                    self.saver.gets_on()
                     self.saver.publish()
                 if soon:
                     break
+            self.saver.gets_on()
             self.saver.wait()
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> dict[str, float]:

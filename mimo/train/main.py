@@ -20,7 +20,6 @@ from mimo.checkpoint.folder import (
     go_back,
     latest_checkpoint,
     named_by_latest,
-    newest_checkpoint,
     set_latest,
 )
 from mimo.checkpoint.integrity import (
@@ -170,7 +169,7 @@ class Job:
 
     def again(self) -> Job:
         """The same after its ranks have failed: from the last checkpoint, if there is any."""
-        has_any = newest_checkpoint(self.phased.run_dir) is not None
+        has_any = bool(candidates(self.phased, True, None))
         return replace(self, resume=True, resume_from=None if has_any else self.resume_from)
 
     def begin_again(
@@ -277,14 +276,15 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
 
         def lock() -> list[Path]:
             assert job is not None, "a rank without a job has a problem"
-            run_dir, restart = job.phased.run_dir, environment.restart
-            stack.enter_context(run_lock(run_dir, _LOCK_SECONDS if restart else 0.0))
-            return (job.again() if has_begun(run_dir, restart) else job).candidates()
+            run_dir = job.phased.run_dir
+            begun = has_begun(run_dir, restart)
+            stack.enter_context(run_lock(run_dir, _LOCK_SECONDS if begun else 0.0))
+            return (job.again() if begun else job).candidates()
 
         def begin() -> list[Run]:
             assert job is not None, "a rank without a job has a problem"
             run_dir = job.phased.run_dir
-            if has_begun(run_dir, environment.restart):
+            if has_begun(run_dir, restart):
                 return job.begin_again(environment.max_restarts, choice=choice)
             runs = job.begin(choice)
             say_begun(run_dir)
@@ -293,6 +293,8 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
         try:
             meeting.agree(problem)
             assert job is not None, "all ranks end where one has a problem"
+            # Each machine counts for itself; one that replaces another begins anew.
+            restart = max(map(int, meeting.collect(str(environment.restart))))
             _index_together(job, meeting, environment.world_size)
             choice = _choose_together(meeting.from_rank_0(lock), meeting, environment)
             runs = meeting.from_rank_0(begin)

@@ -7,7 +7,6 @@ was wrong, and an incident tells of it. `mimo replay` runs the step again.
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -133,10 +132,10 @@ def _loss(done: StepResult) -> float:
 
 
 def _losses(metrics: Path) -> Iterator[float]:
-    """The finite losses of training that were logged so far."""
+    """The losses of training that were logged so far, without those of skipped steps."""
     if metrics.exists():
         with metrics.open(encoding="utf-8") as file:
             for line in file:
-                loss = json.loads(line).get("loss")
-                if loss is not None and math.isfinite(loss):
-                    yield loss
+                found = json.loads(line)
+                if found.get("loss") is not None and found.get("grad_norm") is not None:
+                    yield found["loss"]

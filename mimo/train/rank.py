@@ -127,12 +127,13 @@ def train_in_world(
             check_memory(recipe, layout, range(rank, rank + 1), memory)
         timeouts = recipe.bridge.timeout_seconds, recipe.train.step_timeout_seconds
         presence = Presence(run_dir / RANKS, layout, rank, *timeouts)
-        with presence.watched():
+        # A failure is told before the save in flight is waited for.
+        with ExitStack() as saves, presence.watched():
             topology = build_topology(layout, collective_timeout(recipe))
             ending = Ending()
             if (minutes := recipe.train.max_minutes) is not None and rank == 0:
                 ending = Ending((time.monotonic() if began is None else began) + 60 * minutes)
-            code = _train(recipe, topology, run_dir, start, presence, ending)
+            code = _train(recipe, topology, run_dir, start, presence, ending, saves)
             topology.close()
     release_memory()
     return code
@@ -145,6 +146,7 @@ def _train(
     start: Start,
     presence: Presence,
     ending: Ending,
+    saves: ExitStack,
 ) -> int:
     # If the weights come from one of our checkpoints, the initial ones need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
@@ -155,12 +157,13 @@ def _train(
     validation = _open_together(recipe, "validation", trainer)
     assert dataset is not None, "the recipe schema asks for at least one source"
     presence.at(0, "setup")
-    progress = begin(trainer.model.modules, start)
+    progress = begin(trainer.model.modules, start, lambda: presence.at(0, "setup"))
     presence.at(0, "setup")
     dataset, trainer.progress, said = continue_order(dataset, progress)
     trainer.ending = ending
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
-    with changed_shards_named(), trainer.saver, ExitStack() as stack:
+    saves.enter_context(trainer.saver)
+    with changed_shards_named(), ExitStack() as stack:
         writer = bad_samples = None
         if topology.reports:
             write_environment(run_dir, topology.layout.world_size, trainer.progress.step)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.launch.processes import RankError
@@ -52,14 +54,19 @@ def job_name() -> str:
     """What this job has in common with its later attempts, and with no other job."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
-        return f"{socket.gethostname()} {os.getpid()}"
+        return _name_of(os.getpid())
     # Without a rendezvous of its own torchrun calls every job alike.
     return _agent() if run == "none" else run
 
 
 def _agent() -> str:
     """The process of torchrun that started this rank, and starts it again."""
-    return f"{socket.gethostname()} {os.getppid()}"
+    return _name_of(os.getppid())
+
+
+def _name_of(pid: int) -> str:
+    # In a container numbers of processes, and names of hosts, come again at each start of it.
+    return f"{socket.gethostname()} {pid} {psutil.Process(pid).create_time():.2f}"
 
 
 def say_begun(run_dir: Path) -> None:

@@ -38,7 +38,10 @@ def waits_of(stack: FrameType | None) -> Waits | None:
     while frame is not None:
         # By their names, so that telling needs none of what they belong to.
         if (tell := _TELL.get(frame.f_code.co_qualname)) is not None:
-            return tell(frame.f_locals)
+            try:
+                return tell(frame.f_locals)
+            except KeyError:  # it has just begun
+                return None
         frame = frame.f_back
     return None if inner is None else _collective(inner)
 

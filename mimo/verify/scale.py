@@ -203,6 +203,8 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         "warmup_steps": _WARMUP_STEPS if recipe.train.warmup_steps else 0,
         "decay_steps": recipe.train.decay_steps and 1,
         "max_skipped_steps": 0,
+        "loss_spike_zscore": None,
+        "profile": None,
         "adam_eps": _eps(recipe),
         "validate_every": None,
         "save_every": None,
