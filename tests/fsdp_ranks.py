@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -181,30 +183,24 @@ class Counted:
         dist.reduce_scatter_single = self._real
 
 
-class planted:  # noqa: N801
-    """Inside it the engine makes a mistake."""
+@contextmanager
+def planted(mistake: str) -> Iterator[None]:
+    """Inside it the engine makes a mistake; others are made by `build`."""
+    from torch.distributed.fsdp import FSDPModule
 
-    def __init__(self, mistake: str) -> None:
-        self.mistake = mistake
+    from mimo.engines.fsdp import module
 
-    def __enter__(self) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        from mimo.engines.fsdp import module
-
-        self._restore: Callable[[], None] = lambda: None
-        match self.mistake:
-            case "average":
-                real = FSDPModule.set_gradient_divide_factor
-                FSDPModule.set_gradient_divide_factor = lambda self, factor: None
-                self._restore = lambda: setattr(FSDPModule, "set_gradient_divide_factor", real)
-            case "always reduce":
-                real_reduce = module.reduce_gradients
-                module.reduce_gradients = lambda whole, *, now: real_reduce(whole, now=True)
-                self._restore = lambda: setattr(module, "reduce_gradients", real_reduce)
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
+    reduce = module.reduce_gradients
+    match mistake:
+        case "average":
+            change = (FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+        case "always reduce":
+            change = (module, "reduce_gradients", lambda whole, *, now: reduce(whole, now=True))
+        case _:
+            yield
+            return
+    with mock.patch.object(*change):
+        yield
 
 
 def outcome(ranks: Sequence[dict[str, Any]]) -> Outcome:

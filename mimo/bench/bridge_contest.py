@@ -82,7 +82,8 @@ class Bridge(ABC):
         self.grid = workload.case.layout.grids[ENCODER if self.encodes else LANGUAGE]
         self.lane = self.grid.coords(self.rank).dp
 
-    def prepare(self) -> None:  # noqa: B027 - some have nothing to do
+    @abstractmethod
+    def prepare(self) -> None:
         """Do what is not timed, before every run."""
 
     @abstractmethod
@@ -174,6 +175,9 @@ class TheirBridge(Bridge):
             index = workload.build_plan(self.delivery).receives(self.rank).index
             self.places = torch.from_numpy(np.sort(index))
 
+    def prepare(self) -> None:
+        """It has no plan."""
+
     def run(self, backward: bool) -> Tensor:
         """The bridge's calls of one microbatch, in the order of a pipeline schedule."""
         with torch.no_grad():
@@ -216,6 +220,9 @@ class BareMessages(Bridge):
                 shares.append(("isend", self.rows, sibling, group))
                 shares.append(("irecv", share, sibling, group))
         self.back = [_calls("irecv", self.rows, exchange, groups.backward), shares]
+
+    def prepare(self) -> None:
+        """Its plan is no part of the floor."""
 
     def run(self, backward: bool) -> Tensor:
         """Send all messages of a direction at once, one direction after the other."""

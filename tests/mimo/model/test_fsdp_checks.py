@@ -18,6 +18,7 @@ from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.layout.build import build_layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.model.roles import parameters_by_role
+from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -172,7 +173,7 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("overrides", MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize("overrides", quick_values(MEMORY, "hybrid"))
 def test_each_role_holds_what_the_formula_says(
     run_ranks: RunRanks, directory: Path, overrides: list[str]
 ) -> None:

@@ -288,7 +288,7 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize(
     "override",
-    quick(BAD_INPUT, "train.stepps=3", "language.grid.tp=3", "encoders.vision.media=video"),
+    quick(BAD_INPUT, "train.stepps=3", "language.grid.tp=3"),
 )
 def test_bad_input_ends_with_one_message_and_exit_code_2(recipe: Path, override: str) -> None:
     done = mimo("train", recipe, override)

@@ -91,10 +91,11 @@ def test_other_families_too(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_a_text_model_of_transformers_takes_the_steps_of_one_rank(
-    verifier: Verifier, tmp_path: Path
+    verifier: Verifier, tmp_path: Path, family: str
 ) -> None:
-    write_tiny(TinyCheckpoint("qwen3"), tmp_path / "text")
+    write_tiny(TinyCheckpoint(family), tmp_path / "text")
     overrides = [f"init_from={tmp_path / 'text'}", "language.engine=fsdp", "train.precision=bf16"]
     overrides += ["language.grid={tp: 2, sp: true, dp: 2}", "encoders={}"]
     recipe = load_recipe(RECIPES / "qwen3_vl_tiny.yaml", overrides)

@@ -161,6 +161,7 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_megatron_over_meshes_to_one_rank_and_back_bit_for_bit(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
