@@ -22,6 +22,7 @@ from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from mimo.checkpoint import tensors as checkpoint_tensors
+from mimo.checkpoint.folder import MANIFEST
 from mimo.cli import app
 from mimo.convert.adapter import convert as write_adapter
 from mimo.convert.from_hf import convert as from_hf
@@ -305,6 +306,7 @@ def converted(tmp_path: Path) -> Converted:
     write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "base")
     found = Converted(tmp_path / "base", tmp_path)
     from_hf(found.base, found.checkpoint)
+    (found.checkpoint / MANIFEST).unlink()  # tests change what it lists
     return found
 
 

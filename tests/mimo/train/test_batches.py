@@ -78,6 +78,7 @@ def _trained(path: Path, *overrides: str) -> Iterator[dict[str, Any]]:
         pass
 
     recipe = load_recipe(path, [f"train.steps={STEPS}", *overrides])
+    recipe.run_dir.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
     dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
@@ -149,10 +150,11 @@ def train_and_count(rank: int, path: Path, mib: int) -> list[tuple[int, int]]:
     counts = []
 
     def count() -> None:
-        used = -1.0
-        while time.process_time() - used > 0.03:  # the background does what it may
+        quiet = 0
+        while quiet < 3:  # the background does what it may
             used = time.process_time()
-            time.sleep(0.3)
+            time.sleep(0.2)
+            quiet = quiet + 1 if time.process_time() - used < 0.02 else 0
         alive = [kind for kind, one in list(made) if one() is not None]
         counts.append((alive.count(LoadedStep), alive.count(RankBatch)))
 

@@ -237,7 +237,7 @@ def test_killed_encoder_rank_is_the_cause_and_its_peer_says_what_it_waited_for(
 ) -> None:
     ended = run_with("killed")
     assert ended.exit_code == 1
-    assert ended.last_line == "rank 0 was killed by SIGKILL"
+    assert ended.last_line.startswith("rank 0 (vision, lane 0) was killed by SIGKILL, last seen")
     waited = rf"bridge vision -> language: rows of microbatch 1 failed while waiting for {ROWS}: "
     assert re.search(rf"rank 2 failed: .*{waited}", ended.text)
     assert re.search(waited, (ended.run_dir / "error_rank_2.txt").read_text())
