@@ -23,6 +23,7 @@ _FAMILIES = (
     ("Loss", "Learning rate", "", r"lr(_.+)?"),
     ("Loss", "Gradient norm", "", r"grad_norm(_.+)?"),
     ("Loss", "Update norm", "", r"update_norm(_.+)?"),
+    ("Loss", "Steps skipped so far", "", r"skipped_steps"),
     ("Validation by source", "Loss per token", "", r"validation_loss_.+"),
     ("Throughput", "Tokens per second", "1/s", r"tokens_per_second"),
     ("Throughput", "Share of the peak (MFU)", "", r"mfu"),
