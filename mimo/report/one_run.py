@@ -28,6 +28,7 @@ _FAMILIES = (
     ("Throughput", "Tokens per second", "1/s", r"tokens_per_second"),
     ("Throughput", "Share of the peak (MFU)", "", r"mfu"),
     ("Throughput", "A step", "seconds", r"(step|data_wait|host)_seconds"),
+    ("Throughput", "Standing still for a checkpoint", "seconds", r"save_seconds"),
     ("Where the time goes", "Idle share of ranks", "", r"(encoder_)?idle_fraction(_.+)?"),
     ("Where the time goes", "Waits at bridges", "seconds", r"bridge_wait_seconds_.+"),
     ("Balance", "Most loaded encoder lane over the mean", "", r"encoder_imbalance"),
