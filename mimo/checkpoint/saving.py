@@ -28,7 +28,7 @@ from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
 from mimo.checkpoint.files import Sum, write_synced
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish
 from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
-from mimo.device import from_rank_0, host_memory, local_device, synchronize
+from mimo.device import host_memory, local_device, synchronize
 from mimo.engines.contract import Module
 from mimo.engines.piece import Piece
 from mimo.recipe.schema import Recipe
@@ -49,15 +49,17 @@ class _OthersFailed(Exception):
 
 @dataclass(eq=False)
 class _Save:
-    """One save on its way. The thread sets all but ``may_publish``.
+    """One save on its way. The thread sets ``complete``, ``done`` and, as a rule, ``failure``.
 
-    complete: all is on disk and only the right name is missing. done: it is over.
-    failure: why it is over, if it failed. given_up: other ranks failed.
+    begun: on the first rank, the folder is there. complete: all is on disk and only the right name
+    is missing. done: it is over. failure: why it is over, if it failed. given_up: other ranks
+    failed.
     """
 
     progress: Progress
     folder: Path
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece] = ()
+    begun: threading.Event = field(default_factory=threading.Event)
     may_publish: threading.Event = field(default_factory=threading.Event)
     complete: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -109,14 +111,19 @@ class Saver:
         """
         started = time.perf_counter()
         self.wait()
-        folder = from_rank_0(lambda: self._new_folder(progress))
+        folder = self._checkpoints / f".step_{progress.step}.partial"
+        save = self._save = _Save(progress, folder)
+        if dist.get_rank() == 0:
+            _make_anew(save)
+        save.begun.set()
+        self._all_reach(save, save.begun)
         for module in self._modules.values():
             module.settle()
         pieces = [p for module in self._modules.values() for p in module.pieces("save", True)]
         if self._recipe.train.async_save:
             pieces = self._staged(pieces)
+        save.pieces = pieces
         synchronize()  # the thread has no part in the device's queue
-        save = self._save = _Save(progress, folder, pieces)
         save.thread = threading.Thread(target=self._run, args=(save,), name="save", daemon=True)
         save.thread.start()
         if not self._recipe.train.async_save:
@@ -140,15 +147,6 @@ class Saver:
             self._save = None
 
     # ------------------------------------------------------------- in the training's thread
-
-    def _new_folder(self, progress: Progress) -> Path:
-        folder = self._checkpoints / f".step_{progress.step}.partial"
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise self._failed(progress, str(error)) from error
-        return folder
 
     def _staged(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Copies of the pieces in memory that is kept from save to save."""
@@ -190,8 +188,8 @@ class Saver:
         self._save = None
         save.given_up.set()
         save.may_publish.set()
-        assert save.thread is not None
-        save.thread.join(self._patience_seconds)
+        if save.thread is not None:
+            save.thread.join(self._patience_seconds)
         own = "" if isinstance(save.failure, _OthersFailed | None) else _told(save.failure)
         reasons: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, own)
@@ -282,8 +280,21 @@ class Saver:
                 raise _OthersFailed
 
 
+def _make_anew(save: _Save) -> None:
+    """Make the folder, without what an earlier try has left there; or say why that failed."""
+    try:
+        shutil.rmtree(save.folder, ignore_errors=True)
+        save.folder.mkdir(parents=True)
+    except OSError as error:
+        save.failure = error
+
+
 def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    """0 if it is not there yet, or no longer: a checkpoint that is published has another name."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _word_of(folder: Path, rank: int) -> Path:

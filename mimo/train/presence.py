@@ -13,6 +13,7 @@ import faulthandler
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -63,6 +64,7 @@ _PATIENCE = 0.8
 _TELL_SECONDS = 2.0  # that all ranks get to tell where they are, besides a beat
 _LOOK_SECONDS = 0.1
 _END_SECONDS = 4.0  # that a rank gets to end once all is told
+_OUT_OF_MEMORY = re.compile(r"MemoryError|out of memory|allocate memory|ALLOC_FAILED")
 _STUCK_SECONDS = 30.0  # beyond the timeout, that an interpreter without a running thread gets
 
 
@@ -167,13 +169,13 @@ class Presence(StepObserver):
         if is_consequence(error) or isinstance(error, InputError):
             return
         state, facts = self._now(), dict[str, Any]()
+        told = f"{state} failed {state.where}"
         if self.model is not None and not isinstance(error, BridgeError):
             facts["memory"] = self.model.memory()
-            error.add_note(
-                f"{state} failed {state.where}; it holds {memory_in_words(facts['memory'])}"
-            )
-        notes = "; ".join(getattr(error, "__notes__", []))
-        self._record("crash", f"{state} failed {state.where}: {state.failure}; {notes}", **facts)
+            if _OUT_OF_MEMORY.search(state.failure):  # after other errors it would bury them
+                error.add_note(f"{told}; it holds {memory_in_words(facts['memory'])}")
+        notes = getattr(error, "__notes__", [])
+        self._record("crash", "; ".join([f"{told}: {state.failure}", *notes]), **facts)
 
     def _record(self, kind: Kind, text: str, **facts: Any) -> None:
         """Keep an incident, if it is the first since the ranks started: others follow from it."""

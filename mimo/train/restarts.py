@@ -89,8 +89,11 @@ def has_begun(run_dir: Path, restart: int) -> bool:
     """Whether an earlier attempt of this job of torchrun has begun in the folder.
 
     restart: how often the ranks of this machine were started again; it may be 0 when those of
-    another one failed. A person may give the same name to several jobs.
+    another one failed. A person may give the same name to several jobs. Others than torchrun may
+    start several jobs from one process, such as a shell.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
     try:
         name, agent, _ = (run_dir / _BEGUN_BY).read_text().split("\n")
     except (FileNotFoundError, ValueError):

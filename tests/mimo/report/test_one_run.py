@@ -85,9 +85,10 @@ def test_the_page_of_a_real_run_is_complete_and_needs_no_network(trained: Path) 
 
 
 def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "made", metrics={"skipped_steps": 2, "grad_norm_vision": 0.5})
-    (tmp_path / "made" / "environment.json").write_text('[{"host": "n1"}, {"host": "n2"}]')
+    folder = make_run(tmp_path / "made", metrics={"something_else": 2, "grad_norm_vision": 0.5})
+    (tmp_path / "made" / "environment.json").write_text('[{"host": "n1"}, {"host": "n2"}, {}]')
     record(folder, "signal", "SIGTERM came", 12, rank=3)
+    record(folder, "restart", "restart 1 of 2", 20)
     (run,) = read_runs(folder)
     part = part_of(run, with_title=False)
     assert part.tiles == {
@@ -98,10 +99,10 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
         "tokens/s, median": "1,001",
         "of ranks' time idle, median": "50.0 %",
         "restarts": "1",
-        "incidents": "1",
+        "incidents": "2",
     }
     found = {section.title: section for section in part.sections}
-    assert [picture.title for picture in found["Other figures"].pictures] == ["skipped_steps"]
+    assert [picture.title for picture in found["Other figures"].pictures] == ["something_else"]
     assert "Gradient norm" in [picture.title for picture in found["Loss"].pictures]
     (times,) = found["Where the time goes"].tables
     assert sorted(map(tuple, times.rows)) == [
@@ -112,8 +113,9 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
         ("0", "a.tar", "75.0 %", "0.99"),
         ("1", "b.tar", "25.0 %", "0.5"),
     ]
-    (incident,) = found["Incidents"].tables[0].rows
-    assert incident[1:] == ("signal", "12", "SIGTERM came", "rank 3")
+    signal, restart = found["Incidents"].tables[0].rows
+    assert signal[1:] == ("signal", "12", "SIGTERM came", "rank 3")
+    assert restart[1:] == ("restart", "20", "restart 1 of 2", "")
 
 
 def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ HERE = "tests.mimo.train.test_failed_saves"
 FAULTS = {
     "limit": r"rank 0: \[Errno 27\] File too large: '.*/tensors_0.safetensors'",
     "full disk": r"rank \d: \[Errno 28\] No space left on device: '.*'",
-    "read-only": r"\[Errno 30\] Read-only file system: '.*'",
+    "read-only": r"rank 0: \[Errno 30\] Read-only file system: '.*'",
 }
 CASES = {
     f"{fault}, {kind}": (fault, kind == "async") for fault in FAULTS for kind in ("sync", "async")
