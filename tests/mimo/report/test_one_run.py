@@ -85,7 +85,10 @@ def test_the_page_of_a_real_run_is_complete_and_needs_no_network(trained: Path) 
 
 
 def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "made", metrics={"skipped_steps": 2, "grad_norm_vision": 0.5})
+    recipe = RECIPE.replace("]}", "], validation: [{path: held_out.tar}, {path: documents.tar}]}")
+    sources = {"validation_loss_0": 6.5, "validation_loss_1": 7.5}
+    given = {"skipped_steps": 2, "grad_norm_vision": 0.5, **sources}
+    folder = make_run(tmp_path / "made", recipe, metrics=given)
     (tmp_path / "made" / "environment.json").write_text('[{"host": "n1"}, {"host": "n2"}]')
     record(folder, "signal", "SIGTERM came", 12, rank=3)
     (run,) = read_runs(folder)
@@ -97,7 +100,7 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
         "validation loss": "7",
         "tokens/s, median": "1,001",
         "of ranks' time idle, median": "50.0 %",
-        "restarts": "1",
+        "restarts": "0",
         "incidents": "1",
     }
     found = {section.title: section for section in part.sections}
@@ -111,6 +114,10 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert found["Data"].tables[0].rows == [
         ("0", "a.tar", "75.0 %", "0.99"),
         ("1", "b.tar", "25.0 %", "0.5"),
+    ]
+    assert found["Validation by source"].tables[0].rows == [
+        ("0", "held_out.tar", "6.5"),
+        ("1", "documents.tar", "7.5"),
     ]
     (incident,) = found["Incidents"].tables[0].rows
     assert incident[1:] == ("signal", "12", "SIGTERM came", "rank 3")
