@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.sharing import read_shared
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.checkpoint.tensors import averages, read_index
+from mimo.checkpoint.tensors import StoredTensor, averages, read_index
 from mimo.engines.contract import Module
 from mimo.engines.piece import EMA, MASTER, MOMENTS, STEP, Piece, key_of, kind_of
 from mimo.families.lora import is_adapter
@@ -21,6 +21,8 @@ from mimo.recipe.source import dotted
 
 Modules = Mapping[str, Module]
 """By name, the modules of which this rank owns a part."""
+Index = Mapping[str, StoredTensor]
+"""The tensors of a checkpoint, by key."""
 
 
 def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
@@ -41,17 +43,28 @@ def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece
     return found
 
 
-def begin(modules: Modules, start: Start, gets_on: Callable[[], None] = lambda: None) -> Progress:
+def stored_at(start: Start) -> Index:
+    """The tensors that a run begins with: the model need not draw those, and `begin` reads them.
+
+    Raises InputError for a checkpoint that cannot be read.
+    """
+    return {} if isinstance(start, FromScratch) else read_index(start.checkpoint)
+
+
+def begin(
+    modules: Modules, start: Start, stored: Index, gets_on: Callable[[], None] = lambda: None
+) -> Progress:
     """Bring the model to where the run begins; every rank of the world calls it.
 
-    gets_on: called whenever some of it has been read, where replicas share the reading.
+    stored: of `stored_at`. gets_on: called whenever some of it has been read, where replicas share
+    the reading.
     Raises ValueError if a checkpoint does not fit the model.
     """
     match start:
         case Resume(checkpoint):
-            return load_checkpoint(modules, checkpoint, gets_on=gets_on)
+            return load_checkpoint(modules, checkpoint, stored, gets_on=gets_on)
         case FromWeights(checkpoint):
-            _load_weights(modules, checkpoint, gets_on=gets_on)
+            _load_weights(modules, checkpoint, stored, gets_on=gets_on)
         case FromScratch():
             pass
     return Progress(step=0, samples=0)
@@ -60,6 +73,7 @@ def begin(modules: Modules, start: Start, gets_on: Callable[[], None] = lambda: 
 def _load_weights(
     modules: Modules,
     checkpoint: Path,
+    stored: Index,
     average: bool = False,
     gets_on: Callable[[], None] = lambda: None,
 ) -> None:
@@ -68,7 +82,6 @@ def _load_weights(
     Adapters that the checkpoint lacks are new and keep their initial values. They add nothing
     before their first step, so the model is the one that was saved.
     """
-    stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     keys = averages(stored) if average else {}
     for module in modules.values():
@@ -99,12 +112,14 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collec
 def load_checkpoint(
     modules: Modules,
     checkpoint: Path,
+    stored: Index,
     with_optimizer: bool = True,
     average: bool = False,
     gets_on: Callable[[], None] = lambda: None,
 ) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
+    stored: the checkpoint's tensors, by `read_index`.
     Without the optimizers, those of the model start afresh from the loaded weights. With them,
     what the checkpoint has nothing for starts afresh, and rank 0 says so on the console: adapters
     that are new, and the optimizer's state of weights that were frozen or had another optimizer.
@@ -113,9 +128,8 @@ def load_checkpoint(
     """
     progress = read_progress(checkpoint)
     if not with_optimizer:
-        _load_weights(modules, checkpoint, average, gets_on)
+        _load_weights(modules, checkpoint, stored, average, gets_on)
         return progress
-    stored = read_index(checkpoint)
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     facts: set[tuple[str, str]] = set()
     for name, module in modules.items():
@@ -192,15 +206,3 @@ def _say(facts: set[tuple[str, str]], stored: Collection[str]) -> None:
     if dist.get_rank() == 0:
         for line in sorted(lines):
             print(line, flush=True)
-
-
-def provided_names(start: Start) -> frozenset[str]:
-    """The parameters that `begin` is going to fill, by key; so the model need not draw them.
-
-    Raises InputError for a checkpoint that cannot be read.
-    """
-    match start:
-        case Resume(checkpoint) | FromWeights(checkpoint):
-            return frozenset(read_index(checkpoint))
-        case FromScratch():
-            return frozenset()

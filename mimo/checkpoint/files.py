@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -12,8 +13,18 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from mimo.errors import InputError
+
 _MOST_BYTES = 1 << 32
 """Of a JSON file; an index has some 50 for each piece of a tensor."""
+
+
+# What a checkpoint is damaged by: a file that is missing, or is a link or a folder.
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+class Unreadable(InputError):
+    """A file cannot be read for a reason that is not in it: the disk, the network, or rights."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,21 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises Unreadable in place of an OSError that says nothing of what was once written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            raise
+        raise Unreadable(
+            f"{path} cannot be read: {os.strerror(error.errno or errno.EIO)}; that need not be "
+            f"damage, so nothing was moved: mend the file system or its rights and start again, "
+            f"or move the checkpoint away"
+        ) from error
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -68,12 +94,14 @@ def synced_sum(path: Path) -> Sum:
 
 
 def read_document(path: Path) -> Any:
-    """What a JSON file says, whoever wrote it. Raises ValueError or OSError."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError("it is a link or not a regular file")
-    if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+    """What a JSON file says, whoever wrote it. Raises ValueError or OSError, or Unreadable."""
+    with reading(path):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError("it is a link or not a regular file")
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+        content = path.read_bytes()
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

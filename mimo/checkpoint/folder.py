@@ -23,7 +23,15 @@ from typing import Any
 
 from data.order import Mixture, Stream
 from data.packing import Used
-from mimo.checkpoint.files import Sum, read_document, sync_names, synced_sum, write_synced
+from mimo.checkpoint.files import (
+    Sum,
+    Unreadable,
+    read_document,
+    reading,
+    sync_names,
+    synced_sum,
+    write_synced,
+)
 from mimo.errors import InputError
 from mimo.recipe.phases import PHASE_FOLDER
 
@@ -240,7 +248,8 @@ def resumable(run_dir: Path) -> list[Path]:
     those of fewer steps: others are of a run that was given up.
     """
     folder = run_dir / "checkpoints"
-    found = _by_step(folder)
+    with reading(folder):
+        found = _by_step(folder)
     best = folder / _named(folder)
     if best == folder:
         best = max(found.values(), key=lambda path: path.stat().st_mtime, default=folder)
@@ -252,8 +261,10 @@ def resumable(run_dir: Path) -> list[Path]:
 
 def _named(checkpoints: Path) -> str:
     """The checkpoint that `latest` names; empty if it says nothing of the kind."""
+    path = checkpoints / _LATEST
     try:
-        name = (checkpoints / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        with reading(path):
+            name = path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
     return name if _STEP_FOLDER.fullmatch(name) else ""
@@ -278,16 +289,11 @@ def go_back(checkpoint: Path, damaged: Iterable[Path]) -> None:
         raise InputError(f"{checkpoints}: cannot write there: {error}") from error
 
 
-def set_latest(run_dir: Path, checkpoint: Path) -> None:
-    """Let a run that continues from ``checkpoint`` not continue from a later one of its folder.
-
-    One that is elsewhere leaves the folder without a latest one, until the next save.
-    """
-    latest = run_dir / "checkpoints" / _LATEST
-    if checkpoint.resolve().parent == latest.parent.resolve():
-        _point_latest_to(latest.with_name(checkpoint.name))
-    else:
-        latest.unlink(missing_ok=True)
+def belongs_to(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether it is one of the run's own checkpoints, which `latest` there may name."""
+    real = checkpoint.resolve()
+    own = real.parent == (run_dir / "checkpoints").resolve()
+    return own and _STEP_FOLDER.fullmatch(real.name) is not None
 
 
 def all_checkpoints(path: Path) -> list[Path]:
@@ -352,6 +358,8 @@ def read_progress(checkpoint: Path) -> Progress:
         firsts = (-1, *(mixture.first for mixture in mixtures), progress.used.end + 1)
         if any(here >= after for here, after in itertools.pairwise(firsts)):
             raise ValueError("mixtures do not begin one after another")
+    except Unreadable:
+        raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(
             f"{checkpoint / _PROGRESS} is damaged ({error}); copy the checkpoint again"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mimo.checkpoint.files import read_document
+from mimo.checkpoint.files import Unreadable, read_document, reading
 from mimo.checkpoint.folder import MANIFEST, MANIFEST_FORMAT, read_progress
 from mimo.checkpoint.tensors import read_index
 from mimo.errors import InputError
@@ -37,8 +37,6 @@ class Listed:
 def listed_files(checkpoint: Path) -> list[Listed] | None:
     """All files that the manifest lists; None without a manifest. Raises InputError."""
     path = checkpoint / MANIFEST
-    if not os.path.lexists(path):
-        return None
     try:
         document = read_document(path)
         if document["format"] != MANIFEST_FORMAT:
@@ -46,6 +44,10 @@ def listed_files(checkpoint: Path) -> list[Listed] | None:
                 f"format {str(document['format'])[:80]!r}, known is {MANIFEST_FORMAT!r}"
             )
         return [_listed(name, **entry) for name, entry in document["files"].items()]
+    except FileNotFoundError:
+        return None
+    except Unreadable:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
 
@@ -59,10 +61,14 @@ def _listed(name: str, bytes: int, crc32: str) -> Listed:
 
 
 def wrong_sizes(checkpoint: Path) -> list[str]:
-    """What is wrong as far as names, sizes and small files tell: nothing large is read."""
+    """What is wrong as far as names, sizes and small files tell: nothing large is read.
+
+    Raises Unreadable where that cannot be found out.
+    """
     problems: list[str] = []
-    if not checkpoint.is_dir():
-        return ["the folder is missing"]
+    with reading(checkpoint):
+        if not checkpoint.is_dir():
+            return ["the folder is missing"]
     try:
         for listed in listed_files(checkpoint) or ():
             size = _size(checkpoint, listed.name)
@@ -73,6 +79,8 @@ def wrong_sizes(checkpoint: Path) -> list[str]:
         if not problems:
             read_progress(checkpoint)
             read_index(checkpoint)
+    except Unreadable:
+        raise
     except InputError as error:
         problems.append(str(error))
     return problems
@@ -84,7 +92,8 @@ def _size(checkpoint: Path, name: str) -> int | None:
     for part in name.split("/"):
         path /= part
         try:
-            found = path.lstat()
+            with reading(path):
+                found = path.lstat()
         except OSError:
             return None
         if stat.S_ISLNK(found.st_mode):
@@ -97,14 +106,15 @@ def wrong_checksums(
 ) -> list[str]:
     """Which of these files have other bytes than were written. All of their bytes are read.
 
-    advance: told of the bytes of each piece that was read.
+    advance: told of the bytes of each piece that was read. Raises Unreadable.
     """
     problems: list[str] = []
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for listed in files:
         found = 0
         try:
-            with (checkpoint / listed.name).open("rb", buffering=0) as file:
+            path = checkpoint / listed.name
+            with reading(path), path.open("rb", buffering=0) as file:
                 while count := file.readinto(buffer):
                     found = zlib.crc32(buffer[:count], found)
                     advance(count)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mimo.checkpoint.folder import (
+    belongs_to,
     final_checkpoint,
     find_checkpoint,
     phase_folders,
@@ -36,7 +37,8 @@ class Run:
     @property
     def resumes(self) -> bool:
         """Whether it continues in its run folder; if not, an older folder must move aside."""
-        return isinstance(self.start, Resume)
+        start = self.start
+        return isinstance(start, Resume) and belongs_to(start.checkpoint, self.recipe.run_dir)
 
     def __str__(self) -> str:
         """For the console: the phase, its layout, and where it begins."""
@@ -59,13 +61,21 @@ def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> 
     """The checkpoints from which a job may go on, the best first; found from the folders alone.
 
     resume: those of the last phase that has any, then of phases before. resume_from: this one and
-    no other. Raises InputError if that does not exist.
+    no other. Raises InputError if that does not exist, or is in the run's folder by another name.
     """
     if not resume and resume_from is None:
         return []
     _check_folders(phased)
     if resume_from is not None:
-        return [find_checkpoint(resume_from)]
+        checkpoint = find_checkpoint(resume_from)
+        folders = (phased.run_dir, *(phase.recipe.run_dir for phase in phased.phases))
+        is_inside = checkpoint.resolve().is_relative_to(phased.run_dir.resolve())
+        if is_inside and not any(belongs_to(checkpoint, folder) for folder in folders):
+            raise InputError(
+                f"{checkpoint}: is in the run's own folder, but is none of its checkpoints; move "
+                f"it out of {phased.run_dir}, or to checkpoints/step_<n> in there"
+            )
+        return [checkpoint]
     folders = (phased.run_dir, *reversed(phase_folders(phased.run_dir).values()))
     return [checkpoint for folder in folders for checkpoint in resumable(folder)]
 

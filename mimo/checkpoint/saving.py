@@ -82,28 +82,29 @@ class Saver:
         self._patience_seconds = recipe.bridge.timeout_seconds
         self._save: _Save | None = None
         self.gets_on: Callable[[], None] = lambda: None
-        self._memory = host_memory(0)
+        self._memory, self._publishing_seconds = host_memory(0), 0.0
         self._indexed, self._index = "", ""  # headers of all files, and the index made of them
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         """After an error of this rank, let a save in flight come to its end if others are there."""
         if self._save is not None and self._save.thread is not None:
             patience, self._patience_seconds = self._patience_seconds, _LAST_SECONDS
             self._save.may_publish.set()
             self._save.thread.join(patience)
 
-    def save(self, progress: Progress) -> Path:
-        """Write ``step_<n>`` and point `latest` at it; it is there on return."""
-        self.begin(progress)
-        self.publish()
-        self.wait()
-        return self._checkpoints / f"step_{progress.step}"
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's part of the save in flight has; all ranks are then to `wait`."""
+        return self._save is not None and self._save.failure is not None
 
     def begin(self, progress: Progress) -> float:
         """Save the modules as they are now; returns the seconds that this took.
+
+        Those that publishing the save before took are among them: its line of metrics was written
+        by then.
 
         With `train.async_save` they may be trained on while a copy of them is written, else all is
         written on return. Nothing is a checkpoint before `publish`.
@@ -128,14 +129,17 @@ class Saver:
         save.thread.start()
         if not self._recipe.train.async_save:
             self._all_reach(save, save.complete)
-        return time.perf_counter() - started
+        seconds, self._publishing_seconds = self._publishing_seconds, 0.0
+        return seconds + time.perf_counter() - started
 
     def publish(self) -> None:
         """Let what was begun become a checkpoint; without `train.async_save`, it is on return."""
         if self._save is not None:
+            started = time.perf_counter()
             self._save.may_publish.set()
             if not self._recipe.train.async_save:
                 self.wait()
+            self._publishing_seconds = time.perf_counter() - started
 
     def wait(self) -> None:
         """Return once the save in flight, if any, is over.

@@ -28,7 +28,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.files import Sum, naming, read_document, write_synced
+from mimo.checkpoint.files import Sum, naming, read_document, reading, write_synced
 from mimo.checkpoint.reading import read_pieces
 from mimo.engines.piece import EMA, Piece, key_of
 from mimo.errors import InputError
@@ -208,7 +208,9 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     Raises InputError for one without an index, with an index of another version, or with one whose
     pieces are not whole tensors in files of this folder.
     """
-    if not (folder / _INDEX).exists():
+    with reading(folder / _INDEX):
+        is_there = (folder / _INDEX).exists()
+    if not is_there:
         if (folder / ".metadata").exists():
             raise InputError(
                 f"checkpoint {folder}: it was written by a former version, in Megatron's format, "
@@ -257,7 +259,8 @@ def _check(folder: Path, index: Mapping[str, StoredTensor]) -> None:
         if gap := _gap(tensor):
             raise ValueError(f"{key}: {gap}")
     for name, stretches in used.items():
-        found, end = (folder / name).lstat(), max(end for _, end in stretches)
+        with reading(folder / name):
+            found, end = (folder / name).lstat(), max(end for _, end in stretches)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError(f"{name} is a link or not a regular file")
         if found.st_size < end:

@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import HashStore
 
 from data.batch import PackedLane
 from mimo.checkpoint.assets import recipe_of, with_configuration
-from mimo.checkpoint.contents import load_checkpoint, provided_names
+from mimo.checkpoint.contents import load_checkpoint
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.integrity import refuse, wrong_sizes
-from mimo.checkpoint.start import FromWeights
+from mimo.checkpoint.tensors import read_index
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.engines.megatron.segments import PackedSegments
 from mimo.hf.initial import InitialWeights
@@ -109,9 +109,10 @@ class LocalModel:
         recipe = with_configuration(recipe_of(checkpoint), checkpoint)
         alone = one_rank_recipe(recipe, freeze=True)
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
-        provided = provided_names(FromWeights(checkpoint))
-        local = cls(recipe, tokenizer_size, freeze=True, provided=provided)
-        load_checkpoint(local.model.modules, checkpoint, with_optimizer=False, average=average)
+        stored = read_index(checkpoint)
+        local = cls(recipe, tokenizer_size, freeze=True, provided=stored)
+        modules = local.model.modules
+        load_checkpoint(modules, checkpoint, stored, with_optimizer=False, average=average)
         for module in local.model.modules.values():
             module.whole.eval()
         return local

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mimo.checkpoint.assets import recipe_of
-from mimo.checkpoint.contents import load_checkpoint, provided_names
+from mimo.checkpoint.contents import load_checkpoint
 from mimo.checkpoint.folder import Progress, read_progress
-from mimo.checkpoint.start import FromWeights
+from mimo.checkpoint.tensors import read_index
 from mimo.device import gpu_memory, machine_memory
 from mimo.errors import InputError
 from mimo.generate.layer_statistics import WatchedLayers
@@ -147,9 +147,9 @@ def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
     check_memory(alone, layout, range(1), gpu_memory() or machine_memory())
     if weights is None:
         return Trainer(alone, build_topology(layout), run, initial_weights(alone))
-    provided = provided_names(FromWeights(weights))
-    trainer = Trainer(alone, build_topology(layout), run, provided=provided)
-    load_checkpoint(trainer.model.modules, weights, with_optimizer=False)
+    stored = read_index(weights)
+    trainer = Trainer(alone, build_topology(layout), run, provided=stored)
+    load_checkpoint(trainer.model.modules, weights, stored, with_optimizer=False)
     return trainer
 
 

@@ -51,6 +51,8 @@ def sections_of(run: RunData) -> Iterator[Section]:
             first, tables = _times(run)
         elif title == "Data":
             tables = [_sources(run)]
+        elif title == "Validation by source":
+            tables = [_validations(run)]
         yield Section(title, [*first, *pictures.pop(title, ())], tables)
     yield Section("Other figures", pictures.get("", []))
     yield _predictions(run.folder)
@@ -117,6 +119,19 @@ def _sources(run: RunData) -> Table:
         for number_of, (one, weight) in enumerate(zip(sources, weights, strict=True))
     ]
     return Table(("source", "path", "weight", "epochs"), rows)
+
+
+def _validations(run: RunData) -> Table:
+    """Which source is which number, and its last loss; empty where there is one source at most."""
+    given = run.value_of("data.validation")
+    paths = [one.get("path") for one in given] if isinstance(given, list) else []
+    names = [f"validation_loss_{number_of}" for number_of in range(len(paths))]
+    rows = [
+        (str(number_of), str(path), number(run.last(name)))
+        for number_of, (path, name) in enumerate(zip(paths, names, strict=True))
+        if name in run.curves
+    ]
+    return Table(("source", "path", "validation loss"), rows)
 
 
 def _predictions(folder: Path) -> Section:

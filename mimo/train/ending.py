@@ -8,8 +8,9 @@ import numpy as np
 
 from mimo.launch.signals import ASKING, asked
 
+SAVE_FAILED = "a checkpoint that was not written"
 _TIME_IS_UP = "train.max_minutes"
-_REASONS = (*(signum.name for signum in ASKING), _TIME_IS_UP)
+_REASONS = (*(signum.name for signum in ASKING), _TIME_IS_UP, SAVE_FAILED)
 
 
 class Ending:
@@ -18,15 +19,17 @@ class Ending:
     A signal may reach one rank only, and clocks differ. So each rank has `flags`, which travel with
     a sum over all ranks that there is anyway, and `agree` makes of the sums the same on all ranks.
     deadline: on this machine's monotonic clock; given on one rank, whose clock decides.
+    own: further reasons of this rank.
     """
 
     def __init__(self, deadline: float | None = None) -> None:
         self._deadline = deadline
+        self.own: tuple[str, ...] = ()
         self.reasons: tuple[str, ...] = ()
 
     def flags(self) -> np.ndarray:
         """(R,) for each reason, 1.0 if this rank has it."""
-        own = asked()
+        own = (*asked(), *self.own)
         if self._deadline is not None and time.monotonic() >= self._deadline:
             own = (*own, _TIME_IS_UP)
         return np.array([float(reason in own) for reason in _REASONS])

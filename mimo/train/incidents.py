@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 INCIDENTS = "incidents.jsonl"
 
-Kind = Literal["signal", "restart", "skipped step", "loss spike", "hang", "crash", "checkpoint"]
+Kind = Literal[
+    "signal", "restart", "skipped step", "not finite", "loss spike", "hang", "crash", "checkpoint"
+]
 
 
 def record(run_dir: Path, kind: Kind, text: str, step: int | None = None, **facts: Any) -> None:

@@ -21,7 +21,7 @@ from mimo.step.dataset import Dataset, apart, item_processors, open_tokenizer
 from mimo.step.decoding import Decoding, open_decoding
 from mimo.train.bad_samples import BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches
-from mimo.train.ending import Ending
+from mimo.train.ending import SAVE_FAILED, Ending
 from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
 from mimo.train.odd_steps import OddSteps
@@ -58,11 +58,13 @@ class Trainer:
         validation: Dataset | None,
         observer: StepObserver,
         bad_samples: BadSamples | None = None,
+        owes_validation: bool = False,
     ) -> Generator[dict]:
         """Train from ``self.progress``, yielding each step's metrics.
 
         It ends with the last step, or after one with which all ranks agree on ``self.ending``.
-        bad_samples: on the one rank that lists them.
+        bad_samples: on the one rank that lists them. owes_validation: the run ended between the
+        last step and the validation after it, if one is due there.
         Raises FloatingPointError as `OddSteps.look_at` does.
         """
         train, layout = self.recipe.train, self.topology.layout
@@ -78,6 +80,9 @@ class Trainer:
             self.batches(STEP, dataset, steps, used, 1, decoding, counts) as batches,
             profiler_of(train, self.topology.rank, self.run_dir) as profiler,
         ):
+            if validation and owes_validation and _is_due(train.validate_every, steps.start):
+                observer.at(steps.start - 1, "validation")
+                yield {"step": steps.start, **self.validate(validation, decoding)}
             for step in steps:
                 profiler.reaches(step)
                 unusable = batches.unusable_samples()
@@ -86,6 +91,8 @@ class Trainer:
                     new = unusable.keys() - self.progress.skipped
                     bad_samples.found(step, [unusable[one] for one in sorted(new)])
                 check_skipped(self.recipe.data, progress, batches.coming_used.samples, dataset)
+                # All ranks hear of it with this step, and the save that then begins raises why.
+                self.ending.own = (SAVE_FAILED,) if self.saver.has_failed else ()
                 result = train_step(step, self.recipe, self.model, batches, observer, times)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used, result.is_skipped)
@@ -94,7 +101,8 @@ class Trainer:
                 if self.topology.reports:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
                 odd_steps.look_at(step, result)
-                soon = bool(self.ending.reasons)
+                # The last step is done as ever: nobody would go on to make up for what it lacks.
+                soon = bool(self.ending.reasons) and done < train.steps
                 saves = done == train.steps or _is_due(train.save_every, done) or soon
                 if saves:
                     self.saver.gets_on = partial(observer.at, step, "checkpoint")
@@ -103,6 +111,7 @@ class Trainer:
                         self.run_dir.stat()  # raises if it is gone; a save would make another
                         metrics["save_seconds"] = self.saver.begin(self.progress)
                 yield metrics
+                # Who asks to end soon may not wait for long: the run that goes on validates first.
                 if validation and _is_due(train.validate_every, done) and not soon:
                     observer.at(step, "validation")
                     yield {"step": done, **self.validate(validation, decoding)}
@@ -142,10 +151,6 @@ class Trainer:
                 (loss,) = batches.sum_over_world(own_part)
                 total += loss
         return total, tokens
-
-    def save(self) -> Path:
-        """Write a checkpoint that is there on return; every rank calls it."""
-        return self.saver.save(self.progress)
 
     def batches(
         self,

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.assets import recipe_of
-from mimo.checkpoint.files import naming
+from mimo.checkpoint.files import Unreadable, naming
 from mimo.checkpoint.folder import (
     final_checkpoint,
     go_back,
     latest_checkpoint,
     named_by_latest,
-    set_latest,
 )
 from mimo.checkpoint.integrity import (
     Choice,
@@ -155,15 +154,15 @@ class Job:
         if isinstance(first.start, FromScratch):
             initial_weights(first.recipe)
         with naming(self.phased.run_dir):
-            if self.resume and choice.checkpoint is not None:
+            if self.resume_from is None and choice.checkpoint is not None:
                 if not choice.damaged and not named_by_latest(choice.checkpoint):
                     print(f"`latest` names no checkpoint; using {choice.checkpoint}, the newest")
                 go_back(choice.checkpoint, choice.damaged)
+            elif choice.checkpoint is not None and first.resumes:
+                go_back(choice.checkpoint.resolve(), ())  # `latest` of another run stays as it is
             make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
         _tell_choice(choice, first.recipe.run_dir)
         if isinstance(first.start, Resume):
-            if self.resume_from is not None:
-                set_latest(first.recipe.run_dir, first.start.checkpoint)
             _say_what_differs(first.recipe, first.start.checkpoint)
         return runs
 
@@ -219,7 +218,7 @@ def train_here(job: Job, max_restarts: int = 0, began: float | None = None) -> i
     """
     began = time.monotonic() if began is None else began
     runs, failures, restarts = job.begin(), list[RankError](), 0
-    say_begun(job.phased.run_dir)
+    say_begun(job.phased.run_dir, began)
     while True:
         code = _launch(job, runs, began, failures)
         if code != 1 or not failures or restarts == max_restarts:
@@ -282,12 +281,15 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
             return (job.again() if begun else job).candidates()
 
         def begin() -> list[Run]:
+            nonlocal began
             assert job is not None, "a rank without a job has a problem"
             run_dir = job.phased.run_dir
             if has_begun(run_dir, restart):
+                # train.max_minutes, which rank 0 counts, are those of all attempts together.
+                began = time.monotonic() - (time.time() - begun_at(run_dir))
                 return job.begin_again(environment.max_restarts, choice=choice)
             runs = job.begin(choice)
-            say_begun(run_dir)
+            say_begun(run_dir, began)
             return runs
 
         try:
@@ -318,7 +320,12 @@ def _choose_together(candidates: Sequence[Path], meeting: Meeting, environment: 
     def problems(checkpoint: Path) -> list[str]:
         known, own = meeting.deal(partial(deal, checkpoint))
         if not known:
-            known = wrong_checksums(checkpoint, own, lambda _: meeting.get_on())
+            unreadable = ""
+            try:
+                known = wrong_checksums(checkpoint, own, lambda _: meeting.get_on())
+            except Unreadable as error:
+                unreadable = str(error)
+            meeting.agree(unreadable)
             found = meeting.collect("\n".join(known))
             known = [line for lines in found for line in lines.splitlines()]
         return known

@@ -115,11 +115,12 @@ class MetricsWriter:
     """Writes one JSON object per step; used by the one rank that speaks for the run.
 
     A resumed run continues the file: lines after the step it resumes from are dropped first.
+    lacks_validation: there is then no validation after the last step of the file.
     """
 
     def __init__(self, recipe: Recipe, run_dir: Path, first_step: int) -> None:
         self._train, self._path = recipe.train, run_dir / METRICS
-        _drop_lines_from(self._path, first_step)
+        self.lacks_validation = _drop_lines_from(self._path, first_step)
         self._file = self._path.open("a", buffering=1)
         self._logged = (first_step, time.monotonic())
         self.console = Console(file=sys.stdout, soft_wrap=True)
@@ -218,14 +219,20 @@ def _share(value: float | None) -> str:
 _LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
 
 
-def _drop_lines_from(path: Path, first_step: int) -> None:
-    """Keep the lines of earlier steps, without parsing what may be a million of them."""
+def _drop_lines_from(path: Path, first_step: int) -> bool:
+    """Keep the lines of earlier steps, without parsing what may be a million of them.
+
+    Returns whether the last one is of the step before.
+    """
     if not path.exists():
-        return
+        return False
+    last: re.Match[bytes] | None = None
     partial = path.with_name(f".{path.name}")
     with path.open("rb") as lines, partial.open("wb") as kept:
         for line in lines:
             found = _LINE.fullmatch(line)
             if found and int(found[1]) < first_step + bool(found[2]):
                 kept.write(line)
+                last = found
     os.replace(partial, path)
+    return last is not None and not last[2] and int(last[1]) == first_step - 1

@@ -20,6 +20,7 @@ from mimo.step.dataset import Dataset
 from mimo.step.plan import StepPlan
 from mimo.train import incidents
 from mimo.train.metrics import METRICS, StepResult
+from mimo.train.restarts import job_name
 
 BATCHES = "batches"
 _NAMED = 16  # samples in an incident
@@ -73,15 +74,18 @@ class OddSteps:
             self._record(step, done)
         if len(self._in_a_row) <= self._train.max_skipped_steps:
             return
-        barrier()  # a rank that ends early would end the one that still writes
         first = self._in_a_row[0]
-        raise FloatingPointError(
+        told = (
             f"step {step}: the loss is {_loss(done):g}, the gradient norm {done.grad_norm:g}, and "
             f"none of {len(self._in_a_row)} steps since step {first} was finite, more than "
             f"train.max_skipped_steps {self._train.max_skipped_steps}; their samples are in "
             f"{self._run_dir / BATCHES}: look at them with `mimo replay {self._run_dir} --step "
             f"{first}`, or lower train.learning_rate"
         )
+        if self._reports:  # it would come again, so the job must not restart
+            incidents.record(self._run_dir, "not finite", told, step, job=job_name())
+        barrier()  # a rank that ends early would end the one that still writes
+        raise FloatingPointError(told)
 
     def _record(self, step: int, done: StepResult) -> None:
         loss = _loss(done)

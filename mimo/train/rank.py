@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from data.index.samples import Index
-from mimo.checkpoint.contents import begin, provided_names
+from mimo.checkpoint.contents import begin, stored_at
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
     barrier,
@@ -150,14 +150,16 @@ def _train(
 ) -> int:
     # If the weights come from one of our checkpoints, the initial ones need not be read.
     initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
-    trainer = Trainer(recipe, topology, run_dir, initial, provided_names(start))
+    stored = stored_at(start)
+    trainer = Trainer(recipe, topology, run_dir, initial, stored)
     presence.model = trainer.model
     presence.at(0, "setup")  # still, but it gets on
     dataset = _open_together(recipe, "sources", trainer)
     validation = _open_together(recipe, "validation", trainer)
     assert dataset is not None, "the recipe schema asks for at least one source"
     presence.at(0, "setup")
-    progress = begin(trainer.model.modules, start, lambda: presence.at(0, "setup"))
+    progress = begin(trainer.model.modules, start, stored, lambda: presence.at(0, "setup"))
+    del stored  # of a large model it takes much memory
     presence.at(0, "setup")
     dataset, trainer.progress, said = continue_order(dataset, progress)
     trainer.ending = ending
@@ -173,7 +175,8 @@ def _train(
             _say_skipped(writer, dataset)
             for line in said:
                 writer.say(line)
-        steps = trainer.train(dataset, validation, presence, bad_samples)
+        lacks = sum_over_world([float(writer is not None and writer.lacks_validation)])
+        steps = trainer.train(dataset, validation, presence, bad_samples, lacks[0] > 0)
         for metrics in collected_together(steps, recipe.train.collect_garbage_every):
             if writer is None:
                 continue

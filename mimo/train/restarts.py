@@ -6,6 +6,7 @@ The launcher does so for its ranks. Under torchrun its elastic agent does, and r
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -54,7 +55,8 @@ def job_name() -> str:
     """What this job has in common with its later attempts, and with no other job."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
-        return _name_of(os.getpid())
+        launcher = multiprocessing.parent_process()  # None in the launcher itself
+        return _name_of(os.getpid() if launcher is None or launcher.pid is None else launcher.pid)
     # Without a rendezvous of its own torchrun calls every job alike.
     return _agent() if run == "none" else run
 
@@ -69,9 +71,13 @@ def _name_of(pid: int) -> str:
     return f"{socket.gethostname()} {pid} {psutil.Process(pid).create_time():.2f}"
 
 
-def say_begun(run_dir: Path) -> None:
-    """Note in the folder which job has begun there, and when."""
-    (run_dir / _BEGUN_BY).write_text(f"{job_name()}\n{_agent()}\n{time.time()}")
+def say_begun(run_dir: Path, began: float) -> None:
+    """Note in the folder which job has begun there, and when.
+
+    began: on the monotonic clock, which later attempts on other machines do not have.
+    """
+    at = time.time() - (time.monotonic() - began)
+    (run_dir / _BEGUN_BY).write_text(f"{job_name()}\n{_agent()}\n{at}")
 
 
 def begun_at(run_dir: Path) -> float:
@@ -147,8 +153,9 @@ def check_again(run_dir: Path, failure: Failure, began: float = 0.0) -> None:
         text = f"{run_dir} is gone: not started again; restore the folder or start another run"
         raise NotRestarted(text, 1)
     own = _incidents_of_job(run_dir, began)
-    if own and own[-1]["kind"] == "signal":
-        raise NotRestarted(f"{own[-1]['text']}: not started again", EXIT_CONTINUE)
+    if own and (kind := own[-1]["kind"]) != "restart":
+        code = EXIT_CONTINUE if kind == "signal" else 1
+        raise NotRestarted(f"{own[-1]['text']}: not started again", code)
     last = own[1 - _IN_VAIN :]
     same = (failure.step, _name(newest_checkpoint(run_dir)))
     if [(one["step"], one.get("checkpoint")) for one in last] == [same] * (_IN_VAIN - 1):
@@ -160,7 +167,7 @@ def check_again(run_dir: Path, failure: Failure, began: float = 0.0) -> None:
 
 
 def _incidents_of_job(run_dir: Path, began: float) -> list[dict]:
-    """Restarts and signals; others do not name their job."""
+    """Restarts, signals and ends for lack of finite numbers; others do not name their job."""
     own = (one for one in incidents(run_dir) if one.get("job") == job_name())
     # Incidents have whole seconds.
     return [one for one in own if datetime.fromisoformat(one["time"]).timestamp() >= int(began)]

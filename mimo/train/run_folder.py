@@ -53,8 +53,9 @@ def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
 def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> None:
     """Make the folders of all runs that a job has to do.
 
-    resumes: whether the job was begun before. Then only the folders of runs that start over move
-    aside; a run that ended before its first checkpoint starts again in its folder.
+    resumes: whether the job was begun before. Then only the folders of runs that start over, or
+    from a checkpoint of elsewhere, move aside, with their checkpoints; a run that ended before its
+    first checkpoint starts again in its folder.
     """
     if phased.has_phases:
         if not resumes:

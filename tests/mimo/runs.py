@@ -9,7 +9,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.start import FromScratch, Resume, Start
 from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import Layout
@@ -19,6 +21,9 @@ from mimo.train.bad_samples import BAD_SAMPLES
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.ranks import MarkedJob
+
+if TYPE_CHECKING:  # so that processes that only start runs need no torch
+    from mimo.checkpoint.saving import Saver
 
 LAYOUT = ["language.grid.dp=2", "train.micro_batch_size=2"]
 ADAM = ["train.optimizer=adam", "train.learning_rate=0.003", "train.clip_grad_norm=1.0"]
@@ -55,6 +60,13 @@ def _train(rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Star
     from mimo.train.rank import train_in_world
 
     train_in_world(recipe, layout, run_dir, start)
+
+
+def save(saver: Saver, progress: Progress) -> None:
+    """Write a checkpoint that is there on return; every rank calls it."""
+    saver.begin(progress)
+    saver.publish()
+    saver.wait()
 
 
 def metrics(recipe: Path, run: str = "tiny") -> list[dict]:

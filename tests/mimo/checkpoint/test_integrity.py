@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mimo.checkpoint.files import Unreadable
 from mimo.checkpoint.folder import go_back, latest_checkpoint, resumable
 from mimo.checkpoint.integrity import (
     Listed,
@@ -20,6 +24,7 @@ from mimo.checkpoint.integrity import (
     wrong_checksums,
     wrong_sizes,
 )
+from mimo.checkpoint.start import Resume
 from mimo.errors import InputError
 from mimo.hf.recipes import load_recipe
 from mimo.train.incidents import incidents
@@ -51,6 +56,34 @@ def test_what_is_wrong_is_said_and_the_one_before_is_chosen(
     for path in (run_dir / "checkpoints").glob("step_[12]"):
         shutil.rmtree(path)
     with pytest.raises(InputError, match=rf"step_3 is damaged.*{said}.*\nno checkpoint is left"):
+        choose(resumable(run_dir))
+
+
+UNREADABLE = {
+    f"{name}, {call}": (name, call)
+    for name, call in [
+        *((name, "open") for name in ("manifest.json", "progress.json", "tensors.json")),
+        *(("tensors_1.safetensors", call) for call in ("open", "lstat")),
+        ("../latest", "open"),
+    ]
+}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("name", "call"), UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_is_not_damaged(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str, code: int
+) -> None:
+    sick = (run_dir / "checkpoints" / "step_3" / name).resolve()
+    called = getattr(Path, call)
+
+    def fail(path: Path, *args: Any, **settings: Any) -> Any:
+        if path == sick:
+            raise OSError(code, os.strerror(code))
+        return called(path, *args, **settings)
+
+    monkeypatch.setattr(Path, call, fail)
+    with pytest.raises(Unreadable, match=rf"{sick} cannot be read: {os.strerror(code)}; that need"):
         choose(resumable(run_dir))
 
 
@@ -199,6 +232,34 @@ def test_a_run_that_resumes_goes_back_to_the_last_good_one_and_says_so(
     assert {one["kind"] for one in found} == {"checkpoint"}
     got, expected = metrics(recipe), metrics(recipe, "whole")
     assert [m["loss"] for m in got] == [m["loss"] for m in expected]
+
+
+def test_a_run_from_a_checkpoint_of_elsewhere_moves_its_own_aside_and_leaves_both_as_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
+    run_dir, text = load_recipe(recipe).run_dir, load_recipe(recipe).to_yaml()
+    for folder in (run_dir, tmp_path / "backup"):
+        for step in (1, 2):
+            small_checkpoint(folder / "checkpoints", step, text)
+    own, other = (path / "checkpoints" / "step_1" for path in (run_dir, tmp_path / "backup"))
+    Request(recipe, resume_from=own).check(None).begin()
+    assert (own.parent / "latest").read_text() == "step_1"
+    job = Request(recipe, resume_from=other).check(None)
+    for _ in range(2):  # and again after a failure before the first save
+        (run,) = job.begin()
+        assert run.start == Resume(other)
+        assert not (run_dir / "checkpoints").exists()
+        assert (other.parent / "latest").read_text() == "step_2"
+        job = job.again()
+    aside = run_dir.with_name("tiny.1")
+    assert f"the previous run moved to {aside}\n" in capsys.readouterr().out
+    assert latest_checkpoint(aside) == aside / "checkpoints" / "step_1"
+    assert not run_dir.with_name("tiny.2").exists()
+    shutil.copytree(other, run_dir / "copy")
+    with pytest.raises(InputError, match=r"copy: is in the run's own folder, but is none of its"):
+        Request(recipe, resume_from=run_dir / "copy").check(None).begin()
 
 
 def test_without_any_good_one_a_run_ends_with_all_reasons(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job
 from tests.mimo import tiny
+from tests.mimo.runs import save
 
 # About 8 M parameters: in fp32 4 bytes of weight and 8 of Adam's moments for each.
 SIZES = {
@@ -86,7 +87,7 @@ def save_while_training(rank: int, job: Job, directory: Path, recipe: Recipe) ->
         for purpose in ("load", "save")
     )
     saver = Saver({"language": module}, directory, recipe)
-    first, following = (peak_growth(lambda n=n: saver.save(Progress(n, n))) for n in (1, 2))
+    first, following = (peak_growth(lambda n=n: save(saver, Progress(n, n))) for n in (1, 2))
     return {"held": held, "written": written, "first": first, "next": following}
 
 

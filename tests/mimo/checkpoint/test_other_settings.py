@@ -22,7 +22,7 @@ from mimo.recipe.schema import Recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo.model.test_fsdp_runs import make
-from tests.mimo.runs import metrics, run_from
+from tests.mimo.runs import metrics, run_from, save
 
 # The rate is the same at every step, so that steps of fresh and of older optimizers compare.
 SETTINGS = [
@@ -60,16 +60,17 @@ def steps_of(found: dict[str, Tensor], module: str) -> set[float]:
 
 def begun(rank: int, recipe: Recipe, start: Start) -> str:
     """Save what a run begins with, and return what it says about it."""
-    from mimo.checkpoint.contents import begin, provided_names
+    from mimo.checkpoint.contents import begin, stored_at
     from mimo.layout.build import build_layout
     from mimo.layout.groups import build_topology
     from mimo.train.loop import Trainer
 
     topology = build_topology(build_layout(recipe))
-    trainer = Trainer(recipe, topology, recipe.run_dir, None, provided_names(start))
+    stored = stored_at(start)
+    trainer = Trainer(recipe, topology, recipe.run_dir, None, stored)
     with redirect_stdout(io.StringIO()) as printed:
-        trainer.progress = begin(trainer.model.modules, start)
-    trainer.save()
+        trainer.progress = begin(trainer.model.modules, start, stored)
+    save(trainer.saver, trainer.progress)
     topology.close()
     return printed.getvalue()
 

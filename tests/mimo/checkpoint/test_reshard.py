@@ -138,8 +138,9 @@ def test_the_next_step_in_another_layout_is_the_same(
     start = Resume(run_dir / "checkpoints" / "step_2")
     resumed, got = trained(target, start, plain(f"{source} {target}"))
     assert got["step"] == expected["step"] == 2
+    # Measured: 1e-7 of the loss, 3e-7 of the norm, 8e-7 of weights, 3e-6 of Adam's moments.
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     ours, theirs = (find_checkpoint(folder) for folder in (resumed, run_dir))
     assert describe(ours).keys() == describe(theirs).keys()
     found, wanted = (read(folder, describe(folder)) for folder in (ours, theirs))
@@ -148,4 +149,4 @@ def test_the_next_step_in_another_layout_is_the_same(
     assert {float(values) for values in counts} == {3.0}
     for name, values in wanted.items():
         scale = max(float(values.abs().max()), 1e-5)
-        assert float((found[name] - values).abs().max()) / scale < 1e-3, name
+        assert float((found[name] - values).abs().max()) / scale < 1e-5, name

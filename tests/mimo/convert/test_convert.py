@@ -17,6 +17,7 @@ from mimo.hf.checkpoint import HFCheckpoint
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.hf import folders
+from tests.mimo.runs import save
 
 GB = 10**9
 
@@ -44,7 +45,7 @@ def save_in_layout(rank: int, recipe_path: Path, overrides: list[str]) -> int:
     topology = build_topology(build_layout(recipe))
     size = open_tokenizer(recipe).vocab_size
     model = build_model(recipe, topology, size, initial)
-    Saver(model.modules, recipe_path.parent / "run", recipe).save(Progress(0, 0))
+    save(Saver(model.modules, recipe_path.parent / "run", recipe), Progress(0, 0))
     return initial.checkpoint.folder.bytes_read
 
 

@@ -28,7 +28,7 @@ from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.hf import folders
-from tests.mimo.runs import run_from
+from tests.mimo.runs import run_from, save
 
 RECIPE = """
 name: run
@@ -128,14 +128,14 @@ def test_a_run_gives_what_megatron_gives_and_continues_on_any_mesh_of_either_eng
 
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
-    from mimo.checkpoint.contents import begin
+    from mimo.checkpoint.contents import begin, stored_at
     from mimo.layout.build import build_layout
     from mimo.layout.groups import build_topology
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
-    trainer.progress = begin(trainer.model.modules, start)
-    trainer.save()
+    trainer.progress = begin(trainer.model.modules, start, stored_at(start))
+    save(trainer.saver, trainer.progress)
 
 
 @pytest.mark.slow

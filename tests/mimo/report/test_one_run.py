@@ -85,7 +85,10 @@ def test_the_page_of_a_real_run_is_complete_and_needs_no_network(trained: Path) 
 
 
 def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "made", metrics={"something_else": 2, "grad_norm_vision": 0.5})
+    recipe = RECIPE.replace("]}", "], validation: [{path: held_out.tar}, {path: documents.tar}]}")
+    sources = {"validation_loss_0": 6.5, "validation_loss_1": 7.5}
+    given = {"something_else": 2, "grad_norm_vision": 0.5, **sources}
+    folder = make_run(tmp_path / "made", recipe, metrics=given)
     (tmp_path / "made" / "environment.json").write_text('[{"host": "n1"}, {"host": "n2"}, {}]')
     record(folder, "signal", "SIGTERM came", 12, rank=3)
     record(folder, "restart", "restart 1 of 2", 20)
@@ -112,6 +115,10 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert found["Data"].tables[0].rows == [
         ("0", "a.tar", "75.0 %", "0.99"),
         ("1", "b.tar", "25.0 %", "0.5"),
+    ]
+    assert found["Validation by source"].tables[0].rows == [
+        ("0", "held_out.tar", "6.5"),
+        ("1", "documents.tar", "7.5"),
     ]
     signal, restart = found["Incidents"].tables[0].rows
     assert signal[1:] == ("signal", "12", "SIGTERM came", "rank 3")

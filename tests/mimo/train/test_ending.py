@@ -26,7 +26,7 @@ from tests.ranks import running
 HERE = "tests.mimo.train.test_ending"
 STEPS = 5
 SETTINGS = [*LAYOUT, *ADAM, "train.global_batch_size=4", f"train.steps={STEPS}"]
-SAME = ("step", "loss", "grad_norm", "tokens", "epochs")
+SAME = ("step", "loss", "grad_norm", "tokens", "epochs", "validation_loss")
 
 
 @pytest.fixture
@@ -75,8 +75,11 @@ def nothing(_: None, attempt: int, run_dir: Path, start: Start) -> None:
 def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming_is_exact(
     run_ranks: RunRanks, recipe: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
+    tiny.write_samples(recipe.parent, name="validation")
+    validation = f"data.validation=[{{path: '{recipe.parent}/validation-*.tar'}}]"
+    settings = [*SETTINGS, "train.validate_every=2", validation]
     train = disturbing(monkeypatch, f"{HERE}:signal_one", to)
-    assert train(recipe, SETTINGS) == EXIT_CONTINUE
+    assert train(recipe, settings) == EXIT_CONTINUE
     run_dir = recipe.parent / "runs" / "tiny"
     checkpoint = find_checkpoint(run_dir)
     assert checkpoint.name == "step_2"
@@ -84,11 +87,13 @@ def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming
     said = f"ended by {name}, with a checkpoint after step 2"
     (incident,) = incidents(run_dir)
     assert (incident["kind"], incident["text"], incident["step"]) == ("signal", said, 1)
-    run(run_ranks, recipe, *SETTINGS, resume_from=checkpoint)
-    run(run_ranks, recipe, *SETTINGS, "name=whole")
+    assert [line["step"] for line in metrics(recipe)] == [0, 1], "no time for the validation"
+    run(run_ranks, recipe, *settings, resume_from=checkpoint)
+    run(run_ranks, recipe, *settings, "name=whole")
     got, expected = metrics(recipe), metrics(recipe, "whole")
+    assert [line["step"] for line in expected if "validation_loss" in line] == [2, 4]
     for key in SAME:
-        assert [line[key] for line in got] == [line[key] for line in expected], key
+        assert [line.get(key) for line in got] == [line.get(key) for line in expected], key
 
 
 def test_a_second_signal_ends_a_run_that_hangs_in_a_save_and_its_last_checkpoint_stays(

@@ -25,7 +25,7 @@ from tests.mimo.runs import metrics
 
 HERE = "tests.mimo.train.test_failed_saves"
 
-# What is done before the save of step 4, and the error.
+# What is done before the save of step 20, and the error.
 FAULTS = {
     "limit": r"rank 0: \[Errno 27\] File too large: '.*/tensors_0.safetensors'",
     "full disk": r"rank \d: \[Errno 28\] No space left on device: '.*'",
@@ -42,14 +42,14 @@ def mount(folder: Path, *options: str) -> bool:
 
 
 def run_spoilt_rank(fault: str, recipe: Recipe, layout: Layout, run_dir: Path) -> None:
-    """Runs inside ranks: train, and spoil the folder before the second save."""
+    """Runs inside ranks: train, and spoil the folder before the second save, of step 20."""
     from mimo.train.rank import run_rank
 
     environment, begin = rank_environment(), Saver.begin
     assert environment is not None
 
     def spoil(self, progress):
-        if progress.step == 4:
+        if progress.step == 20:
             self.wait()
             if environment.rank == 0 and fault == "limit":  # it has the vision tower
                 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
@@ -67,7 +67,8 @@ def test_a_run_that_cannot_save_ends_with_file_reason_and_the_last_good_checkpoi
 ) -> None:
     fault, overlap = case
     tiny.write_samples(tmp_path)
-    settings = [f"train.async_save={str(overlap).lower()}", "train.steps=8", "train.save_every=2"]
+    settings = [f"train.async_save={str(overlap).lower()}", "train.steps=30"]
+    settings += ["train.save_every=10"]
     recipe = load_recipe(tiny.write_recipe(tmp_path), settings)
     layout = check_recipe(recipe, None)
     run_dir = make_run_dir(recipe, resumes=False)
@@ -81,15 +82,17 @@ def test_a_run_that_cannot_save_ends_with_file_reason_and_the_last_good_checkpoi
         args = (fault, recipe, layout, run_dir)
         code = launch(f"{HERE}:run_spoilt_rank", args, layout.world_size, log_dir=run_dir)
         assert code == 1
-        start = f"the checkpoint of step 4 in {checkpoints} was not written: {FAULTS[fault]}; "
-        end = f"the last good checkpoint is {checkpoints / 'step_2'}"
-        last = capfd.readouterr().err.splitlines()[-1]
-        assert re.fullmatch(rf"rank \d failed: \S+CheckpointFailed: {start}{end}", last), last
-        saved = [line["step"] for line in metrics(tmp_path / "tiny.yaml") if "save_seconds" in line]
-        assert saved == ([1, 3] if overlap and fault != "read-only" else [1])
-        assert latest_checkpoint(run_dir) == checkpoints / "step_2"
-        assert_intact(checkpoints / "step_2")
-        assert {path.name for path in checkpoints.iterdir()} <= {"step_2", "latest"}
+        start = f"the checkpoint of step 20 in {checkpoints} was not written: {FAULTS[fault]}; "
+        end = f"the last good checkpoint is {checkpoints / 'step_10'}"
+        told = capfd.readouterr().err
+        assert re.search(rf"\nrank \d failed: \S+CheckpointFailed: {start}{end}\n", told), told
+        lines = metrics(tmp_path / "tiny.yaml")
+        saved = [line["step"] for line in lines if "save_seconds" in line]
+        assert saved == ([9, 19] if overlap and fault != "read-only" else [9])
+        assert len(lines) < 29, "it does not wait for the next save"
+        assert latest_checkpoint(run_dir) == checkpoints / "step_10"
+        assert_intact(checkpoints / "step_10")
+        assert {path.name for path in checkpoints.iterdir()} <= {"step_10", "latest"}
     finally:
         if is_mounted:
             subprocess.run(["umount", str(checkpoints)], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.step.plan import StepPlan, StepPlanner
 from mimo.train import metrics
-from mimo.train.metrics import StepResult, step_metrics
+from mimo.train.metrics import MetricsWriter, StepResult, step_metrics
 from tests.mimo import tiny
 
 
@@ -86,6 +87,21 @@ def test_what_learns_costs_a_backward_and_what_is_frozen_behind_it_part_of_one(
     assert behind["vision"] == trained["vision"]
     # No gradients of weights, but those that lead to the images' rows.
     assert trained["language"] / 3 < behind["language"] < trained["language"]
+
+
+def test_the_line_of_a_logged_step_is_easily_found_in_a_log(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(directory / "tiny.yaml", ["train.steps=1000", "train.log_every=2"])
+    line = {"loss": 2.34567, "grad_norm": 1.0, "lr": 1e-4, "tokens_per_second": 12345.6}
+    with MetricsWriter(recipe, tmp_path, 0) as writer:
+        for step, shares in enumerate([{"mfu": None}, {"mfu": 0.4321, "idle_fraction": 0.25}]):
+            writer.step({"step": step, **line, **shares, "epochs": {0: 0.5, 1: 1.25}})
+    assert re.fullmatch(
+        r"step 2/1000 loss 2\.3457 grad_norm 1\.000 lr 1\.000e-04 tokens/s 12346 epoch 0\.50-1\.25 "
+        r"mfu 0\.432 idle 0\.250 eta \d+:\d\d:\d\d\n",
+        capsys.readouterr().out,
+    )
 
 
 def test_utilisation_is_a_share_of_the_peak_of_all_ranks_of_the_job(

@@ -23,7 +23,7 @@ from mimo.train import main as job
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import run_from
+from tests.mimo.runs import run_from, save
 
 # Three ranks that train the projector, then four with other grids and data.
 PHASES = """\
@@ -86,14 +86,14 @@ def metrics(path: Path, name: str, phase: str) -> list[dict[str, float]]:
 
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
-    from mimo.checkpoint.contents import begin
+    from mimo.checkpoint.contents import begin, stored_at
     from mimo.layout.build import build_layout
     from mimo.layout.groups import build_topology
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
-    trainer.progress = begin(trainer.model.modules, start)
-    trainer.save()
+    trainer.progress = begin(trainer.model.modules, start, stored_at(start))
+    save(trainer.saver, trainer.progress)
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -69,6 +69,13 @@ def fail_always(step: int, attempt: int, run_dir: Path, start: Start) -> None:
         when_at(step, "update", lambda: 1 / 0)
 
 
+def never_finite(_: None, attempt: int, run_dir: Path, start: Start) -> None:
+    from mimo.train import loop
+
+    step = loop.train_step
+    loop.train_step = lambda *given: replace(step(*given), is_skipped=True)
+
+
 def hang_at_first(case: Case, attempt: int, run_dir: Path, start: Start) -> None:
     arm(case if attempt == 0 else replace(case, rank=-1), int(os.environ["RANK"]), run_dir)
 
@@ -157,6 +164,20 @@ def test_failures_of_other_jobs_or_with_a_checkpoint_between_them_are_no_reason_
         check_again(tmp_path, failure)
 
 
+@pytest.mark.slow
+def test_a_run_whose_numbers_stay_not_finite_is_not_started_again(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = disturbing(monkeypatch, f"{HERE}:never_finite", None)
+    expected = "none of 2 steps since step 0 was finite.*: not started again"
+    with pytest.raises(NotRestarted, match=expected) as caught:
+        train(recipe, [*SETTINGS, "train.max_skipped_steps=1"], max_restarts=9)
+    assert caught.value.exit_code == 1
+    found = [one["kind"] for one in incidents(recipe.parent / "runs" / "tiny")]
+    assert "restart" not in found
+    assert found.count("not finite") == 1
+
+
 def test_what_befell_a_job_before_it_was_requeued_under_its_name_does_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,7 +191,7 @@ def test_what_befell_a_job_before_it_was_requeued_under_its_name_does_not_count(
     check_again(tmp_path, failure, requeued)
     say_restart(tmp_path, failure, 9, requeued)
     assert capsys.readouterr().out.splitlines()[-1].startswith("restart 1 of 9")
-    say_begun(tmp_path)
+    say_begun(tmp_path, time.monotonic())
     assert begun_at(tmp_path) == pytest.approx(time.time(), abs=60)
 
 
@@ -241,6 +262,22 @@ def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say
     printed = [(recipe.parent / f"printed_1_{rank}").read_text() for rank in range(3)]
     assert printed[0].startswith("restart 1 of 3, from step_2: ")
     assert "restart 1 of" not in "".join(printed[1:])
+
+
+@pytest.mark.slow
+def test_the_time_of_a_job_that_torchrun_starts_again_counts_from_its_first_start(
+    run_ranks: RunRanks, recipe: Path, store: TCPStore
+) -> None:
+    arguments, port = [str(recipe), *SETTINGS, "train.max_minutes=30"], store.port
+    with pytest.raises(RanksFailed):
+        run_on_cpu(train_under_torchrun, (port, 0, arguments, "killed"), 3, 60)
+    begun = recipe.parent / "runs" / "tiny" / ".begun_by"
+    *names, began = begun.read_text().split("\n")
+    begun.write_text("\n".join([*names, str(float(began) - 1800)]))
+    codes = run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60)
+    assert codes == [EXIT_CONTINUE] * 3
+    last = incidents(recipe.parent / "runs" / "tiny")[-1]
+    assert last["text"] == "ended by train.max_minutes, with a checkpoint after step 3"
 
 
 @pytest.mark.slow
