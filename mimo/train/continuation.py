@@ -1,13 +1,18 @@
-"""How a run goes on with the sources that its recipe names now."""
+"""How a run goes on: from which checkpoint, and with the sources that its recipe names now."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
+from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import Progress
-from mimo.step.dataset import Dataset
+from mimo.checkpoint.integrity import Choice, listed_files
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import Dataset, item_processors
+from mimo.train.incidents import record
 
 
 def continue_order(dataset: Dataset, progress: Progress) -> tuple[Dataset, Progress, list[str]]:
@@ -47,3 +52,25 @@ def continue_order(dataset: Dataset, progress: Progress) -> tuple[Dataset, Progr
         ),
         said,
     )
+
+
+def tell_choice(choice: Choice, run_dir: Path) -> None:
+    """Say what is wrong with checkpoints that were passed over, also to the run's incidents."""
+    for path, problems in choice.damaged.items():
+        text = (
+            f"checkpoint {path} is damaged and was passed over: {'; '.join(problems)}; the run "
+            f"goes on from {choice.checkpoint}"
+        )
+        print(text, flush=True)
+        record(run_dir, "checkpoint", text, checkpoint=str(path), problems=[*problems])
+    if choice.checkpoint is not None and listed_files(choice.checkpoint) is None:
+        print(f"{choice.checkpoint} has no checksums: nothing could be verified", flush=True)
+
+
+def say_what_differs(recipe: Recipe, checkpoint: Path) -> None:
+    """Print whose items become other patches than before the checkpoint; the index may not tell."""
+    before = item_processors(recipe_of(checkpoint))
+    for media, own in item_processors(recipe).items():
+        if own != before.get(media, own):
+            print(f"items of media {media!r} are prepared differently from now on:", flush=True)
+            print(f"  before: {before[media]}\n  now:    {own}", flush=True)

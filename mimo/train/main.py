@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
-from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.files import Unreadable, naming
 from mimo.checkpoint.folder import (
     final_checkpoint,
@@ -42,10 +41,9 @@ from mimo.launch.signals import end_by_signals
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.recipe.phases import PhasedRecipe
-from mimo.recipe.schema import Recipe
 from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
-from mimo.train.incidents import record
+from mimo.train.continuation import say_what_differs, tell_choice
 from mimo.train.loggers import check_loggers
 from mimo.train.restarts import (
     begun_at,
@@ -161,9 +159,9 @@ class Job:
             elif choice.checkpoint is not None and first.resumes:
                 go_back(choice.checkpoint.resolve(), ())  # `latest` of another run stays as it is
             make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
-        _tell_choice(choice, first.recipe.run_dir)
+        tell_choice(choice, first.recipe.run_dir)
         if isinstance(first.start, Resume):
-            _say_what_differs(first.recipe, first.start.checkpoint)
+            say_what_differs(first.recipe, first.start.checkpoint)
         return runs
 
     def again(self) -> Job:
@@ -187,28 +185,6 @@ class Job:
         check_again(run_dir, failure, began)
         say_restart(run_dir, failure, most, began)
         return again.begin(choice)
-
-
-def _tell_choice(choice: Choice, run_dir: Path) -> None:
-    """Say what is wrong with checkpoints that were passed over, also to the run's incidents."""
-    for path, problems in choice.damaged.items():
-        text = (
-            f"checkpoint {path} is damaged and was passed over: {'; '.join(problems)}; the run "
-            f"goes on from {choice.checkpoint}"
-        )
-        print(text, flush=True)
-        record(run_dir, "checkpoint", text, checkpoint=str(path), problems=[*problems])
-    if choice.checkpoint is not None and listed_files(choice.checkpoint) is None:
-        print(f"{choice.checkpoint} has no checksums: nothing could be verified", flush=True)
-
-
-def _say_what_differs(recipe: Recipe, checkpoint: Path) -> None:
-    """Print whose items become other patches than before the checkpoint; the index may not tell."""
-    before = item_processors(recipe_of(checkpoint))
-    for media, own in item_processors(recipe).items():
-        if own != before.get(media, own):
-            print(f"items of media {media!r} are prepared differently from now on:", flush=True)
-            print(f"  before: {before[media]}\n  now:    {own}", flush=True)
 
 
 def train_here(job: Job, max_restarts: int = 0, began: float | None = None) -> int:

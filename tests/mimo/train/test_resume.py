@@ -21,7 +21,8 @@ from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
 from mimo.model.recipe_checks import check_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.train.main import Request, _say_what_differs
+from mimo.train.continuation import say_what_differs
+from mimo.train.main import Request
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -136,7 +137,7 @@ def test_a_run_that_goes_on_with_other_pixels_says_so(
 ) -> None:
     (recipe.parent / "recipe.yaml").write_text(load_recipe(recipe).to_yaml())
     for override, said in [("train.steps=9", False), (DRAFT, True)]:
-        _say_what_differs(load_recipe(recipe, [override]), recipe.parent)
+        say_what_differs(load_recipe(recipe, [override]), recipe.parent)
         output = capsys.readouterr().out
         assert bool(output) == said
         assert ("jpeg_draft=False" in output) == ("jpeg_draft=True" in output) == said
