@@ -175,8 +175,11 @@ def _train(
             _say_skipped(writer, dataset)
             for line in said:
                 writer.say(line)
-        lacks = sum_over_world([float(writer is not None and writer.lacks_validation)])
-        steps = trainer.train(dataset, validation, presence, bad_samples, lacks[0] > 0)
+        owes = False
+        if validation is not None:
+            (lacks,) = sum_over_world([float(writer is not None and writer.lacks_validation)])
+            owes = lacks > 0
+        steps = trainer.train(dataset, validation, presence, bad_samples, owes)
         for metrics in collected_together(steps, recipe.train.collect_garbage_every):
             if writer is None:
                 continue

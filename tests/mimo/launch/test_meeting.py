@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import socket
@@ -89,6 +90,19 @@ def train_noting_shards(port: int, folder: Path, arguments: list[str]) -> int:
         return index_shard(task, *rest)
 
     build.index_shard = noted
+    return train(port, folder, arguments)
+
+
+def train_from_a_sick_disk(port: int, folder: Path, arguments: list[str]) -> int:
+    """Like `train`, but a file cannot be read, by whichever rank has it in its share."""
+    opened = Path.open
+
+    def fail(path: Path, *args: Any, **settings: Any) -> Any:
+        if path.name == "tensors_1.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, *args, **settings)
+
+    Path.open = fail  # type: ignore[method-assign]
     return train(port, folder, arguments)
 
 
@@ -374,6 +388,11 @@ def test_ranks_verify_a_checkpoint_each_its_share_and_go_back_together(
     assert codes == [2] * RANKS
     assert printed[0].startswith(f"{checkpoints / 'step_2'} is damaged: tensors_1.safetensors has")
     assert printed[1:] == ["", ""]
+
+    codes, printed = trained("--resume", *settings, target=train_from_a_sick_disk)
+    assert codes == [2] * RANKS
+    assert "tensors_1.safetensors cannot be read: Input/output error; that need not" in printed[0]
+    assert (checkpoints / "step_2").is_dir(), "nothing was moved"
 
     codes, printed = trained("--resume", *settings, target=train_noting_checksums)
     assert codes == [0] * RANKS
