@@ -294,10 +294,13 @@ def _make_anew(save: _Save) -> None:
 
 
 def _size_of(path: Path) -> int:
-    """0 if it is not there yet, or no longer: a checkpoint that is published has another name."""
+    """0 where it can't be seen: not yet, no longer (once it is published), or not at all.
+
+    It must not raise: the other ranks wait for this one.
+    """
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
