@@ -134,6 +134,7 @@ def test_validation_and_checkpoints_put_every_tensor_where_it_belongs(
     assert activities >= {*NO_STEP, "norm and loss"}, "all of it was watched"
 
 
+@pytest.mark.slow
 def test_waits_do_not_become_more_with_microbatches_and_layers(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_manifest_that_names_anything_else_is_refused(
 SETTINGS = [*LAYOUT, *ADAM, "train.save_every=1", "train.keep_checkpoints=9"]
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_goes_back_to_the_last_good_one_and_says_so(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def by_megatron(run_ranks: RunRanks, recipe: Path) -> Path:
     return trained(run_ranks, recipe, "megatron")
 
 
+@pytest.mark.slow
 def test_a_run_gives_what_megatron_gives_and_continues_on_any_mesh_of_either_engine(
     run_ranks: RunRanks, recipe: Path, by_fsdp: Path, by_megatron: Path
 ) -> None:

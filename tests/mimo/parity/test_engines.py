@@ -65,7 +65,8 @@ def test_under_fsdp_every_point_loss_and_gradient_is_that_of_transformers(
     check(runners(family).run([*on_engine("fsdp"), *LAYOUTS[layout]]), family)
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES, "qwen3_vl"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_engines_agree_on_every_point_and_gradient_whatever_their_layouts(
     family: str, runners: Callable[[str], ParityRunner]
 ) -> None:

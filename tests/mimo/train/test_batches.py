@@ -281,6 +281,7 @@ def test_an_error_in_the_background_reaches_the_training_thread_as_it_was(
     assert found["left"] == []
 
 
+@pytest.mark.slow
 def test_ranks_of_a_lane_on_one_host_decode_once_for_all_of_them_and_learn_the_same(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

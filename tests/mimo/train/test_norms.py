@@ -102,7 +102,7 @@ def alone(run_ranks: RunRanks, recipe: Path) -> dict[str, list[dict]]:
     return found
 
 
-@pytest.mark.parametrize("layout", quick_values(LAYOUTS, "state shared out", "fsdp, tp"))
+@pytest.mark.parametrize("layout", quick_values(LAYOUTS, "state shared out"))
 def test_norms_and_averages_are_those_of_one_rank_in_every_layout_of_either_engine(
     run_ranks: RunRanks, recipe: Path, alone: dict[str, list[dict]], layout: list[str]
 ) -> None:

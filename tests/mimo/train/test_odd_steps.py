@@ -222,6 +222,7 @@ def test_skipped_steps_are_counted_told_and_kept_and_end_the_run_when_too_many_f
         assert {sample["lane"] for sample in kept["samples"]} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_run_with_skipped_steps_goes_on_from_a_checkpoint_to_the_last_bit(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

@@ -242,6 +242,7 @@ def test_a_job_with_phases_restarts_in_the_phase_that_failed(
         assert same_metrics(path, f"tiny/{phase}", f"whole/{phase}")
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say_so_once(
     run_ranks: RunRanks, recipe: Path, store: TCPStore
 ) -> None:

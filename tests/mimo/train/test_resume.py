@@ -185,6 +185,7 @@ def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
     assert [mixture.first for mixture in done.mixtures] == [0]
 
 
+@pytest.mark.slow
 def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses_no_sample(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

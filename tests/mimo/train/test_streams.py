@@ -157,6 +157,7 @@ def check_contents(batch: batches.RankBatch, dataset: Dataset, recipe: Recipe, r
 # ------------------------------------------------------------------------------ one run
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     language=st.sampled_from(LANGUAGE),

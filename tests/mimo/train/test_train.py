@@ -197,6 +197,7 @@ def test_validation_loss_is_the_mean_over_held_out_tokens(
     assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_several_validation_sources_have_the_losses_that_each_has_alone(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

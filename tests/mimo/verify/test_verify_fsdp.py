@@ -64,7 +64,6 @@ def check(result: CellResult) -> None:
     quick_values(
         CELLS,
         "fsdp dp3 → fsdp tp2 sp dp2",
-        "fsdp dp2 → pp2",
         "colocated fsdp → fsdp tp2 dp2 · groups of 3 · selective recompute",
     ),
 )
