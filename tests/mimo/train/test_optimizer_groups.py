@@ -51,10 +51,14 @@ def held_rates(rank: int, path: Path, overrides: list[str], start: Start) -> lis
 
     from mimo.train.rank import train_in_world
 
-    found = []
+    found = list[list[float]]()
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found.append([float(group["lr"]) for group in optimizer.param_groups])
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if found and len(found[-1]) == 1:  # an update that is measured goes group by group
+            found[-1] += rates
+        else:
+            found.append(rates)
 
     recipe = load_recipe(path, overrides)
     recipe.run_dir.mkdir(parents=True, exist_ok=True)

@@ -57,13 +57,16 @@ def step_first_parameter_group_only() -> None:
     step = training.step_optimizer
 
     def first_only(optimizer: Any, *given: Any) -> Any:
-        kept = [group["lr"] for group in optimizer.optimizer.param_groups[1:]]
+        inner = optimizer.optimizer
+        rate_of = {
+            id(one): group["lr"] for group in inner.param_groups[1:] for one in group["params"]
+        }
 
         def restore(*_: Any) -> None:
-            for group, old in zip(optimizer.optimizer.param_groups[1:], kept, strict=True):
-                group["lr"] = old
+            for group in inner.param_groups:  # an update that is measured goes group by group
+                group["lr"] = rate_of.get(id(group["params"][0]), group["lr"])
 
-        hook = optimizer.optimizer.register_step_pre_hook(restore)
+        hook = inner.register_step_pre_hook(restore)
         change = step(optimizer, *given)
         hook.remove()
         return change
