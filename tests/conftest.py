@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 
 from mimo.engines.megatron.notices import WARNINGS
+from mimo.launch.environment import set_variables
 from mimo.launch.ranks import rank_environment, run_on_cpu, warm_up_on_cpu
 
 RunRanks = Callable[..., list[Any]]
@@ -17,6 +18,7 @@ settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    set_variables()  # as the command line does: whatever starts ranks first finds them
     # pytest begins every test with filters of its own.
     for message, module in WARNINGS:
         for category in ("UserWarning", "DeprecationWarning"):
