@@ -1,13 +1,14 @@
 """Fixtures: real ranks for a test's function, in a tenth of a second."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from mimo.engines.megatron.notices import WARNINGS
-from mimo.launch.environment import set_variables
 from mimo.launch.ranks import rank_environment, run_on_cpu, warm_up_on_cpu
 
 RunRanks = Callable[..., list[Any]]
@@ -18,7 +19,9 @@ settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    set_variables()  # as the command line does: whatever starts ranks first finds them
+    if not Path("/proc/driver/nvidia").exists():
+        # Whatever starts ranks first: without a driver, a look at CUDA is no good before a fork.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # pytest begins every test with filters of its own.
     for message, module in WARNINGS:
         for category in ("UserWarning", "DeprecationWarning"):

@@ -148,7 +148,6 @@ def check(result: CellResult) -> None:
     "cell",
     quick_values(
         WITH_BRIDGE,
-        "pp2 → pp3",
         "dp3 + colocated → tp2 sp · recompute",
     ),
 )

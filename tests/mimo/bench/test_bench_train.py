@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarn
 LENGTHS = [30, 10, 90, 20, 10, 40, 10, 10, 50]
 
 
+@pytest.mark.slow
 def test_a_quick_run_trains_both_sides_on_the_same_samples_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,7 +122,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", quick_values(CHANGES, "unfrozen in part", "with adapters"))
+@pytest.mark.parametrize("change", quick_values(CHANGES, "unfrozen in part"))
 def test_a_run_goes_on_with_other_settings_and_says_what_begins_afresh(
     run_ranks: RunRanks, recipe: Path, request: pytest.FixtureRequest, change: tuple
 ) -> None:

@@ -103,7 +103,7 @@ PAIRS = [
     ("megatron dp2", "fsdp tp2 sp"),
     ("fsdp hybrid", "megatron dp2"),
 ]
-QUICK = ["3 to 2 lanes -> tp2 pp2", "pp2 vpp2 -> one rank", "megatron dp2 -> fsdp hybrid"]
+QUICK = ["pp2 vpp2 -> one rank", "megatron dp2 -> fsdp hybrid"]
 
 
 @pytest.fixture(scope="module")

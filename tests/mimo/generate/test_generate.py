@@ -26,6 +26,7 @@ def recipe(tmp_path: Path) -> Path:
     return tiny.write_recipe(tmp_path)
 
 
+@pytest.mark.slow
 def test_generate_answers_from_a_run_of_any_layout_and_leaves_no_temporary_files(
     run_ranks: RunRanks, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def _check_that_samples_are_read_as_they_are_answered(folder: Path, expected: li
     assert first <= sum(len(one.pictures) for one in expected[: sizes[0]]) + later
 
 
+@pytest.mark.slow
 def test_held_out_samples_that_cannot_be_compared_are_skipped_counted_and_named(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

@@ -98,6 +98,7 @@ def write(rank: int, run: Path, checkpoint: Path) -> str:
     return told.getvalue()
 
 
+@pytest.mark.slow
 def test_weights_may_be_others_and_samples_that_have_changed_are_refused(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

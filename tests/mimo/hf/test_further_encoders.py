@@ -107,6 +107,7 @@ def test_a_further_encoders_placeholder_must_be_in_the_tokenizer(
         open_tokenizer(recipe)
 
 
+@pytest.mark.slow
 def test_a_further_encoder_trains_from_fresh_weights_and_stays_out_of_the_export(
     run_ranks: RunRanks, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -375,6 +375,7 @@ def test_ranks_that_do_not_come_are_named_within_the_time(tmp_path: Path) -> Non
     assert (tmp_path / "err").read_text() == "ranks 1, 2: did not join within 0.3 s\n"
 
 
+@pytest.mark.slow
 def test_ranks_verify_a_checkpoint_each_its_share_and_go_back_together(
     trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
 ) -> None:

@@ -192,7 +192,6 @@ def two_encoder_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quick(
         LAYOUTS,
         "interleaved pp2 vpp2 with tp2 and sp",
-        "colocated in groups with pp2",
     ),
 )
 def test_steps_with_levels_equal_those_of_one_rank(

@@ -142,6 +142,7 @@ def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout
     check(run_ranks, recipe, *LAYOUTS[layout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grid", quick(["{tp: 2, sp: true, pp: 2}", "{tp: 2, cp: 2}"], "{tp: 2, cp: 2}")
 )

@@ -86,7 +86,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "layout",
-    quick(LAYOUTS, "language cp2 tp2 with sp", "encoder pp2"),
+    quick(LAYOUTS, "encoder pp2"),
 )
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
     check(run_ranks, recipe, *LAYOUTS[layout])

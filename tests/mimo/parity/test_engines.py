@@ -120,6 +120,7 @@ def forget_sums() -> None:
     language.LanguageModel.__init__ = broken  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_the_first_layer_that_differs_between_engines_is_named(
     runners: Callable[[str], ParityRunner],
 ) -> None:

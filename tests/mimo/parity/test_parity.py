@@ -83,6 +83,7 @@ def test_every_point_loss_and_gradient_is_that_of_transformers(
     check(runners[family].run(LAYOUTS[layout]), family)
 
 
+@pytest.mark.slow
 def test_of_a_large_model_some_gradients_are_left_out_and_said_to_be(
     runners: dict[str, ParityRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ Rank 0 has the tower, rank 1 the language model; rank 1 is slow at everything th
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -155,6 +156,7 @@ def train_and_count(rank: int, path: Path, mib: int) -> list[tuple[int, int]]:
             used = time.process_time()
             time.sleep(0.2)
             quiet = quiet + 1 if time.process_time() - used < 0.02 else 0
+        gc.collect()
         alive = [kind for kind, one in list(made) if one() is not None]
         counts.append((alive.count(LoadedStep), alive.count(RankBatch)))
 
@@ -213,6 +215,7 @@ def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -
 # ---------------------------------------------------------------------------- tests
 
 
+@pytest.mark.slow
 def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepared_ahead(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

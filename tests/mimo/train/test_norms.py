@@ -161,6 +161,7 @@ def answering_weights(rank: int, run: Path) -> list[Piece]:
     return [replace(piece, values=piece.values.clone()) for piece in pieces]
 
 
+@pytest.mark.slow
 def test_the_average_answers_and_is_exported_in_place_of_the_weights(
     run_ranks: RunRanks, recipe: Path, tmp_path: Path
 ) -> None:

@@ -134,7 +134,7 @@ def from_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("skipped"), "qwen3_vl")
 
 
-@pytest.mark.parametrize("case", quick_values(CASES, "megatron", "fsdp"))
+@pytest.mark.parametrize("case", quick_values(CASES, "megatron"))
 def test_a_step_without_numbers_leaves_all_modules_as_if_it_had_not_been(
     run_ranks: RunRanks, from_a_checkpoint: Path, case: list[str]
 ) -> None:

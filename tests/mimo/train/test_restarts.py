@@ -127,6 +127,7 @@ def restarts_of(run_dir: Path) -> list[dict[str, Any]]:
 # -------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.slow
 def test_failures_at_one_step_without_a_new_checkpoint_end_the_run_early_with_the_reason(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

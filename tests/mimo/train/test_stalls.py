@@ -215,7 +215,7 @@ def run_stalling_task(case: Case, rank: int, port: int, folder: Path, arguments:
 # ---------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("phase", quick(CASES, "encode", "gradients"))
+@pytest.mark.parametrize("phase", quick(CASES, "encode"))
 def test_a_stall_ends_the_run_and_its_origin_and_who_waits_for_it_are_named(
     run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], phase: str
 ) -> None:

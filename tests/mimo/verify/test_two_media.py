@@ -52,6 +52,7 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
     return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "mixed"))
 def test_images_and_clips_take_the_steps_of_one_rank(verifier: Verifier, layout: str) -> None:
     recipe = load_recipe(RECIPE, [AUDIO, *LAYOUTS[layout]])

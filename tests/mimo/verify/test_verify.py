@@ -85,6 +85,7 @@ def test_a_language_model_without_encoders_takes_the_steps_of_one_rank(verifier:
     check(verifier, cell)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_packs_by_tokens_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
     recipe = load_recipe(RECIPE, [*BY_TOKENS, "language.grid={tp: 1, cp: 2, dp: 2}"])
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells

@@ -305,7 +305,6 @@ def check_first_difference(result: CellResult, case: Case) -> None:
     quick(
         CASES,
         "encoder gradients averaged over unequal lanes",
-        "slices of adapters under sp not summed",
     ),
 )
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(

@@ -64,7 +64,6 @@ def check(result: CellResult) -> None:
     quick_values(
         CELLS,
         "fsdp dp3 → fsdp tp2 sp dp2",
-        "colocated fsdp → fsdp tp2 dp2 · groups of 3 · selective recompute",
     ),
 )
 def test_modules_of_transformers_take_the_steps_of_one_rank(
@@ -245,6 +244,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(CASES, "norms of queries and keys not summed over tp"))
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, recipes: dict[str, Recipe], name: str

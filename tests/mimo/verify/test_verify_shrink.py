@@ -119,6 +119,7 @@ def test_lanes_become_the_fewest_with_the_same_kind_of_ratio(
     assert (small.language.dp, small.encoders["vision"].dp) == expected
 
 
+@pytest.mark.slow
 @given(layouts(has_copies=True), st.integers(2, 12))
 @settings(max_examples=30, deadline=None)
 def test_covering_layouts_fit_and_have_every_axis_and_every_pair_that_fits(

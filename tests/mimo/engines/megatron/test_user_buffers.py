@@ -82,6 +82,7 @@ def test_buffers_are_made_anew_for_whole_sequences(monkeypatch: pytest.MonkeyPat
     assert (then["shape"], then["tp_size"], then["dtype"]) == ([TOKENS, 64], 2, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_sequences_of_one_length_give_the_steps_of_one_rank(
     run_ranks: RunRanks, path: Path
 ) -> None:
