@@ -21,7 +21,7 @@ settings.load_profile("untimed")
 def pytest_configure(config: pytest.Config) -> None:
     if not Path("/proc/driver/nvidia").exists():
         # Whatever starts ranks first: without a driver, a look at CUDA is no good before a fork.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     # pytest begins every test with filters of its own.
     for message, module in WARNINGS:
         for category in ("UserWarning", "DeprecationWarning"):
