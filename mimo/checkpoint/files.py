@@ -60,8 +60,8 @@ def reading(path: Path) -> Iterator[None]:
             raise
         raise Unreadable(
             f"{path} cannot be read: {os.strerror(error.errno or errno.EIO)}; that need not be "
-            f"damage, so nothing was moved: mend the file system or its rights and start again, "
-            f"or move the checkpoint away"
+            f"damage, so nothing was moved: repair the file system or the permissions and start "
+            f"again, or move the checkpoint away"
         ) from error
 
 

@@ -124,12 +124,10 @@ def _sources(run: RunData) -> Table:
 def _validations(run: RunData) -> Table:
     """Which source is which number, and its last loss; empty where there is one source at most."""
     given = run.value_of("data.validation")
-    paths = [one.get("path") for one in given] if isinstance(given, list) else []
-    names = [f"validation_loss_{number_of}" for number_of in range(len(paths))]
     rows = [
-        (str(number_of), str(path), number(run.last(name)))
-        for number_of, (path, name) in enumerate(zip(paths, names, strict=True))
-        if name in run.curves
+        (str(source), str(one.get("path")), number(run.last(name)))
+        for source, one in enumerate(given if isinstance(given, list) else ())
+        if (name := f"validation_loss_{source}") in run.curves
     ]
     return Table(("source", "path", "validation loss"), rows)
 

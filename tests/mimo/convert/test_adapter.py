@@ -22,7 +22,6 @@ from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from mimo.checkpoint import tensors as checkpoint_tensors
-from mimo.checkpoint.folder import MANIFEST
 from mimo.cli import app
 from mimo.convert.adapter import convert as write_adapter
 from mimo.convert.from_hf import convert as from_hf
@@ -34,6 +33,7 @@ from mimo.hf.transformers_processor import load_processor
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.mimo.checkpoint.manifests import write_manifest
 from tests.mimo.runs import run as train_recipe
 
 TOLERANCE = 1e-5
@@ -289,6 +289,7 @@ class Converted:
         assert found
         lora = f"\n  lora: {{rank: {rank}, alpha: 8, targets: [qkv]}}\n"
         path.write_text(before + lora + after)
+        write_manifest(self.checkpoint)
 
     def add_tensors(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Store more beside what is there."""
@@ -299,6 +300,7 @@ class Converted:
         for path in self.checkpoint.glob("tensors*"):
             path.unlink()
         checkpoint_tensors.write(self.checkpoint, forms, torch.float32, tensors.__getitem__)
+        write_manifest(self.checkpoint)
 
 
 @pytest.fixture
@@ -306,7 +308,6 @@ def converted(tmp_path: Path) -> Converted:
     write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "base")
     found = Converted(tmp_path / "base", tmp_path)
     from_hf(found.base, found.checkpoint)
-    (found.checkpoint / MANIFEST).unlink()  # tests change what it lists
     return found
 
 

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 
 from mimo.checkpoint.assets import ASSETS, collect_assets
-from mimo.checkpoint.folder import MANIFEST
 from mimo.convert import from_hf, to_hf
 from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors
 from mimo.hf.recipes import load_recipe
 from mimo.hf.transformers_processor import load_processor
+from tests.mimo.checkpoint.manifests import write_manifest
 from tests.mimo.hf import folders
 
 GB = 10**9
@@ -33,7 +33,7 @@ def set_in_recipe(checkpoint: Path, *overrides: str) -> None:
     """As if it had been trained with these."""
     path = checkpoint / "recipe.yaml"
     path.write_text(load_recipe(path, overrides).to_yaml())
-    (checkpoint / MANIFEST).unlink()
+    write_manifest(checkpoint)
 
 
 def test_limits_of_pixels_that_were_trained_with_are_exported(tmp_path: Path) -> None:

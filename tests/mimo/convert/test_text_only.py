@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from data.batch import pack_lane
-from mimo.checkpoint.folder import MANIFEST
 from mimo.convert import from_hf, to_hf
 from mimo.errors import InputError, RecipeError
 from mimo.families.registry import language_settings
@@ -21,6 +20,7 @@ from mimo.verify.workload import Sample, write_shard
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import runs
+from tests.mimo.checkpoint.manifests import write_manifest
 from tests.mimo.hf import folders
 
 TEXT_ONLY = ("qwen3", "qwen2", "gemma3_text")
@@ -129,7 +129,7 @@ def test_without_the_folder_of_the_tower_an_export_says_what_to_put_back(tmp_pat
     from_hf.convert(folder, tmp_path / "ours")
     recipe = tmp_path / "ours" / "recipe.yaml"
     recipe.write_text(load_recipe(recipe, ["encoders={}"]).to_yaml())
-    (recipe.parent / MANIFEST).unlink()
+    write_manifest(recipe.parent)
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"init_from is .*model.*the tower .*put it back"):
         to_hf.convert(tmp_path / "ours", tmp_path / "exported", GB)

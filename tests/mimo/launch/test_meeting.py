@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import functools
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,48 +14,19 @@ from mimo.errors import InputError
 from mimo.launch import meeting
 from mimo.launch.meeting import Meeting, Refused
 from mimo.launch.processes import RanksFailed
-from mimo.launch.ranks import RENDEZVOUS, run_on_cpu
+from mimo.launch.ranks import run_on_cpu
 from mimo.train.run_lock import run_lock
 from tests.conftest import RunRanks
-from tests.mimo import tiny
-from tests.mimo.checkpoint.manifests import flip_bit, write_manifest
+from tests.mimo.launch.conftest import (
+    RANKS,
+    as_task_of_srun,
+    free_port,
+    other_program,
+    train,
+)
 from tests.mimo.runs import corrupt, metrics
 
-RANKS = 3
-
-
 # ------------------------------------------------------- functions that run inside ranks
-
-
-def as_task_of_srun(port: int) -> None:
-    """Change this rank's environment to that of srun's tasks."""
-    rank, size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
-    del os.environ[RENDEZVOUS]
-    os.environ |= {
-        "SLURM_STEP_ID": "0",
-        "SLURM_JOB_ID": "77",
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
-        "SLURM_STEP_NUM_TASKS": size,
-        "SLURM_STEP_NODELIST": "localhost",
-        "MASTER_PORT": str(port),
-    }
-
-
-def train(port: int, folder: Path, arguments: list[str], broken_rank: int | None = None) -> int:
-    """The command line as a task; what it prints goes to `printed_<rank>`. Returns exit codes."""
-    from mimo.cli import app
-
-    rank = int(os.environ["RANK"])
-    as_task_of_srun(port)
-    if rank == broken_rank:
-        arguments = [*arguments, "train.stepps=3"]
-    with (
-        (folder / f"printed_{rank}").open("w") as file,
-        redirect_stdout(file),
-        redirect_stderr(file),
-    ):
-        return app(["train", *arguments], standalone_mode=False) or 0
 
 
 def train_while_a_thread_fails(port: int, folder: Path, arguments: list[str]) -> int:
@@ -75,49 +41,6 @@ def train_while_a_thread_fails(port: int, folder: Path, arguments: list[str]) ->
         raise ValueError("no such luck")
 
     rank.train_in_world = stuck
-    return train(port, folder, arguments)
-
-
-def train_noting_shards(port: int, folder: Path, arguments: list[str]) -> int:
-    """Like `train`; the names of the shards that the rank indexes go to `indexed_<rank>`."""
-    from data.index import build
-
-    file, index_shard = folder / f"indexed_{os.environ['RANK']}", build.index_shard
-
-    def noted(task: build.IndexTask, *rest: Any) -> build.Problems:
-        with file.open("a") as lines:
-            lines.write(f"{Path(task.shard.path).name}\n")
-        return index_shard(task, *rest)
-
-    build.index_shard = noted
-    return train(port, folder, arguments)
-
-
-def train_from_a_sick_disk(port: int, folder: Path, arguments: list[str]) -> int:
-    """Like `train`, but a file cannot be read, by whichever rank has it in its share."""
-    opened = Path.open
-
-    def fail(path: Path, *args: Any, **settings: Any) -> Any:
-        if path.name == "tensors_1.safetensors":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return opened(path, *args, **settings)
-
-    Path.open = fail  # type: ignore[method-assign]
-    return train(port, folder, arguments)
-
-
-def train_noting_checksums(port: int, folder: Path, arguments: list[str]) -> int:
-    """Like `train`; the names of the files that the rank verifies go to `verified_<rank>`."""
-    from mimo.train import main
-
-    file, verify = folder / f"verified_{os.environ['RANK']}", main.wrong_checksums
-
-    def noted(checkpoint: Path, files: list[Any], *rest: Any) -> list[str]:
-        with file.open("a") as lines:
-            lines.writelines(f"{Path(one.name).name}\n" for one in files)
-        return verify(checkpoint, files, *rest)
-
-    main.wrong_checksums = noted
     return train(port, folder, arguments)
 
 
@@ -138,57 +61,6 @@ def meet(port: int) -> tuple[str, float]:
     if environment.rank == 0:
         time.sleep(1)  # its store is asked until then
     return answer, time.monotonic() - started
-
-
-# ------------------------------------------------------------------------------ helpers
-
-
-@contextmanager
-def other_program(port: int = 0, greeting: bytes | None = None) -> Iterator[int]:
-    """Something that has a port of this machine, and says nothing or something else."""
-    with socket.create_server(("", port)) as server:
-
-        def greet() -> None:
-            while True:
-                try:
-                    visitor, _ = server.accept()
-                except OSError:
-                    return
-                with visitor:
-                    visitor.sendall(greeting or b"")
-
-        if greeting is not None:
-            threading.Thread(target=greet, daemon=True).start()
-        yield server.getsockname()[1]
-
-
-def free_port() -> int:
-    with other_program() as port:
-        return port
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
-
-
-@pytest.fixture
-def trained(run_ranks: RunRanks, recipe: Path) -> Callable[..., tuple[list[int], list[str]]]:
-    """Exit codes, and what each rank printed."""
-
-    def run(*arguments: str, **kwargs: Any) -> tuple[list[int], list[str]]:
-        arguments = (str(recipe), "language.grid.dp=2", "train.micro_batch_size=2", *arguments)
-        given = (free_port(), recipe.parent, list(arguments))
-        target = functools.partial(kwargs.pop("target", train), **kwargs)
-        try:
-            codes = run_on_cpu(target, given, RANKS, timeout_seconds=60)
-        except RanksFailed as failure:
-            codes = [error.exit_code for error in failure.errors]
-        printed = [(recipe.parent / f"printed_{rank}").read_text() for rank in range(RANKS)]
-        return codes, printed
-
-    return run
 
 
 # -------------------------------------------------------------------------------- tests
@@ -249,43 +121,6 @@ def test_all_ranks_learn_that_the_run_folder_is_in_use(
     assert f"{run_dir}: another job is writing to this run folder (host " in printed[0]
     assert printed[1:] == ["", ""]
     assert not run_dir.exists()
-
-
-def test_ranks_index_what_is_missing_each_its_share_and_refuse_if_told_to(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
-) -> None:
-    for number in range(3):
-        tiny.write_samples(
-            recipe.parent, images_per_sample=[1] * (2 + number), name=f"train-{number}"
-        )
-    indexes = recipe.parent / ".index"
-    codes, printed = trained("data.build_index=refuse")
-    assert codes == [2] * RANKS
-    assert "4 of 4 shards of" in printed[0]
-    assert "run `mimo data index` with this recipe first" in printed[0]
-    assert "data.build_index" in printed[0]
-    assert printed[1:] == ["", ""]
-    assert not list(indexes.rglob("*.index"))
-
-    damaged = recipe.parent / "train-1-00000.tar"
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[: len(whole) // 2])
-    codes, printed = trained("train.steps=1", target=train_noting_shards)
-    assert codes == [2] * RANKS
-    assert "4 shards are not indexed yet; the ranks do it, each its share\n" in printed[0]
-    assert "train-1-00000.tar is not a whole uncompressed tar file" in printed[0]
-    assert not (recipe.parent / "runs").exists()
-    files = [recipe.parent / f"indexed_{rank}" for rank in range(RANKS)]
-    dealt = [file.read_text().splitlines() for file in files]
-    assert sorted(map(len, dealt)) == [1, 1, 2]
-    assert len({name for own in dealt for name in own}) == 4
-    assert len(list(indexes.rglob("*.index"))) == 3
-
-    damaged.write_bytes(whole)
-    codes, printed = trained("train.steps=1", target=train_noting_shards)
-    assert codes == [0] * RANKS
-    assert "1 shards are not indexed yet" in printed[0]
-    assert sum(len(file.read_text().splitlines()) for file in files) == 5
 
 
 def test_one_command_serves_the_first_start_and_later_ones(
@@ -373,35 +208,3 @@ def test_ranks_that_do_not_come_are_named_within_the_time(tmp_path: Path) -> Non
     with (tmp_path / "err").open("w") as file, redirect_stderr(file), pytest.raises(Refused):
         Meeting(environment, timeout_seconds=0.3).agree("")
     assert (tmp_path / "err").read_text() == "ranks 1, 2: did not join within 0.3 s\n"
-
-
-@pytest.mark.slow
-def test_ranks_verify_a_checkpoint_each_its_share_and_go_back_together(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
-) -> None:
-    settings = ["train.steps=2", "train.save_every=1"]
-    assert trained(*settings)[0] == [0] * RANKS
-    checkpoints = recipe.parent / "runs" / "tiny" / "checkpoints"
-    for step in (1, 2):
-        write_manifest(checkpoints / f"step_{step}")
-    flip_bit(checkpoints / "step_2" / "tensors_1.safetensors")
-    codes, printed = trained("--resume-from", str(checkpoints / "step_2"), *settings)
-    assert codes == [2] * RANKS
-    assert printed[0].startswith(f"{checkpoints / 'step_2'} is damaged: tensors_1.safetensors has")
-    assert printed[1:] == ["", ""]
-
-    codes, printed = trained("--resume", *settings, target=train_from_a_sick_disk)
-    assert codes == [2] * RANKS
-    assert "tensors_1.safetensors cannot be read: Input/output error; that need not" in printed[0]
-    assert (checkpoints / "step_2").is_dir(), "nothing was moved"
-
-    codes, printed = trained("--resume", *settings, target=train_noting_checksums)
-    assert codes == [0] * RANKS
-    assert f"the run continues from {checkpoints / 'step_1'}\n" in printed[0]
-    assert "step_2 is damaged and was passed over: tensors_1.safetensors has" in printed[0]
-    assert [line["step"] for line in metrics(recipe)] == [0, 1]
-    read = [(recipe.parent / f"verified_{rank}").read_text().split() for rank in range(RANKS)]
-    assert all(read)
-    files = (path for path in (checkpoints / "step_1").rglob("*") if path.is_file())
-    once = sorted(path.name for path in files if path.name != "manifest.json")
-    assert sorted(name for own in read for name in own) == sorted(2 * once), "of both checkpoints"

@@ -189,10 +189,7 @@ def two_encoder_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "layout",
-    quick(
-        LAYOUTS,
-        "interleaved pp2 vpp2 with tp2 and sp",
-    ),
+    quick(LAYOUTS, "interleaved pp2 vpp2 with tp2 and sp"),
 )
 def test_steps_with_levels_equal_those_of_one_rank(
     run_ranks: RunRanks, recipe: Path, layout: str

@@ -143,9 +143,7 @@ def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "grid", quick(["{tp: 2, sp: true, pp: 2}", "{tp: 2, cp: 2}"], "{tp: 2, cp: 2}")
-)
+@pytest.mark.parametrize("grid", ["{tp: 2, sp: true, pp: 2}", "{tp: 2, cp: 2}"])
 def test_steps_in_fp64_equal_those_of_one_rank_to_ten_digits(
     run_ranks: RunRanks, recipe: Path, grid: str
 ) -> None:

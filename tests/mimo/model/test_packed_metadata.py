@@ -92,7 +92,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", quick(LAYOUTS, "pp3 with tp2 and sp"))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_stage_and_rank_has_them_and_the_loss_is_that_of_one_rank(
     run_ranks: RunRanks, tmp_path: Path, layout: str
 ) -> None:

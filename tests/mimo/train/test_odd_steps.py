@@ -92,7 +92,6 @@ def around_a_skipped_step(rank: int, path: Path, overrides: list[str]) -> dict[s
     from mimo.train.loop import Trainer
 
     recipe = load_recipe(path, overrides)
-    recipe.run_dir.mkdir(parents=True, exist_ok=True)
     topology = build_topology(build_layout(recipe))
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
 

@@ -126,7 +126,7 @@ PRECISIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", quick_values(PRECISIONS, "fp32 to bf16, distributed"))
+@pytest.mark.parametrize("case", PRECISIONS.values(), ids=PRECISIONS)
 def test_another_layout_begins_with_exactly_the_weights_and_a_fresh_optimizer(
     run_ranks: RunRanks, tmp_path: Path, case: tuple[str, str, str]
 ) -> None:

@@ -32,7 +32,7 @@ from mimo.train.run_folder import make_run_dir
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.launch.test_meeting import free_port, train
+from tests.mimo.launch.conftest import free_port, train
 from tests.ranks import running
 
 HERE = "tests.mimo.train.test_stalls"

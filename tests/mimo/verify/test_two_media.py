@@ -10,7 +10,6 @@ from mimo.hf.recipes import load_recipe
 from mimo.verify.cells import recipe_cells
 from mimo.verify.scale import scale_recipe
 from mimo.verify.verifier import Verifier
-from tests.cases import quick
 from tests.conftest import RunRanks
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
@@ -53,7 +52,7 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", quick(LAYOUTS, "mixed"))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_images_and_clips_take_the_steps_of_one_rank(verifier: Verifier, layout: str) -> None:
     recipe = load_recipe(RECIPE, [AUDIO, *LAYOUTS[layout]])
     (cell,) = recipe_cells(recipe, None, 8, full=True).cells
