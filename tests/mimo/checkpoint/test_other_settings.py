@@ -149,7 +149,7 @@ def test_a_run_goes_on_with_other_settings_and_says_what_begins_afresh(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [SHARED, FSDP], ids=["megatron", "fsdp"])
+@pytest.mark.parametrize("engine", [[SHARED], FSDP], ids=["megatron", "fsdp"])
 def test_a_module_that_is_unfrozen_counts_its_own_steps_from_then_on(
     run_ranks: RunRanks, recipe: Path, request: pytest.FixtureRequest, engine: list[str]
 ) -> None:
