@@ -46,6 +46,14 @@ def kill_rank_1(rank: int) -> None:
     dist.barrier()
 
 
+def abort_rank_1(rank: int) -> None:
+    import torch.distributed as dist
+
+    if rank == 1:
+        os.abort()
+    dist.barrier()
+
+
 def exit_without_a_word(rank: int) -> None:
     if rank == 0:
         os._exit(7)
@@ -115,6 +123,11 @@ def test_a_rank_killed_by_a_signal_is_the_cause_not_its_peers_lost_connections(
 ) -> None:
     with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL"):
         run_ranks(kill_rank_1, 3)
+
+
+def test_a_rank_that_a_library_aborts_tells_where(run_ranks: RunRanks) -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 was killed by SIGABRT.*in abort_rank_1"):
+        run_ranks(abort_rank_1, 2)
 
 
 def test_a_rank_that_ends_without_a_word_is_reported_with_its_exit_code(
