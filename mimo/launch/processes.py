@@ -149,7 +149,7 @@ def run_processes(
                 writer.close()
         # From now on: the fork server may have taken its time to import what ranks need.
         deadline = time.monotonic() + timeout_seconds + _STACKS_SECONDS
-        results = _results(processes, pipes, deadline, meanwhile, asked, files)
+        results = _results(processes, pipes, deadline, meanwhile, asked)
         if hung := [rank for rank in range(world_size) if rank not in results]:
             told = [file for rank, file in enumerate(files) if rank in hung and file.exists()]
             texts = [f"--- {file.name} ---\n{file.read_text()}" for file in told]
@@ -166,7 +166,6 @@ def _results(
     deadline: float,
     meanwhile: Callable[[], None],
     asked: Sequence[str],
-    files: Sequence[Path],
 ) -> dict[int, Any]:
     """What ranks have returned until `deadline`, by rank. Raises RanksFailed."""
     results: dict[int, Any] = {}
@@ -178,7 +177,7 @@ def _results(
         signs |= {processes[rank].sentinel: rank for rank in open_ranks}
         for rank in {signs[sign] for sign in wait(list(signs), min(left, _LOOK_SECONDS))}:
             open_ranks.discard(rank)
-            outcome = _outcome(rank, processes[rank], pipes[rank], files[rank] if files else None)
+            outcome = _outcome(rank, processes[rank], pipes[rank])
             if isinstance(outcome, RankError):
                 errors.append(outcome)
             else:
@@ -198,10 +197,8 @@ def _results(
     return results
 
 
-def _outcome(
-    rank: int, process: Any, pipe: Connection, stacks: Path | None
-) -> tuple[Any] | RankError:
-    """What a rank that reported or ended has sent, or how it died; a crash has left its stacks."""
+def _outcome(rank: int, process: Any, pipe: Connection) -> tuple[Any] | RankError:
+    """What a rank that reported or ended has sent, or how it died silently."""
     now = time.monotonic()
     try:
         if pipe.poll():
@@ -212,8 +209,6 @@ def _outcome(
     code = process.exitcode
     if code is not None and code < 0:
         reason = f"was killed by {signal.Signals(-code).name}"
-        if stacks is not None and stacks.exists() and (text := stacks.read_text()):
-            reason += f"\n{text}"
     else:
         reason = f"ended with exit code {code} and without an error message"
     return RankError(rank, reason, "", 1, now, is_consequence=False)
@@ -259,13 +254,12 @@ def _rank_main(
     ask_by_signal()
     if sys.platform == "linux":  # the thread below needs its turn, which a library may not give it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads
-    if stacks is None:
-        faulthandler.enable()  # a crash in a library prints the stacks of all threads
-    else:
+    # Both print the stacks of all threads: a crash in a library, and a person who asks.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
+    if stacks is not None:
         seconds, path = stacks
         file = path.open("w")  # open for as long as this process lives
-        faulthandler.enable(file)
         faulthandler.dump_traceback_later(seconds, file=file)
     threading.Thread(target=_hear, args=(pipe,), name="hear the starter", daemon=True).start()
     end_with_failed_thread(
