@@ -31,6 +31,7 @@ PHASE_FOLDER = re.compile(r"phase_(\d+)_[A-Za-z0-9_-]+")
 _FIXED = {
     "init_from": "all phases start from the same weights",
     r"data\.tokenizer": "all phases share one tokenizer",
+    r"cluster(\..+)?": "all phases run on the machines of one job",
     r"train\.run_dir": "all phases are in the folder of one run",
     r"(language|encoders\.[^.]+)\.(family|model)(\..+)?": "all phases train the same model",
 }

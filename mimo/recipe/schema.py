@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from mimo import bounds
 from mimo.errors import RecipeError
+from mimo.recipe.cluster import Cluster
 from mimo.recipe.data import Data
 from mimo.recipe.findings import PHASES, descriptions
 from mimo.recipe.modules import MAX_ENTRIES, Encoder, Language, Section
@@ -223,6 +224,8 @@ class Recipe(Section):
     """Samples, tokenizer and packing."""
     train: Train
     """The optimisation, and what is written when."""
+    cluster: Cluster = Cluster()
+    """The machines of a job, for `mimo launch`."""
 
     _source: YamlSource | None = PrivateAttr(default=None)
 

@@ -1,0 +1,1 @@
+"""Jobs on a cluster: which rank on which node, batch scripts, preflight, and watching a run."""

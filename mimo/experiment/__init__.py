@@ -1,0 +1,1 @@
+"""Experiments: one recipe in several layouts, run side by side and compared."""
