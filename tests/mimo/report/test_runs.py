@@ -12,7 +12,7 @@ import pytest
 from mimo.errors import InputError
 from mimo.report import runs
 from mimo.report.runs import read_curves, read_runs
-from tests.mimo.report.folders import RECIPE, make_run
+from tests.mimo.report.folders import RECIPE, make_run, say
 
 
 def test_a_long_file_is_thinned_and_keeps_its_spikes_its_ends_and_its_measurements(
