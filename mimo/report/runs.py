@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ from mimo.train.hang import State
 from mimo.train.incidents import incidents
 from mimo.train.run_files import METRICS, read_states
 
+TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
+"""Metrics of where time goes: the mean over a module's ranks, or the largest."""
 _BINS = 500  # at least so many points of a longer curve are kept
 _TAIL = 20  # steps at the end that are all kept
 _ALIVE_SECONDS = 120.0  # ranks write far more often that they are there
