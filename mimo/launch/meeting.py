@@ -167,12 +167,19 @@ class Meeting:
             text = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the folder is gone or its disk full, perhaps the very error
             (log_dir / f"error_rank_{self._rank}.txt").write_text(text, encoding="utf-8")
-        times = 1
-        with suppress(RuntimeError):  # the rank with the store is gone
-            times = self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1)
-        if times == 1:
+        times = list[int]()
+
+        def count() -> None:
+            with suppress(RuntimeError):  # the rank with the store is gone
+                times.append(self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1))
+
+        asking = threading.Thread(target=count, daemon=True)
+        asking.start()
+        asking.join(_ANSWER_SECONDS)  # the network may be cut, and then no error comes for long
+        if times in ([], [1]):
             print(f"{text}rank {self._rank} failed", file=sys.stderr, flush=True)
-        self._leave()
+        if times:
+            self._leave()
 
     def _leave(self) -> None:
         """Say that this rank no longer needs the store; rank 0 waits for the others to do so."""
