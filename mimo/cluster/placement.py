@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mimo.cluster.packing import Units, pack
+from mimo.cluster.traffic import Bridge, Traffic, traffic
 from mimo.errors import RecipeError
 from mimo.layout.grids import LANGUAGE, Layout
 from mimo.recipe.cluster import Cluster
@@ -115,20 +117,69 @@ def in_order(phased: PhasedRecipe, layouts: Sequence[Layout], hetjob: bool = Fal
 
 
 def place(phased: PhasedRecipe, layouts: Sequence[Layout], hetjob: bool = False) -> Placement:
-    """The least nodes that hold all units. layouts: of the phases. Raises like `parts_of`."""
-    components = []
-    for part in parts_of(phased, layouts, hetjob):
-        units = units_of(layouts, part)
-        nodes: list[list[int]] = []
-        for unit in sorted(units, key=lambda unit: -len(unit)):
-            room = [node for node in nodes if len(node) + len(unit) <= part.places]
-            if not room:
-                nodes.append([])
-                room = nodes[-1:]
-            room[0].extend(unit)
-        ordered = sorted(tuple(sorted(node)) for node in nodes)
-        components.append(Component(part.name, tuple(ordered)))
-    return Placement(tuple(components))
+    """The least nodes that hold all units, with few bytes between them.
+
+    layouts: of the phases, which count alike. Raises like `parts_of`.
+    """
+    flows = [
+        flow
+        for phase, layout in zip(phased.phases, layouts, strict=True)
+        for flow in traffic(phase.recipe, layout)
+    ]
+    return Placement(
+        tuple(
+            Component(part.name, _placed(units_of(layouts, part), flows, part))
+            for part in parts_of(phased, layouts, hetjob)
+        )
+    )
+
+
+def _placed(units: Sequence[range], flows: Traffic, part: Part) -> tuple[tuple[int, ...], ...]:
+    """The nodes of a part, in order of their first ranks. Traffic with other parts is the same
+    wherever ranks are.
+    """
+    unit_of = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
+    ordered = np.arange(len(part.ranks)) // part.places  # the node of each rank in order
+    node_of = pack(_loads(units, unit_of, flows, part), part.places, _whole(ordered, unit_of))
+    nodes: dict[int, list[int]] = {}
+    for unit, node in zip(units, node_of.tolist(), strict=True):
+        nodes.setdefault(node, []).extend(unit)
+    return tuple(sorted(tuple(sorted(node)) for node in nodes.values()))
+
+
+def _whole(node_of: np.ndarray, unit_of: np.ndarray) -> np.ndarray | None:
+    """The nodes of units by those of ranks; None if a unit is on two of them."""
+    firsts = np.flatnonzero(np.diff(unit_of, prepend=-1))
+    found = node_of[firsts]
+    return found if np.array_equal(found[unit_of], node_of) else None
+
+
+def _loads(units: Sequence[range], unit_of: np.ndarray, flows: Traffic, part: Part) -> Units:
+    """What the units of a part exchange with each other."""
+    first, last = part.ranks.start, part.ranks.stop
+    pairs, num_bytes = [np.zeros((0, 2), np.int64)], [np.zeros(0)]
+    bridges: list[Bridge] = []
+    for flow in flows:
+        if isinstance(flow, Bridge):
+            bridges.append(flow)
+            continue
+        here = ((flow.pairs >= first) & (flow.pairs < last)).all(1)
+        pairs.append(unit_of[flow.pairs[here] - first])
+        num_bytes.append(flow.num_bytes[here])
+
+    def ends(ranks: np.ndarray) -> np.ndarray:
+        own = ranks[(ranks >= first) & (ranks < last)] - first
+        return np.bincount(unit_of[own], minlength=len(units))
+
+    shape = (len(bridges), len(units))
+    return Units(
+        sizes=np.array([len(unit) for unit in units]),
+        pairs=np.concatenate(pairs),
+        num_bytes=np.concatenate(num_bytes),
+        senders=np.array([ends(one.senders) for one in bridges]).reshape(shape),
+        receivers=np.array([ends(one.receivers) for one in bridges]).reshape(shape),
+        weights=np.array([one.num_bytes for one in bridges]),
+    )
 
 
 def _cut(ranks: range, size: int) -> Iterator[range]:
