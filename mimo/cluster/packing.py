@@ -8,7 +8,7 @@ time. `tests/mimo/cluster/test_packing.py` compares them with the best of all pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -76,11 +76,69 @@ def least_nodes(sizes: np.ndarray, places: int) -> int:
 
 def pack(units: Units, places: int, start: np.ndarray | None = None) -> np.ndarray:
     """The node of each unit, (U,). start: a packing that must not be better than the result."""
-    packing = _Packing(units, places, least_nodes(units.sizes, places))
-    found = [packing.improved(packing.grown())]
-    if start is not None and int(start.max()) < packing.num_nodes:
-        found.append(packing.improved(start.tolist()))
-    return np.array(max(found, key=packing.inside))
+    num_nodes = least_nodes(units.sizes, places)
+    whole = _Packing(units, places, num_nodes)
+    found = []
+    for cluster_of in _clusters(units, places, num_nodes):
+        packing = _Packing(_joined(units, cluster_of), places, num_nodes)
+        if (grown := packing.grown()) is not None:
+            found.append(np.array(packing.improved(grown))[cluster_of].tolist())
+    if start is not None and int(start.max()) < num_nodes:
+        found.append(start.tolist())
+    return np.array(whole.improved(max(found, key=whole.inside)))
+
+
+def _joined(units: Units, cluster_of: np.ndarray) -> Units:
+    """Clusters as units."""
+    count = int(cluster_of.max()) + 1
+
+    def add(values: np.ndarray) -> np.ndarray:
+        return np.bincount(cluster_of, values, count).astype(np.int64)
+
+    shape = (len(units.weights), count)
+    return Units(
+        sizes=add(units.sizes),
+        pairs=cluster_of[units.pairs],
+        num_bytes=units.num_bytes,
+        senders=np.array([add(own) for own in units.senders]).reshape(shape),
+        receivers=np.array([add(own) for own in units.receivers]).reshape(shape),
+        weights=units.weights,
+    )
+
+
+def _clusters(units: Units, places: int, num_nodes: int) -> Iterator[np.ndarray]:
+    """The cluster of each unit, (U,): first each alone, then ever larger ones.
+
+    Pairs are joined by falling bytes, if a node holds the result and all still fit. There is one
+    clustering for each number of bytes that is different from the others.
+    """
+    cluster_of = list(range(len(units.sizes)))
+    yield np.array(cluster_of)
+    members = [[unit] for unit in cluster_of]
+    sizes: list[int] = units.sizes.tolist()
+    counts = Counter(sizes)
+    first, second = np.sort(units.pairs, 1).T
+    order = np.lexsort((second, first, -units.num_bytes))
+    last, changed = None, False
+    for pair in order.tolist():
+        weight = float(units.num_bytes[pair])
+        if last is not None and weight < last * (1 - 1e-3) and changed:
+            yield np.unique(cluster_of, return_inverse=True)[1]
+            changed = False
+        last = weight
+        a, b = sorted((cluster_of[first[pair]], cluster_of[second[pair]]))
+        size = sizes[a] + sizes[b]
+        if a == b or size > places:
+            continue
+        joined = counts - Counter([sizes[a]]) - Counter([sizes[b]]) + Counter([size])
+        if not fits(joined, {places: num_nodes}):
+            continue
+        counts, sizes[a], changed = joined, size, True
+        for unit in members[b]:
+            cluster_of[unit] = a
+        members[a] += members[b]
+    if changed:
+        yield np.unique(cluster_of, return_inverse=True)[1]
 
 
 class _Packing:
@@ -110,7 +168,7 @@ class _Packing:
             found += float(weight * (here[0] @ here[1]))
         return found
 
-    def grown(self) -> list[int]:
+    def grown(self) -> list[int] | None:
         """Node after node, each from the largest unit left, by bytes for each of a unit's ranks."""
         node_of = [-1] * len(self.sizes)
         left = Counter(self.sizes)
@@ -154,7 +212,7 @@ class _Packing:
                 for other, weight in self.near[unit].items():
                     if node_of[other] < 0:
                         beside[other] = beside.get(other, 0.0) + weight
-        return node_of
+        return None if -1 in node_of else node_of
 
     def exchanged(self, unit: int, members: Sequence[int]) -> float:
         """Bytes of exchanges between a unit and others."""
