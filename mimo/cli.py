@@ -17,6 +17,7 @@ from mimo.commands.check import check
 from mimo.commands.checkpoint import checkpoint_inspect, checkpoint_prune, checkpoint_verify
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
+from mimo.commands.fit import fit
 from mimo.commands.generate import evaluate, generate, replay
 from mimo.commands.launch import launch, rendezvous
 from mimo.commands.report import compare, report
@@ -36,7 +37,8 @@ for command in (
     *(generate, evaluate, parity, tiny, quickstart),
 ):
     app.command()(readable_errors(command))
-app.command(hidden=True)(readable_errors(rendezvous))  # for scripts of ours
+for command in (fit, rendezvous):  # what job scripts call
+    app.command(hidden=True)(readable_errors(command))
 
 for group, purpose, commands in (
     ("data", "The samples of a recipe.", (data_index, data_doctor, data_pack)),

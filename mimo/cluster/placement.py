@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mimo.cluster.packing import Units, pack
+from mimo.cluster.packing import Units, least_nodes, pack
 from mimo.cluster.traffic import Bridge, Traffic, traffic
 from mimo.errors import RecipeError
 from mimo.layout.grids import LANGUAGE, Layout
@@ -131,6 +131,14 @@ def place(phased: PhasedRecipe, layouts: Sequence[Layout], hetjob: bool = False)
             Component(part.name, _placed(units_of(layouts, part), flows, part))
             for part in parts_of(phased, layouts, hetjob)
         )
+    )
+
+
+def num_nodes(phased: PhasedRecipe, layouts: Sequence[Layout], hetjob: bool = False) -> int:
+    """Nodes that `place` needs, of all components. Raises like `parts_of`."""
+    return sum(
+        least_nodes(np.array([len(unit) for unit in units_of(layouts, part)]), part.places)
+        for part in parts_of(phased, layouts, hetjob)
     )
 
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mimo.cluster.containers import Container
+from mimo.cluster.elastic import fit
+from mimo.cluster.explain import explain
 from mimo.cluster.placement import Component, Placement, place
-from mimo.errors import RecipeError
+from mimo.errors import InputError, RecipeError
 from mimo.hf.recipes import load_phases
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
@@ -90,6 +94,11 @@ class Job:
     def container(self) -> Container:
         """What ranks run in."""
         return Container(self.phased, self.folder)
+
+    @cached_property
+    def placement_text(self) -> str:
+        """Which rank is where, and what crosses nodes."""
+        return explain(self.phased, self.layouts, self.placement)
 
     @cached_property
     def text(self) -> str:
@@ -235,11 +244,32 @@ def prepare(
     Raises RecipeError with all problems, as `mimo check` finds them.
     """
     phased = load_phases(path, overrides, None if site is None else {"cluster": site})
-    layouts = phased.each(check_recipe)
+    layouts = phased.each(lambda recipe: check_recipe(recipe, None))
     if form == "fixed" and phased.phases[0].recipe.cluster.encoder_nodes is not None:
         form = "heterogeneous"
     placement = place(phased, layouts, form == "heterogeneous")
-    return Job(phased, layouts, placement, Path.cwd())
+    least = None
+    if form == "elastic":
+        least = _least_nodes(phased, len(placement.nodes))
+    return Job(phased, layouts, placement, Path.cwd(), least)
+
+
+def _least_nodes(phased: PhasedRecipe, most: int) -> int:
+    """The fewest nodes for which there is a layout."""
+    with TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(phased.to_yaml(), encoding="utf-8")
+
+        def fits(num_nodes: int) -> bool:
+            try:
+                fit(recipe, (), num_nodes)
+            except RecipeError:
+                raise
+            except InputError:
+                return False
+            return True
+
+        return bisect_left(range(1, most), True, key=fits) + 1
 
 
 def write(job: Job) -> Path:
@@ -247,6 +277,7 @@ def write(job: Job) -> Path:
     text = job.text
     for folder in (job.launch, job.logs):
         folder.mkdir(parents=True, exist_ok=True)
+    (job.launch / "placement.txt").write_text(job.placement_text, encoding="utf-8")
     (job.launch / "recipe.yaml").write_text(job.phased.to_yaml(), encoding="utf-8")
     script = job.launch / "job.sh"
     script.write_text(text, encoding="utf-8")
