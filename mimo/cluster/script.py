@@ -293,6 +293,8 @@ def template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        comment_start_string="<#",  # bash has `{#`
+        comment_end_string="#>",
     )
     environment.filters["q"] = lambda value: shlex.quote(str(value))
     return environment.get_template(name)
