@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (
-    *(check, prepare, launch, train, report, compare, replay, verify),
+    *(check, prepare, launch, train, report, compare, experiment, replay, verify),
     *(status, top, logs),
     *(generate, evaluate, parity, tiny, quickstart),
 ):
