@@ -17,6 +17,7 @@ from mimo.commands.check import check
 from mimo.commands.checkpoint import checkpoint_inspect, checkpoint_prune, checkpoint_verify
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
+from mimo.commands.experiment import experiment
 from mimo.commands.fit import fit
 from mimo.commands.generate import evaluate, generate, replay
 from mimo.commands.launch import launch, rendezvous
