@@ -1,4 +1,4 @@
-"""Hosts of a cluster, on this machine: processes with a network, a name and shared memory of their own.
+"""Hosts on this machine: processes with a network, a name and shared memory of their own.
 
 The kernel removes all of it with the last process, so nothing is left of a test that is killed.
 """
@@ -24,17 +24,17 @@ class Host:
     def __init__(self, name: str, address: str, holder: int) -> None:
         self.name, self.address, self._holder = name, address, holder
 
-    def _inside(self, command: Sequence[str], folder: Path) -> list[str]:
-        spaces = ("--net", "--uts", "--mount", f"--wd={folder}")
+    def _inside(self, command: Sequence[str]) -> list[str]:
+        spaces = ("--net", "--uts", "--mount")
         return ["nsenter", f"--target={self._holder}", *spaces, *command]
 
     def start(
-        self, command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         """A command there; stdout and stderr go to a file."""
         with log.open("wb") as file:
             return subprocess.Popen(
-                self._inside(command, folder), stdout=file, stderr=file, env={**environment}
+                self._inside(command), stdout=file, stderr=file, env=environment
             )
 
     def cut(self) -> None:
@@ -42,7 +42,7 @@ class Host:
         self.run("ip", "link", "set", INTERFACE, "down")
 
     def run(self, *command: str) -> None:
-        subprocess.run(self._inside(command, Path("/")), check=True)
+        subprocess.run(self._inside(command), check=True)
 
 
 @contextmanager
@@ -61,7 +61,8 @@ def two_hosts(folder: Path) -> Iterator[list[Host]]:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             holder = stack.enter_context(subprocess.Popen(make, stderr=subprocess.PIPE, **pipes))
             stack.callback(holder.kill)
-            assert holder.stdout is not None and holder.stderr is not None
+            assert holder.stdout is not None
+            assert holder.stderr is not None
             if holder.stdout.readline() != b"ready\n":
                 pytest.skip(f"no namespaces here: {holder.stderr.read().decode().strip()}")
             host = Host(name, f"10.77.0.{number}", holder.pid)

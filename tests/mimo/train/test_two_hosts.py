@@ -1,14 +1,14 @@
-"""Training across two hosts, by torchrun: as on one, and with the link between them cut.
+"""Training across two hosts, by the commands that `mimo launch --hosts` prints.
 
-The encoder has a rank on the first host, the language model two lanes on the second.
+The encoder has a rank on the first host, the language model two lanes on the second. Together they
+train as one host does; with the link between them cut, both end and say so.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,67 +17,65 @@ from mimo.train.incidents import incidents
 from tests.conftest import RunRanks
 from tests.hosts import INTERFACE, Host, two_hosts
 from tests.mimo import tiny
-from tests.mimo.runs import LAYOUT, metrics, run
+from tests.mimo.runs import LAYOUT, metrics, mimo, run
 from tests.ranks import MarkedJob
 
 pytestmark = pytest.mark.slow
-PORT = 29400
-RANKS_OF = {"first": 1, "second": 2}
+CLUSTER = ["cluster.gpus_per_node=0", "cluster.ranks_per_node=2", f"cluster.interface={INTERFACE}"]
+TIMEOUT_SECONDS = 6
 
 
-# How the agents of torchrun meet. Those of the first end by themselves on a host that is cut off.
-STATIC = ("--node-rank={number}", "--master-addr=first", f"--master-port={PORT}")
-C10D = ("--rdzv-backend=c10d", f"--rdzv-endpoint=first:{PORT}", "--local-addr={name}")
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
 
 
 def start(
-    hosts: list[Host], recipe: Path, job: MarkedJob, meet: Sequence[str], *overrides: str
+    hosts: list[Host], recipe: Path, job: MarkedJob, *overrides: str
 ) -> list[subprocess.Popen[bytes]]:
-    """torchrun on each host, for one job of three ranks."""
-    agents = []
-    for number, host in enumerate(hosts):
-        torchrun = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--rdzv-id=tiny"),
-            *(option.format(number=number, name=host.name) for option in meet),
-            f"--nproc-per-node={RANKS_OF[host.name]}",
-        ]
-        command = [*torchrun, "-m", "mimo.cli", "train", str(recipe), *overrides]
-        variables = {**job.environment, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
-        log = recipe.parent / f"{host.name}.log"
-        agents.append(host.start(command, Path.cwd(), log, variables))
-    return agents
+    """One job of three ranks."""
+    names = ",".join(host.name for host in hosts)
+    told = mimo("launch", recipe, *LAYOUT, *CLUSTER, *overrides, "--hosts", names)
+    lines = told.stdout.splitlines()
+    assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["1"], ["2"]], told
+    return [
+        host.start(["bash", "-c", line], log_of(recipe, host), job.environment)
+        for host, line in zip(hosts, lines, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("meet", [STATIC, C10D], ids=["static", "c10d"])
-def test_two_hosts_train_as_one_does(
-    run_ranks: RunRanks, tmp_path: Path, meet: Sequence[str]
-) -> None:
-    tiny.write_samples(tmp_path)
-    recipe = tiny.write_recipe(tmp_path)
+def log_of(recipe: Path, host: Host) -> Path:
+    return recipe.parent / f"{host.name}.log"
+
+
+def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path: Path) -> None:
     job = MarkedJob()
     with two_hosts(tmp_path) as hosts:
-        agents = start(hosts, recipe, job, meet, "name=two", *LAYOUT)
+        agents = start(hosts, recipe, job, "name=two")
         codes = [agent.wait(120) for agent in agents]
-        told = "".join((tmp_path / f"{host.name}.log").read_text() for host in hosts)
-        assert codes == [0, 0], told
+        told = "".join(log_of(recipe, host).read_text() for host in hosts)
+    assert codes == [0, 0], told
     assert not job.leftovers()
     run(run_ranks, recipe, "name=one", *LAYOUT)
-    one, two = ([(line["loss"], line["grad_norm"]) for line in metrics(recipe, name)]
-                for name in ("one", "two"))  # fmt: skip
+    one, two = (
+        [(line["loss"], line["grad_norm"]) for line in metrics(recipe, name)]
+        for name in ("one", "two")
+    )
     assert one == two
 
 
-def test_a_host_that_is_cut_off_ends_the_run_on_both_and_is_named(tmp_path: Path) -> None:
-    tiny.write_samples(tmp_path)
-    recipe = tiny.write_recipe(tmp_path)
+def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
+    recipe: Path, tmp_path: Path
+) -> None:
     job, run_dir = MarkedJob(), tmp_path / "runs" / "cut"
-    settings = ["name=cut", *LAYOUT, "train.steps=100000", "bridge.timeout_seconds=6"]
+    settings = ("name=cut", "train.steps=100000", f"bridge.timeout_seconds={TIMEOUT_SECONDS}")
     with two_hosts(tmp_path) as hosts:
-        agents = start(hosts, recipe, job, STATIC, *settings)
-        logs = [tmp_path / f"{host.name}.log" for host in hosts]
+        agents = start(hosts, recipe, job, *settings)
         while not (run_dir / "metrics.jsonl").exists() or len(metrics(recipe, "cut")) < 3:
-            assert all(agent.poll() is None for agent in agents), [log.read_text() for log in logs]
-            time.sleep(0.2)
+            ended = [log_of(recipe, h).read_text() for h in hosts if agents[0].poll() is not None]
+            assert not ended, ended
+            time.sleep(0.1)
         hosts[1].cut()
         cut = time.monotonic()
         try:
@@ -85,6 +83,14 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_and_is_named(tmp_path: Path
         finally:
             for agent in agents:
                 agent.kill()
-        took = time.monotonic() - cut
-    print(codes, took, [log.read_text() for log in logs], incidents(run_dir))
-    assert 0
+        assert time.monotonic() - cut < TIMEOUT_SECONDS + 30
+        told = [log_of(recipe, host).read_text() for host in hosts]
+    assert codes == [1, 1]
+    assert not job.leftovers()
+    origin = "no message gets through between first (rank 0) and second (rank 1, 2)"
+    assert all(origin in text for text in told), told
+    (incident,) = incidents(run_dir)
+    assert incident["kind"] == "hang"
+    assert origin in incident["text"]
+    shown = mimo("logs", run_dir, "--first-error").stdout
+    assert origin in shown.splitlines()[0]
