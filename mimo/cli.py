@@ -18,6 +18,7 @@ from mimo.commands.checkpoint import checkpoint_inspect, checkpoint_prune, check
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
 from mimo.commands.generate import evaluate, generate, replay
+from mimo.commands.preflight import preflight
 from mimo.commands.report import compare, report
 from mimo.commands.train import prepare, quickstart, train
 from mimo.commands.verify import parity, verify
@@ -31,7 +32,7 @@ app = typer.Typer(
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (
-    *(check, prepare, train, report, compare, replay, verify),
+    *(check, preflight, prepare, train, report, compare, replay, verify),
     *(generate, evaluate, parity, tiny, quickstart),
 ):
     app.command()(readable_errors(command))
