@@ -120,9 +120,8 @@ class Job:
             modules=cluster.modules,
             path=None if cluster.container else path,
             environment=self._environment(),
-            alone=self.container.alone,
+            container=self.container,
             mimo=program,
-            mimo_in_task=f"{self.container.in_task}{program}",
             restarts=cluster.restarts,
             elastic=self.least_nodes is not None,
             interface=cluster.interface,
@@ -220,7 +219,7 @@ class Job:
                 options.append(f"--gpu-bind={cluster.gpu_binding}")
             yield {
                 "directives": directives,
-                "srun": [*options, *self.container.of_step],
+                "srun": options,
                 "table": [
                     " ".join(table[first : first + _ENTRIES_PER_LINE])
                     for first in range(0, len(table), _ENTRIES_PER_LINE)
@@ -296,8 +295,13 @@ def template(name: str) -> Any:
         comment_start_string="<#",  # bash has `{#`
         comment_end_string="#>",
     )
-    environment.filters["q"] = lambda value: shlex.quote(str(value))
+    environment.filters["q"] = lambda value: _quoted(str(value))
     return environment.get_template(name)
+
+
+def _quoted(text: str) -> str:
+    # In a list of words a bare comma looks like a mistake, to people and to shellcheck.
+    return shlex.quote(text) if "," not in text else f"'{text.replace("'", """'"'"'""")}'"
 
 
 def _table(component: Component) -> Iterator[str]:
