@@ -1,4 +1,4 @@
-"""Jobs to write scripts for: a recipe of a fixed folder, so that scripts are the same everywhere."""
+"""Jobs to write scripts for, in a fixed folder, so that scripts are the same everywhere."""
 
 from __future__ import annotations
 

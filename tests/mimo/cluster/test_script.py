@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimo.cluster.script import Job, write
+from mimo.cluster.script import Form, Job, write
 from mimo.errors import RecipeError
 from tests.mimo.cluster.jobs import SEVENTEEN, job_of
 
 _STAND_INS = {
     "mimo": 'echo "mimo $*" >>calls; case $1 in rendezvous) echo 10.0.0.1 20037 ;; esac\n'
-    'read -r codes <"$1.codes" && read -ra codes <<<"$codes" && exit "${codes[0]}"; exit 0',
+    'if [ -f "$1.code" ]; then read -r code <"$1.code"; exit "$code"; fi',
     "srun": 'echo "srun $*" >>calls; read -r code <srun.code; exit "$code"',
     "scancel": 'echo "scancel $*" >>calls',
     "scontrol": 'echo "scontrol $*" >>calls; [ "$1" = show ] && printf "%s\\n" n0 n1 n2; exit 0',
@@ -34,14 +34,22 @@ class Stage:
     folder: Path
     job: Job
 
-    def run(self, *arguments: str, srun: int = 0, check: int = 0, job_id: str = "7") -> int:
-        """The exit code of the script, if the training's srun and `mimo check` end with those."""
-        (self.folder / "srun.code").write_text(f"{srun}\n")
-        (self.folder / "check.codes").write_text(f"{check}\n")
-        slurm = {"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": "n[0-2]", "SLURM_JOB_NUM_NODES": "3"}
+    def run(
+        self,
+        *arguments: str,
+        srun: int = 0,
+        check: int = 0,
+        fit: int = 0,
+        job_id: int = 7,
+        nodes: int = 3,
+    ) -> int:
+        """The exit code of the script, with those of srun and of commands of mimo."""
+        for name, code in (("srun", srun), ("check", check), ("fit", fit)):
+            (self.folder / f"{name}.code").write_text(f"{code}\n")
+        slurm = {"JOB_ID": job_id, "JOB_NODELIST": "n[0-2]", "JOB_NUM_NODES": nodes}
         return subprocess.run(
             ["bash", str(self.job.launch / "job.sh"), *arguments],
-            env={"PATH": os.environ["PATH"], **slurm},
+            env={"PATH": os.environ["PATH"], **{f"SLURM_{k}": str(v) for k, v in slurm.items()}},
             capture_output=True,
             check=False,
         ).returncode
@@ -58,13 +66,13 @@ def stage(tmp_path: Path) -> Stage:
     return stage_of(tmp_path, "preflight: false")
 
 
-def stage_of(folder: Path, site: str) -> Stage:
+def stage_of(folder: Path, site: str, form: Form = "fixed") -> Stage:
     bin = folder / "bin"
     bin.mkdir()
     for name, text in _STAND_INS.items():
         (bin / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin / name).chmod(0o755)
-    job = replace(job_of(folder, SEVENTEEN, site), folder=folder, bin=bin)
+    job = replace(job_of(folder, SEVENTEEN, site, form), folder=folder, bin=bin)
     write(job)
     return Stage(folder, job)
 
@@ -91,13 +99,13 @@ def test_a_job_that_fails_is_requeued_as_often_as_the_recipe_says_and_shows_why(
         expected = min(number + 1, 3)
         assert stage.calls("scontrol").count("scontrol requeue 7") == expected
     assert stage.calls("mimo").count(f"mimo logs {stage.job.run} --first-error") == 5
-    assert stage.run(srun=1, job_id="8") == 1
+    assert stage.run(srun=1, job_id=8) == 1
     assert "scontrol requeue 8" in stage.calls("scontrol"), "another job counts for itself"
 
 
 @pytest.mark.parametrize("where", ["check", "srun"])
 def test_a_wrong_input_is_never_tried_again(stage: Stage, where: str) -> None:
-    assert stage.run(**{where: 2}) == 2
+    assert (stage.run(check=2) if where == "check" else stage.run(srun=2)) == 2
     assert not [call for call in stage.calls("scontrol") if "requeue" in call]
     assert bool(stage.calls("srun")) == (where == "srun")
 
@@ -122,15 +130,36 @@ def test_a_failed_preflight_keeps_ranks_from_training(tmp_path: Path) -> None:
     assert "mimo rendezvous --interface ib0" in stage.calls("mimo")
 
 
+def test_an_elastic_job_with_fewer_nodes_trains_what_fits_them(tmp_path: Path) -> None:
+    stage = stage_of(tmp_path, "preflight: false", "elastic")
+    assert "#SBATCH --nodes=2-3" in stage.job.text
+    fitted = "MIMO_OVERRIDES=(language.grid.dp=1)\nMIMO_NODE_OF_RANK=(1 0 0 0)\n"
+    (stage.job.launch / "fit.sh").write_text(fitted)
+    assert stage.run(nodes=3) == 0
+    assert not [call for call in stage.calls("mimo") if call.startswith("mimo fit")]
+    assert "--nodes=3 --ntasks=17" in stage.calls("srun")[-1]
+    assert stage.run(nodes=2) == 0
+    assert (stage.job.launch / "hosts_all").read_text().split() == ["n1", "n0", "n0", "n0"]
+    assert "--nodes=2 --ntasks=4" in stage.calls("srun")[-1]
+    assert stage.calls("srun")[-1].endswith("language.grid.dp=1 --resume")
+    assert stage.calls("mimo")[-2].endswith("language.grid.dp=1"), "what is checked is what trains"
+
+
+def test_a_job_for_which_no_layout_fits_the_nodes_ends(tmp_path: Path) -> None:
+    stage = stage_of(tmp_path, "preflight: false", "elastic")
+    assert stage.run(nodes=1, fit=2) == 2
+    assert not stage.calls("srun")
+
+
 # ------------------------------------------------------------------------------- quoting
 
 _PRINTABLE = st.text(st.characters().filter(str.isprintable), min_size=1, max_size=60)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(value=_PRINTABLE)
-def test_any_value_of_an_environment_variable_arrives_unchanged(value: str, tmp_path: Path) -> None:
-    text = _changed(_job(tmp_path), {"environment": {"VALUE": value}}).text
+def test_any_value_of_an_environment_variable_arrives_unchanged(value: str, job: Job) -> None:
+    text = _changed(job, {"environment": {"VALUE": value}}).text
     lines = [line for line in text.splitlines() if line.startswith("export ")]
     told = subprocess.run(
         ["bash", "-c", "\n".join([*lines, "/usr/bin/printenv -0 VALUE"])],
@@ -140,15 +169,15 @@ def test_any_value_of_an_environment_variable_arrives_unchanged(value: str, tmp_
     assert told.stdout == f"{value}\0".encode()
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(path=_PRINTABLE.filter(lambda path: "/" not in path and path not in (".", "..")))
-def test_any_folder_is_entered_as_it_is_called(path: str, tmp_path: Path) -> None:
-    job = replace(_job(tmp_path), folder=Path("/nowhere") / path)
-    try:
-        text = job.text
-    except RecipeError as error:
-        assert set(path) & set("\"'\\#"), error
-        return
+def test_any_folder_is_entered_as_it_is_called(path: str, job: Job) -> None:
+    job = replace(job, folder=Path("/nowhere") / path)
+    if set(path) & set("\"'\\#"):
+        with pytest.raises(RecipeError, match=r"set cluster\.log_dir"):
+            _ = job.text
+        job = _changed(job, {"log_dir": "/logs"})
+    text = job.text
     (line,) = [line for line in text.splitlines() if line.startswith("cd ")]
     (run,) = [line for line in text.splitlines() if line.startswith("run=")]
     script = f'cd() {{ printf "%s\\0" "$@"; }}\n{line}\n{run}\nprintf "%s\\0" "$run"'
@@ -201,13 +230,9 @@ def _as_yaml(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
-_jobs: list[Job] = []
-
-
-def _job(folder: Path) -> Job:
-    """One job for many scripts."""
-    _jobs or _jobs.append(job_of(folder))
-    return _jobs[0]
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return job_of(tmp_path_factory.mktemp("job"))
 
 
 def _changed(job: Job, cluster: dict[str, object]) -> Job:
