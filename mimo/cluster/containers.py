@@ -1,4 +1,4 @@
-"""The container that ranks run in, as words of a batch script: pyxis' options or apptainer's command."""
+"""The container that ranks run in, as words of a script: options for pyxis, or all of apptainer."""
 
 from __future__ import annotations
 

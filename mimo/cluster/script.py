@@ -1,4 +1,4 @@
-"""The batch script of a job: what a person would write for SLURM, from the recipe and the placement.
+"""The batch script of a job: what a person would write for SLURM, from recipe and placement.
 
 Whatever comes from a recipe is quoted where bash reads it, and refused where SLURM reads a line
 that knows no quotes. `python -m pytest tests/mimo/cluster` compares whole scripts.
@@ -278,10 +278,10 @@ def write(job: Job) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     (job.launch / "placement.txt").write_text(job.placement_text, encoding="utf-8")
     (job.launch / "recipe.yaml").write_text(job.phased.to_yaml(), encoding="utf-8")
-    script = job.launch / "job.sh"
-    script.write_text(text, encoding="utf-8")
-    script.chmod(0o755)
-    return script
+    partial = job.launch / ".job.sh"
+    partial.write_text(text, encoding="utf-8")
+    partial.chmod(0o755)
+    return partial.replace(job.launch / "job.sh")  # one that bash reads now stays as it is
 
 
 def template(name: str) -> Any:
