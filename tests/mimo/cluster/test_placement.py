@@ -177,7 +177,8 @@ def test_a_heterogeneous_job_needs_encoders_that_come_first(
     phased, layouts = loaded(path, *overrides)
     with pytest.raises(RecipeError) as caught:
         place(phased, layouts, hetjob=True)
-    assert key in str(caught.value) and reason in str(caught.value)
+    assert key in str(caught.value)
+    assert reason in str(caught.value)
 
 
 # ---------------------------------------------------------------------------- phases
