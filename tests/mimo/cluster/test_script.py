@@ -156,7 +156,7 @@ def test_a_job_for_which_no_layout_fits_the_nodes_ends(tmp_path: Path) -> None:
 _PRINTABLE = st.text(st.characters().filter(str.isprintable), min_size=1, max_size=60)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(value=_PRINTABLE)
 def test_any_value_of_an_environment_variable_arrives_unchanged(value: str, job: Job) -> None:
     text = _changed(job, {"environment": {"VALUE": value}}).text
@@ -169,7 +169,7 @@ def test_any_value_of_an_environment_variable_arrives_unchanged(value: str, job:
     assert told.stdout == f"{value}\0".encode()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(path=_PRINTABLE.filter(lambda path: "/" not in path and path not in (".", "..")))
 def test_any_folder_is_entered_as_it_is_called(path: str, job: Job) -> None:
     job = replace(job, folder=Path("/nowhere") / path)
