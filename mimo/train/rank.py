@@ -19,6 +19,7 @@ from mimo.checkpoint.contents import begin, stored_at
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
     barrier,
+    device_name,
     from_rank_0,
     gpu_memory,
     initialize_distributed,
@@ -169,7 +170,9 @@ def _train(
     with changed_shards_named(), ExitStack() as stack:
         writer = bad_samples = None
         if topology.reports:
-            write_environment(run_dir, topology.layout.world_size, trainer.progress.step)
+            write_environment(
+                run_dir, topology.layout.world_size, trainer.progress.step, device_name()
+            )
             writer = stack.enter_context(MetricsWriter(recipe, run_dir, trainer.progress.step))
             bad_samples = BadSamples(run_dir, trainer.progress.step)
             bad_samples.of_indexes({"sources": dataset, "validation": validation})
