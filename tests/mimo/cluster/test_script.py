@@ -120,6 +120,10 @@ def test_a_link_of_a_chain_leaves_the_rest_to_the_next_and_cancels_it_when_done(
     assert not [call for call in stage.calls("scontrol") if "requeue" in call]
     assert stage.run(str(chain), srun=0) == 0
     assert stage.calls("scancel") == ["scancel 8 9"]
+    assert stage.run(str(chain), job_id=6, srun=2) == 2, "the first, on another mistake"
+    assert stage.calls("scancel")[1:] == ["scancel 7 8 9"]
+    assert stage.run(str(chain), job_id=9) == 0
+    assert len(stage.calls("scancel")) == 2, "none comes after the last"
 
 
 def test_a_failed_preflight_keeps_ranks_from_training(tmp_path: Path) -> None:
