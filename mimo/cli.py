@@ -18,10 +18,14 @@ from mimo.commands.checkpoint import checkpoint_inspect, checkpoint_prune, check
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
 from mimo.commands.experiment import experiment
+from mimo.commands.fit import fit
 from mimo.commands.generate import evaluate, generate, replay
+from mimo.commands.launch import launch, rendezvous
+from mimo.commands.preflight import preflight
 from mimo.commands.report import compare, report
 from mimo.commands.train import prepare, quickstart, train
 from mimo.commands.verify import parity, verify
+from mimo.commands.watch import logs, status, top
 from mimo.launch.environment import set_variables
 
 app = typer.Typer(
@@ -32,10 +36,13 @@ app = typer.Typer(
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (
-    *(check, prepare, train, report, compare, experiment, replay, verify),
+    *(check, preflight, prepare, launch, train, report, compare, experiment, replay, verify),
+    *(status, top, logs),
     *(generate, evaluate, parity, tiny, quickstart),
 ):
     app.command()(readable_errors(command))
+for command in (fit, rendezvous):  # what job scripts call
+    app.command(hidden=True)(readable_errors(command))
 
 for group, purpose, commands in (
     ("data", "The samples of a recipe.", (data_index, data_doctor, data_pack)),

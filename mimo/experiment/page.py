@@ -12,10 +12,9 @@ from mimo.experiment.results import TOKENS, Result, warmup_steps
 from mimo.experiment.runs import Record
 from mimo.experiment.schema import Experiment
 from mimo.report.compare import differences
-from mimo.report.one_run import TIMES
 from mimo.report.page import Part, Section, Table, number, percent, render, write
 from mimo.report.pictures import lines, shares, spreads
-from mimo.report.runs import Curve, read_runs
+from mimo.report.runs import TIMES, Curve, read_runs
 
 _MIB = 2**20
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return read_recipe(path, overrides, fill_recipe)
 
 
-def load_phases(path: Path, overrides: Sequence[str] = ()) -> PhasedRecipe:
+def load_phases(
+    path: Path, overrides: Sequence[str] = (), sections: Mapping[str, Path] | None = None
+) -> PhasedRecipe:
     """`mimo.recipe.phases.read_phases`, completed. Raises RecipeError."""
-    return read_phases(path, overrides, fill_recipe)
+    return read_phases(path, overrides, fill_recipe, sections)
 
 
 def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:

@@ -108,6 +108,15 @@ def optimizer_bytes(train: Train, replicas: int) -> float:
     return state / (replicas if train.distributed_optimizer else 1)
 
 
+def inputs_per_row(recipe: Recipe, encoder: str) -> float:
+    """How many inputs of a tower, such as patches, become one row: of an item of noise."""
+    settings = encoder_settings(recipe, encoder)
+    media = settings.processor(recipe.encoders[encoder].media)
+    file = media.random_file(np.random.default_rng(0))
+    plan = media.plan(Part(media.size_of(media.decode(file))))
+    return math.prod(plan.grid) / plan.num_rows
+
+
 def _has_average(train: Train) -> bool:
     return train.ema_decay is not None
 
@@ -226,7 +235,9 @@ class _Module:
         """Bytes that a rank of a stage keeps at most."""
         tokens = float(self.recipe.longest_microbatch)
         if self.name != LANGUAGE:
-            tokens *= self.layout.language.dp / self.grid.dp * self._inputs_per_row()
+            tokens *= (
+                self.layout.language.dp / self.grid.dp * inputs_per_row(self.recipe, self.name)
+            )
         size, (width, kept) = tokens / self.grid.cp * self.size, self._widths()
         is_frozen = self.part.freeze is True or (self.part.freeze == "tower" and not self.part.lora)
         # A forward pass of what is frozen keeps nothing for backward, and one layer at a time.
@@ -263,11 +274,3 @@ class _Module:
             return grid.pp - stage
         # Forward passes of chunks before the first backward; see Megatron's interleaved schedule.
         return (2 * (grid.pp - 1 - stage) + (grid.vpp - 1) * grid.pp + 1) / grid.vpp
-
-    def _inputs_per_row(self) -> float:
-        """How many inputs of the tower, such as patches, become one row: of an item of noise."""
-        settings = encoder_settings(self.recipe, self.name)
-        media = settings.processor(self.recipe.encoders[self.name].media)
-        file = media.random_file(np.random.default_rng(0))
-        plan = media.plan(Part(media.size_of(media.decode(file))))
-        return math.prod(plan.grid) / plan.num_rows

@@ -11,7 +11,7 @@ over a list changes entries of it, by their numbers or by their paths.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -95,14 +95,16 @@ class PhasedRecipe:
         return as_yaml(self.source.data)
 
 
-def read_phases(path: Path, overrides: Sequence[str], fill: Fill) -> PhasedRecipe:
-    """Read the recipe at `path`, with or without phases.
+def read_phases(
+    path: Path, overrides: Sequence[str], fill: Fill, sections: Mapping[str, Path] | None = None
+) -> PhasedRecipe:
+    """Read the recipe at `path`, with or without phases. sections: as of `read_yaml`.
 
     An override such as `phases.0.train.steps=5` changes one phase. An override of a key outside
     the list reaches the phases that do not set that key themselves; if all do, it is an error.
     Raises RecipeError with the problems of all phases.
     """
-    source = read_yaml(Path(path), overrides)
+    source = read_yaml(Path(path), overrides, sections)
     if PHASES not in source.data:
         recipe = parse_recipe(source, fill)
         return PhasedRecipe(recipe.run_dir, (Phase(recipe),), source)

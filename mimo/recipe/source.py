@@ -4,9 +4,11 @@ Every value keeps its origin: a line of the file, or the override that set it. A
 later (a wrong type, a grid that does not tile the world) can so point at the place to mend.
 """
 
+from __future__ import annotations
+
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,34 @@ class YamlSource:
         self.origins[location] = origin
         self.overridden.append(location)
 
+    def lay_over(self, key: str, other: YamlSource) -> None:
+        """Lay a file over the section `key`: it holds that section's keys, or `key` around them.
+
+        Mappings merge key by key at every depth; lists and plain values replace what was there.
+        """
+        prefix: Location = () if key in other.data else (key,)
+        for found in (found for found in other.data if not prefix and found != key):
+            message = f"does not belong to {key}, which is all that this file is for; remove it"
+            self.problems.append(other.problem((found,), message))
+        given = other.data if prefix else other.data[key]
+
+        def merged(own: Any, value: Any, location: Location) -> Any:
+            if isinstance(value, dict) and isinstance(own, dict | None):
+                base = own or {}
+                new = {k: merged(base.get(k), v, (*location, k)) for k, v in value.items()}
+                return {**base, **new}
+            for known in [known for known in self.origins if known[: len(location)] == location]:
+                del self.origins[known]
+            return value
+
+        self.data[key] = merged(self.data.get(key), given, (key,))
+        self.origins.setdefault((key,), str(other.path))
+        self.origins |= {
+            (*prefix, *location): origin
+            for location, origin in other.origins.items()
+            if prefix or location[0] == key
+        }
+
     def _set(self, text: str) -> Location:
         key, equals, value_text = text.partition("=")
         parts = key.strip().split(".")
@@ -114,12 +144,23 @@ class YamlSource:
         return (*location, step)
 
 
-def read_yaml(path: Path, overrides: Sequence[str] = ()) -> YamlSource:
-    """Read `path` and apply `overrides` in order.
+def read_yaml(
+    path: Path, overrides: Sequence[str] = (), sections: Mapping[str, Path] | None = None
+) -> YamlSource:
+    """Read `path`, lay over it the files of `sections` by their keys, and apply `overrides`.
 
-    Raises RecipeError when the file is missing, too large, not YAML, or holds no mapping.
+    Raises RecipeError when a file is missing, too large, not YAML, or holds no mapping.
     Overrides that cannot be applied are left in `problems` of the result.
     """
+    source = _read_file(path)
+    for key, file in (sections or {}).items():
+        source.lay_over(key, _read_file(file))
+    for override in overrides:
+        source.override(override)
+    return source
+
+
+def _read_file(path: Path) -> YamlSource:
     try:
         if not path.is_file() and path.exists():
             raise RecipeError(f"{path}: is not a file; give the path of a recipe")
@@ -146,8 +187,6 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> YamlSource:
     if data is not None and not isinstance(data, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of keys to values")
     source.data = data or {}
-    for override in overrides:
-        source.override(override)
     return source
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mimo.report.page import Part, Section, Table, number, percent, render, write
 from mimo.report.pictures import Picture, data_url, lines, shares
-from mimo.report.runs import Curve, RunData, read_runs
+from mimo.report.runs import TIMES, Curve, RunData, read_runs
 
 _MAX_ROWS = 200  # of incidents: the newest
 _MAX_PICTURE_BYTES = 32 * 2**20
@@ -40,7 +40,6 @@ _FAMILIES = (
     ("Data", "Samples left out", "", r"skipped_samples"),
 )
 _SECTIONS = tuple(dict.fromkeys(section for section, *_ in _FAMILIES))
-TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
 
 
 def sections_of(run: RunData) -> Iterator[Section]:
