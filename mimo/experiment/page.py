@@ -153,9 +153,9 @@ def problems_table(results: Sequence[Result]) -> Table:
         if one.follows is not None and one.follows.problem:
             rows.append((one.name, one.follows.problem, ""))
         for outcome in one.outcomes:
-            if outcome.error:
+            if not outcome.is_done:
                 log = str(outcome.run.errors) if outcome.run.errors.exists() else ""
-                rows.append((outcome.run.name, outcome.error, log))
+                rows.append((outcome.run.name, outcome.error or outcome.job, log))
     return Table(("layout or run", "problem", "log"), rows, words=True)
 
 

@@ -43,7 +43,7 @@ class Result:
     @property
     def first(self) -> Outcome | None:
         """Of its runs that are done."""
-        return next((one for one in self.outcomes if not one.error), None)
+        return next((one for one in self.outcomes if one.is_done), None)
 
     @property
     def error(self) -> str:
@@ -55,6 +55,8 @@ class Result:
         """In words; `follows` if all is well."""
         if self.error:
             return "failed"
+        if any(one.job for one in self.outcomes):
+            return "not done yet"
         if self.follows is None:
             return "cannot be compared"
         return "differs" if self.follows.problem else "follows"
@@ -65,7 +67,7 @@ def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: s
     by_layout: dict[str, list[Outcome]] = {}
     for one in outcomes:
         by_layout.setdefault(one.run.layout.name, []).append(one)
-    done = {name: [o for o in own if not o.error] for name, own in by_layout.items()}
+    done = {name: [o for o in own if o.is_done] for name, own in by_layout.items()}
     reference = next((one.records for one in done.get(experiment.reference, ())), None)
     found = []
     for name in experiment.layouts:
