@@ -32,11 +32,12 @@ _SHOWN = 8  # characters of a digest
 
 
 def facts_of(
-    phased: PhasedRecipe, layouts: Sequence[Layout], environment: RankEnv, word: Path
+    phased: PhasedRecipe, recipe: Recipe, layout: Layout, environment: RankEnv, word: Path
 ) -> Facts:
     """Of this rank; one rank of a node looks at what all of its ranks would find alike.
 
-    word: a file that rank 0 has just written in the run folder.
+    recipe: of the phase with the layout. word: a file in the run folder, which rank 0 has just
+    written.
     """
     problems, same, free = list[str](), dict[str, str](), dict[str, int]()
     recipes = [phase.recipe for phase in phased.phases]
@@ -46,11 +47,10 @@ def facts_of(
     except Exception as error:  # whatever a broken driver raises
         problems.append(f"its GPU does not work: {error}".splitlines()[0])
     if gpu is not None:
-        layout = max(layouts, key=lambda one: one.world_size)
         same[f"GPU of {' and '.join(layout.modules_of(environment.rank))}"] = gpu.name
         free["GPU"] = gpu.free
         memory = Memory("the GPU of each rank", gpu.free, is_of_processes=False)
-    elif not problems and "SLURM_STEP_ID" in os.environ and recipes[0].cluster.gpus_per_node:
+    elif not problems and "SLURM_STEP_ID" in os.environ and recipe.cluster.gpus_per_node:
         problems.append("it sees no GPU, but cluster.gpus_per_node asks for them")
     same["device"] = "CPU" if gpu is None else "GPU"
     ranks = range(environment.rank, environment.rank + 1)
@@ -59,17 +59,15 @@ def facts_of(
         same |= {"python": platform.python_version(), "code": _code(), **versions()}
         same |= library_versions()
         problems += _problems_of_files(recipes, same)
-        free |= _free(recipes[0])
-        problems += _problems_of_room(recipes, layouts, free)
+        free |= _free(phased.run_dir, recipe.cluster.local_logs)
+        problems += _problems_of_room(recipe, layout, free)
         if gpu is None and not problems:
             memory, ranks = machine_memory(), environment.ranks_here
-    for recipe, layout in zip(recipes, layouts, strict=True):
-        own = range(ranks.start, min(ranks.stop, layout.world_size))
-        try:
-            if memory is not None:
-                check_memory(recipe, layout, own, memory)
-        except RecipeError as error:
-            problems.append(str(error))
+    try:
+        if memory is not None:
+            check_memory(recipe, layout, ranks, memory)
+    except RecipeError as error:
+        problems.append(str(error))
     if not _is_seen(word):
         problems.append(
             f"{word.parent}: a file that rank 0 has written there does not show within "
@@ -125,10 +123,10 @@ def _problems_of_files(recipes: Sequence[Recipe], same: dict[str, str]) -> Itera
                 same[f"data.{split} {source.path}"] = f"{len(shards)} shards {_digest(lines)}"
 
 
-def _free(recipe: Recipe) -> dict[str, int]:
+def _free(run_dir: Path, logs: str | None) -> dict[str, int]:
     """Bytes that are left on this node."""
-    folders = {"run folder": _existing(recipe.run_dir), "temporary": Path(tempfile.gettempdir())}
-    if (logs := recipe.cluster.local_logs) is not None:
+    folders = {"run folder": _existing(run_dir), "temporary": Path(tempfile.gettempdir())}
+    if logs is not None:
         folders["local logs"] = _existing(Path(logs))
     found = {name: shutil.disk_usage(folder).free for name, folder in folders.items()}
     return {**found, "memory": machine_memory().available}
@@ -138,23 +136,16 @@ def _existing(folder: Path) -> Path:
     return next(one for one in (folder, *folder.absolute().parents) if one.exists())
 
 
-def _problems_of_room(
-    recipes: Sequence[Recipe], layouts: Sequence[Layout], free: dict[str, int]
-) -> Iterator[str]:
-    checkpoint = max(map(_checkpoint_bytes, recipes, layouts))
-    for name, needed in (("run folder", checkpoint), ("temporary", _TEMPORARY_BYTES)):
-        if free[name] < needed:
+def _problems_of_room(recipe: Recipe, layout: Layout, free: dict[str, int]) -> Iterator[str]:
+    needed = {"run folder": _checkpoint_bytes(recipe, layout), "temporary": _TEMPORARY_BYTES}
+    for name, size in needed.items():
+        if free[name] < size:
             what = "a checkpoint" if name == "run folder" else "files of libraries"
-            yield (
-                f"{name}: {in_words(free[name])} are free, and {what} takes about "
-                f"{in_words(needed)}; remove something"
-            )
-    logs = recipes[0].cluster.local_logs
-    folders = {"the run folder": _existing(recipes[0].run_dir)}
-    folders |= {} if logs is None else {"cluster.local_logs": _existing(Path(logs))}
-    for name, folder in folders.items():
-        if not os.access(folder, os.W_OK):
-            yield f"{name} cannot be written: {folder} belongs to others"
+            left = in_words(free[name])
+            yield f"{name}: {left} are free, and {what} takes about {in_words(size)}"
+    logs = recipe.cluster.local_logs
+    if logs is not None and not os.access(_existing(Path(logs)), os.W_OK):
+        yield f"cluster.local_logs: {logs} cannot be written"
 
 
 def _checkpoint_bytes(recipe: Recipe, layout: Layout) -> float:
