@@ -23,6 +23,7 @@ from mimo.commands.launch import launch, rendezvous
 from mimo.commands.report import compare, report
 from mimo.commands.train import prepare, quickstart, train
 from mimo.commands.verify import parity, verify
+from mimo.commands.watch import logs, status, top
 from mimo.launch.environment import set_variables
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (
     *(check, prepare, launch, train, report, compare, replay, verify),
+    *(status, top, logs),
     *(generate, evaluate, parity, tiny, quickstart),
 ):
     app.command()(readable_errors(command))

@@ -40,9 +40,10 @@ from mimo.step.planner import step_planner
 from mimo.train.batches import STEP
 from mimo.train.continuation import continue_order
 from mimo.train.loop import Trainer
-from mimo.train.metrics import METRICS, StepResult
+from mimo.train.metrics import StepResult
 from mimo.train.observer import StepObserver
 from mimo.train.odd_steps import BATCHES, samples_of
+from mimo.train.run_files import METRICS
 from mimo.train.step import train_step
 from mimo.train.times import StepTimes
 

@@ -319,7 +319,12 @@ def is_consequence(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and error.filename is not None:
         return False  # about a file, which may be called anything
-    return bool(getattr(error, "waits_for", ())) or bool(_CONSEQUENCE.search(str(error)))
+    return bool(getattr(error, "waits_for", ())) or looks_like_a_consequence(str(error))
+
+
+def looks_like_a_consequence(message: str) -> bool:
+    """The same of an error of which only the message is known."""
+    return bool(_CONSEQUENCE.search(message))
 
 
 def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:

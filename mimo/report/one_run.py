@@ -11,7 +11,7 @@ from typing import Any
 
 from mimo.report.page import Part, Section, Table, number, percent, render, write
 from mimo.report.pictures import Picture, data_url, lines, shares
-from mimo.report.runs import Curve, RunData, read_runs
+from mimo.report.runs import TIMES, Curve, RunData, read_runs
 
 _MAX_ROWS = 200  # of incidents: the newest
 _MAX_PICTURE_BYTES = 32 * 2**20
@@ -39,7 +39,6 @@ _FAMILIES = (
     ("Data", "Samples left out", "", r"skipped_samples"),
 )
 _SECTIONS = tuple(dict.fromkeys(section for section, *_ in _FAMILIES))
-_TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
 
 
 def sections_of(run: RunData) -> Iterator[Section]:
@@ -66,7 +65,7 @@ def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
     members = dict[int, dict[str, Curve]]()
     others = dict[str, Curve]()
     for name, curve in curves.items():
-        if _TIMES.fullmatch(name) or not curve.finite.size:
+        if TIMES.fullmatch(name) or not curve.finite.size:
             continue
         fits = (n for n, family in enumerate(_FAMILIES) if re.fullmatch(family[-1], name))
         if (family := next(fits, None)) is None:
@@ -83,7 +82,7 @@ def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
 
 def _times(run: RunData) -> tuple[list[Picture], list[Table]]:
     """Seconds of a step by module and part: bars of the means, a table, and curves by module."""
-    names = [match for name in run.curves if (match := _TIMES.fullmatch(name))]
+    names = [match for name in run.curves if (match := TIMES.fullmatch(name))]
     names.sort(key=lambda match: match["module"])
     bars, rows, over_time = dict[str, dict[str, float]](), list[Sequence[str]](), list[Picture]()
     for module, found in groupby(names, lambda match: match["module"]):

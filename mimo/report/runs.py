@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -22,10 +24,12 @@ from mimo.checkpoint.folder import phase_folders
 from mimo.errors import InputError, RecipeError
 from mimo.recipe.source import read_yaml
 from mimo.train.environment import starts_of
+from mimo.train.hang import State
 from mimo.train.incidents import incidents
-from mimo.train.metrics import METRICS
-from mimo.train.presence import RANKS
+from mimo.train.run_files import METRICS, read_states
 
+TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
+"""Metrics of where time goes: the mean over a module's ranks, or the largest."""
 _BINS = 500  # at least so many points of a longer curve are kept
 _TAIL = 20  # steps at the end that are all kept
 _ALIVE_SECONDS = 120.0  # ranks write far more often that they are there
@@ -50,7 +54,7 @@ class RunData:
 
     curves: by the name of the metric; an entry of a mapping, such as `epochs`, has a name of its
     own, such as `epochs_0`. recipe: its keys as plain data, recipe_text as the file has them.
-    starts: of `mimo.train.environment`. alive: whether ranks were there a moment ago.
+    starts: of `mimo.train.environment`. states: what ranks last said that have not ended well.
     """
 
     title: str
@@ -60,7 +64,13 @@ class RunData:
     recipe_text: str
     incidents: list[dict[str, Any]]
     starts: list[dict[str, Any]]
-    alive: bool
+    states: Mapping[int, State]
+
+    @property
+    def alive(self) -> list[int]:
+        """Ranks that were there a moment ago."""
+        found = self.states.items()
+        return [r for r, one in found if not one.failure and one.age_seconds < _ALIVE_SECONDS]
 
     @property
     def steps_done(self) -> int:
@@ -98,10 +108,10 @@ class RunData:
         return float(np.mean(found)) if len(found) else None
 
 
-def read_runs(folder: Path) -> list[RunData]:
+def read_runs(folder: Path, newest_bytes: int | None = None) -> list[RunData]:
     """The run in a folder, or those of its phases, in order.
 
-    Raises InputError if there is none.
+    newest_bytes: as of `read_curves`. Raises InputError if there is none.
     """
     found = [*phase_folders(folder).values()] or [folder]
     if not any((one / "recipe.yaml").exists() or (one / METRICS).exists() for one in found):
@@ -109,40 +119,36 @@ def read_runs(folder: Path) -> list[RunData]:
             f"{folder}: no run is here; give the folder of a run, such as runs/quickstart"
         )
     name = folder.resolve().name
-    return [_read_run(one, f"{name}/{one.name}" if one != folder else name) for one in found]
+    titles = {one: f"{name}/{one.name}" if one != folder else name for one in found}
+    return [_read_run(one, title, newest_bytes) for one, title in titles.items()]
 
 
-def _folders(folder: Path) -> Iterator[Path]:
-    try:
-        yield from (path for path in folder.iterdir() if path.is_dir())
-    except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; give the folder of a run") from error
-
-
-def _read_run(folder: Path, title: str) -> RunData:
+def _read_run(folder: Path, title: str, newest_bytes: int | None) -> RunData:
     text, recipe = "", dict[str, Any]()
     path = folder / "recipe.yaml"
     if path.exists():
         text = path.read_text(encoding="utf-8", errors="replace")
         with suppress(RecipeError):  # a run that was killed while it wrote its recipe
             recipe = read_yaml(path).data
-    beats = [one.stat().st_mtime for one in (folder / RANKS).glob("rank_*.json")]
     return RunData(
         title,
         folder,
-        read_curves(folder / METRICS),
+        read_curves(folder / METRICS, newest_bytes),
         recipe,
         text,
         incidents(folder),
         starts_of(folder),
-        alive=max(beats, default=0.0) > time.time() - _ALIVE_SECONDS,
+        read_states(folder, time.time()),
     )
 
 
-def read_curves(path: Path) -> dict[str, Curve]:
-    """Every metric of a file, thinned; lines that are cut off or damaged are left out."""
+def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]:
+    """Every metric of a file, thinned; lines that are cut off or damaged are left out.
+
+    newest_bytes: how much is read, from its end; None for all of it.
+    """
     points = dict[str, dict[int, float]]()
-    for line in _thinned_lines(path) if path.exists() else ():
+    for line in _thinned_lines(path, newest_bytes) if path.exists() else ():
         try:
             record = json.loads(line)
             # Training counts the steps before an update, validation those after it.
@@ -192,11 +198,13 @@ class _Thinned:
             yield from dict.fromkeys((first, highest))
 
 
-def _thinned_lines(path: Path) -> Iterator[bytes]:
+def _thinned_lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
     """Steps, steps that measure where time goes, and validations, each thinned by themselves."""
     plain, measured, others = _Thinned(), _Thinned(), _Thinned()
     tail = deque[bytes](maxlen=_TAIL)
     with path.open("rb") as file:
+        if newest_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
         for line in file:
             loss = _loss(line)
             if loss is None:

@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mimo.device import device_name
-
 ENVIRONMENT = "environment.json"
 _PACKAGES = (
     *("mimo-toolkit", "torch", "megatron-core", "transformers", "numpy"),
@@ -38,6 +36,8 @@ def starts_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _here(num_ranks: int, step: int) -> dict[str, Any]:
+    from mimo.device import device_name  # loads torch, which whoever reads the file can do without
+
     versions = {}
     for package in _PACKAGES:
         try:

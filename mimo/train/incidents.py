@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from mimo.train.run_files import json_lines
+
 INCIDENTS = "incidents.jsonl"
 
 Kind = Literal[
@@ -33,13 +35,4 @@ def record(run_dir: Path, kind: Kind, text: str, step: int | None = None, **fact
 
 def incidents(run_dir: Path) -> list[dict[str, Any]]:
     """All incidents of a run, oldest first; a line that was cut off is left out."""
-    found = []
-    path = run_dir / INCIDENTS
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ()
-    ):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
+    return json_lines(run_dir / INCIDENTS)

@@ -25,8 +25,7 @@ from mimo.layout.grids import Layout
 from mimo.recipe.schema import Recipe, Train
 from mimo.step.plan import StepPlan
 from mimo.train.loggers import open_loggers
-
-METRICS = "metrics.jsonl"
+from mimo.train.run_files import METRICS
 
 
 @dataclass(frozen=True)

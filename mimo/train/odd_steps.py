@@ -19,8 +19,9 @@ from mimo.recipe.schema import Train
 from mimo.step.dataset import Dataset
 from mimo.step.plan import StepPlan
 from mimo.train import incidents
-from mimo.train.metrics import METRICS, StepResult
+from mimo.train.metrics import StepResult
 from mimo.train.restarts import job_name
+from mimo.train.run_files import METRICS
 
 BATCHES = "batches"
 _NAMED = 16  # samples in an incident

@@ -38,18 +38,12 @@ from mimo.model.memory import memory_in_words
 from mimo.train.hang import Hang, State, explain
 from mimo.train.incidents import Kind, record
 from mimo.train.observer import ACTIVITIES, StepObserver
+from mimo.train.run_files import CRASH, HANG, SUMMARY, read_states
 from mimo.train.waits import Waits, place_of, waits_of
 
 if TYPE_CHECKING:
     from mimo.model.modules import MimoModel
 
-RANKS = "ranks"
-"""The folder of those files, in the run folder."""
-HANG = "hang"
-"""The folder with the explanation of a hang; once it is there, all ranks tell and end."""
-SUMMARY = "summary.txt"
-CRASH = ".crash"
-"""An empty file in the run folder, once the crash that it ends with is kept as an incident."""
 COLLECTIVE_PATIENCE = 1.5
 """Of `bridge.timeout_seconds`: transfers say what is missing, so they time out before the rest."""
 
@@ -349,15 +343,7 @@ class Presence(StepObserver):
             now = self._file(self._rank).stat().st_mtime
         except OSError:  # a full disk, or the folder is gone: then nothing can be said of others
             return {}
-        found = {}
-        for rank in range(self._size):
-            try:
-                with self._file(rank).open() as file:
-                    age = now - os.fstat(file.fileno()).st_mtime
-                    found[rank] = State(**{**json.load(file), "age_seconds": age})
-            except (OSError, ValueError):
-                continue
-        return found
+        return read_states(self._folder.parent, now, range(self._size))
 
     def _find(self) -> tuple[str, list[int]] | None:
         """Who is to blame, in words, and their ranks; None if all are well."""

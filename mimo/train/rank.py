@@ -45,8 +45,9 @@ from mimo.train.garbage import collected_together
 from mimo.train.incidents import record
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
-from mimo.train.presence import COLLECTIVE_PATIENCE, RANKS, Presence
+from mimo.train.presence import COLLECTIVE_PATIENCE, Presence
 from mimo.train.restarts import job_name
+from mimo.train.run_files import RANKS
 from mimo.train.run_lock import keep_lock
 
 logger = logging.getLogger(__name__)

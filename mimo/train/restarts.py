@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,9 +21,8 @@ from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.launch.processes import RankError
 from mimo.model.memory import in_words
-from mimo.train.hang import State
 from mimo.train.incidents import incidents, record
-from mimo.train.presence import RANKS
+from mimo.train.run_files import METRICS, read_states
 
 _IN_VAIN = 3  # failures at one step, without a new checkpoint between them, are not by chance
 _BEGUN_BY = ".begun_by"
@@ -114,9 +112,9 @@ def failure_of(run_dir: Path, cause: str = "", rank: int | None = None) -> Failu
     """
     # They write where they are now and then, but each step that is done.
     steps, failures = _steps_done(run_dir), dict[int, str]()
-    for number, state in _last_words(run_dir):
-        steps += [state["step"]] if state["activity"] != "setup" else []
-        failures |= {number: state["failure"]} if state["failure"] else {}
+    for number, state in read_states(run_dir, time.time()).items():
+        steps += [state.step] if state.activity != "setup" else []
+        failures |= {number: state.failure} if state.failure else {}
     if not cause:
         rank = min(failures, default=None)
         cause = "a rank was killed or ended without a word"
@@ -125,18 +123,10 @@ def failure_of(run_dir: Path, cause: str = "", rank: int | None = None) -> Failu
     return Failure(cause, rank, max(steps, default=None))
 
 
-def _last_words(run_dir: Path) -> Iterator[tuple[int, dict]]:
-    for path in (run_dir / RANKS).glob("rank_*.json"):
-        try:
-            yield int(path.stem.removeprefix("rank_")), json.loads(path.read_text())
-        except (OSError, ValueError):  # it was being written
-            continue
-
-
 def _steps_done(run_dir: Path) -> list[int]:
     """How many steps are in the metrics; empty if none is."""
     try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
+        with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
             last = json.loads(file.read().splitlines()[-1])
         return [last["step"] + ("validation_loss" not in last)]
@@ -205,9 +195,8 @@ def say_killed(run_dir: Path, error: RankError) -> None:
     """
     if error.traceback:
         return  # it has done so itself
-    try:
-        state = State(**json.loads((run_dir / RANKS / f"rank_{error.rank}.json").read_text()))
-    except (OSError, ValueError):  # it ended too early
+    state = read_states(run_dir, time.time(), [error.rank]).get(error.rank)
+    if state is None:  # it ended too early
         record(run_dir, "crash", str(error), rank=error.rank)
         return
     memory = in_words(state.resident_bytes)

@@ -13,7 +13,7 @@ from mimo.checkpoint.start import FromScratch
 from mimo.errors import RecipeError
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
-from mimo.train.presence import CRASH, HANG, RANKS
+from mimo.train.run_files import CRASH, HANG, RANKS
 
 
 def check_run_dir(phased: PhasedRecipe) -> None:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from mimo.errors import InputError
 
@@ -61,6 +64,21 @@ def keep_lock(run_dir: Path) -> None:
         descriptor = os.open(_lock_file(run_dir), os.O_RDWR)  # for as long as this process lives
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def holder(run_dir: Path) -> str:
+    """Who began the job that has the lock, as far as its file tells; empty if there is no such job.
+
+    For whoever only looks: it does not try the lock, which would keep a job from taking it. On
+    another host than the holder's it cannot tell a job that was killed.
+    """
+    try:
+        told = _lock_file(run_dir.resolve()).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    found = re.match(r"host (.*), process (\d+), ", told)
+    here = found is not None and found[1] == socket.gethostname()
+    return "" if here and found is not None and not psutil.pid_exists(int(found[2])) else told
 
 
 def _lock_file(run_dir: Path) -> Path:

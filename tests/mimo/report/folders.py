@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+from mimo.train.hang import State
 
 RECIPE = """\
 name: made
@@ -44,3 +48,11 @@ def make_run(
                 file.write(json.dumps({"step": step + 1, "validation_loss": 7.0}) + "\n")
         file.write('{"step": 100, "loss": 9')
     return folder
+
+
+def say(folder: Path, rank: int, **state: Any) -> None:
+    """The file of a rank that answers, or of one that failed."""
+    given = {"who": "vision, lane 0", "host": "a", "step": 3, "activity": "update", **state}
+    (folder / "ranks").mkdir(parents=True, exist_ok=True)
+    told = json.dumps(asdict(State(rank, **given)))
+    (folder / "ranks" / f"rank_{rank}.json").write_text(told)

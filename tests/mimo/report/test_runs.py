@@ -12,7 +12,7 @@ import pytest
 from mimo.errors import InputError
 from mimo.report import runs
 from mimo.report.runs import read_curves, read_runs
-from tests.mimo.report.folders import RECIPE, make_run
+from tests.mimo.report.folders import RECIPE, make_run, say
 
 
 def test_a_long_file_is_thinned_and_keeps_its_spikes_its_ends_and_its_measurements(
@@ -63,10 +63,18 @@ def test_a_run_ended_stopped_or_is_running(tmp_path: Path) -> None:
     assert (ended.state, ended.steps_done) == ("ended", 100)
     (stopped,) = read_runs(make_run(tmp_path / "stopped", num_steps=40))
     assert stopped.state == "stopped after step 40"
-    (tmp_path / "stopped" / "ranks").mkdir()
-    (tmp_path / "stopped" / "ranks" / "rank_1.json").touch()
+    say(tmp_path / "stopped", 1, failure="OSError: the disk is full")
+    (stopped,) = read_runs(tmp_path / "stopped")
+    assert stopped.state == "stopped after step 40"
+    say(tmp_path / "stopped", 0)
     (running,) = read_runs(tmp_path / "stopped")
-    assert running.state == "running"
+    assert (running.state, running.alive) == ("running", [0])
+
+
+def test_of_a_long_file_the_end_can_be_read_alone(tmp_path: Path) -> None:
+    (run,) = read_runs(make_run(tmp_path / "run"), newest_bytes=2000)
+    assert run.steps_done == 100
+    assert 50 < run.curves["loss"].steps[0] < 100
 
 
 def test_phases_are_runs_in_their_order_and_other_folders_are_none(tmp_path: Path) -> None:
