@@ -1,0 +1,56 @@
+"""A real SLURM for the tests of this folder; it is installed if need be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import NoReturn
+
+import pytest
+
+from tests.slurm.cluster import Slurm
+
+_PACKAGES = {"sbatch": "slurm-wlm", "munged": "munge", "shellcheck": "shellcheck"}
+
+
+@pytest.fixture(scope="session")
+def installed() -> None:
+    """SLURM, munge and shellcheck, by Debian's packages.
+
+    Without them tests are skipped, or fail where the variable MIMO_NEEDS_SLURM is set.
+    """
+    missing = [package for program, package in _PACKAGES.items() if not shutil.which(program)]
+    if os.geteuid() != 0:
+        _give_up("a SLURM of its own needs root")
+    if not missing:
+        return
+    if shutil.which("apt-get") is None:
+        _give_up(f"{', '.join(missing)} missing, and there is no apt-get")
+    for command in (
+        ["apt-get", "update", "-qq"],
+        ["apt-get", "install", "-qq", "--no-install-recommends", *missing],
+    ):
+        told = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        )
+        if told.returncode != 0:
+            _give_up(f"{' '.join(command)}: {told.stderr[-500:]}")
+
+
+@pytest.fixture(scope="session")
+def slurm(installed: None) -> Iterator[Slurm]:
+    """Four nodes on this machine, each with room for eight ranks."""
+    with Slurm() as running:
+        yield running
+
+
+def _give_up(reason: str) -> NoReturn:
+    if os.environ.get("MIMO_NEEDS_SLURM"):
+        pytest.fail(reason)
+    pytest.skip(reason)
