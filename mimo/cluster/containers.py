@@ -1,10 +1,9 @@
-"""The container that ranks run in, as words of a batch script: pyxis' options, or apptainer's."""
+"""The container that ranks run in, as words of a script: options for pyxis, or all of apptainer."""
 
 from __future__ import annotations
 
 import os.path
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,36 +15,31 @@ from mimo.recipe.source import Location
 class Container:
     """How commands get into the recipe's container, or how they do without one.
 
-    alone: what stands before a command on the first node. in_task: before one of a rank.
-    of_step: options of srun. Raises RecipeError for a path that a mount cannot have.
+    words: the array `container` of a script. alone: what stands before a command on the first node.
+    of_step: after the options of srun, before the command of a rank.
+    Raises RecipeError for a path that a mount cannot have.
     """
 
     def __init__(self, phased: PhasedRecipe, folder: Path) -> None:
-        self.alone = self.in_task = ""
-        self.of_step: list[str] = []
+        self.words = list[str]()
+        self.alone = self.of_step = ""
         self._recipe = phased.phases[0].recipe
         cluster = self._recipe.cluster
         if cluster.container is None:
             return
-        mounts = [*self._mounts(phased, folder)]
-        image = cluster.container.image
+        mounts, image = [*self._mounts(phased, folder)], cluster.container.image
         if image.startswith("-"):
             raise self._refused(("cluster", "container", "image"), image, "begins with '-'")
+        self.alone = self.of_step = '"${container[@]}" '
         if cluster.container.runtime == "pyxis":
-            options = {
-                "image": image,
-                "mounts": ",".join(mounts),
-                "workdir": str(folder),
-            }
-            self.of_step = [shlex.quote(f"--container-{k}={v}") for k, v in options.items()]
-            self.alone = " ".join(
-                ("srun --nodes=1 --ntasks=1", '--nodelist="$SLURMD_NODENAME"', *self.of_step, "")
-            )
+            options = {"image": image, "mounts": ",".join(mounts), "workdir": str(folder)}
+            self.words = [f"--container-{key}={value}" for key, value in options.items()]
+            one = 'srun --export=ALL --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" '
+            self.alone = f"{one}{self.alone}"
         else:
-            words = ["apptainer", "exec", "--pwd", str(folder)]
-            words += ["--nv"] if cluster.gpus_per_node else []
-            words += [word for mount in mounts for word in ("--bind", mount)]
-            self.alone = self.in_task = f"{shlex.join([*words, image])} "
+            self.words = ["apptainer", "exec", f"--pwd={folder}"]
+            self.words += ["--nv"] if cluster.gpus_per_node else []
+            self.words += [*(f"--bind={mount}" for mount in mounts), image]
 
     def _mounts(self, phased: PhasedRecipe, folder: Path) -> Iterator[str]:
         """`HOST:CONTAINER`: the folders that the recipe names, then those that it lists."""

@@ -1,4 +1,4 @@
-"""Hosts without SLURM: the torchrun command that a person starts on each."""
+"""Hosts without SLURM: the command of torchrun that a person starts on each."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ def torchrun_lines(
     interface = job.cluster.interface
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
     variables = {**{name: str(interface) for name in names}, **job.cluster.environment}
-    folder = Path(sys.executable).parent
     for number, (host, num_ranks) in enumerate(zip(hosts, nodes, strict=True)):
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         words += [
-            shlex.quote(str(folder / "torchrun")),
+            *(shlex.quote(sys.executable), "-m", "torch.distributed.run"),
             f"--nnodes={len(hosts)}",
             f"--node-rank={number}",
             f"--nproc-per-node={num_ranks}",

@@ -1,4 +1,4 @@
-"""The batch script of a job: what a person would write for SLURM, from the recipe and the placement.
+"""The batch script of a job: what a person would write for SLURM, from recipe and placement.
 
 Whatever comes from a recipe is quoted where bash reads it, and refused where SLURM reads a line
 that knows no quotes. `python -m pytest tests/mimo/cluster` compares whole scripts.
@@ -120,9 +120,8 @@ class Job:
             modules=cluster.modules,
             path=None if cluster.container else path,
             environment=self._environment(),
-            alone=self.container.alone,
+            container=self.container,
             mimo=program,
-            mimo_in_task=f"{self.container.in_task}{program}",
             restarts=cluster.restarts,
             elastic=self.least_nodes is not None,
             interface=cluster.interface,
@@ -220,7 +219,7 @@ class Job:
                 options.append(f"--gpu-bind={cluster.gpu_binding}")
             yield {
                 "directives": directives,
-                "srun": [*options, *self.container.of_step],
+                "srun": options,
                 "table": [
                     " ".join(table[first : first + _ENTRIES_PER_LINE])
                     for first in range(0, len(table), _ENTRIES_PER_LINE)
@@ -279,10 +278,10 @@ def write(job: Job) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     (job.launch / "placement.txt").write_text(job.placement_text, encoding="utf-8")
     (job.launch / "recipe.yaml").write_text(job.phased.to_yaml(), encoding="utf-8")
-    script = job.launch / "job.sh"
-    script.write_text(text, encoding="utf-8")
-    script.chmod(0o755)
-    return script
+    partial = job.launch / ".job.sh"
+    partial.write_text(text, encoding="utf-8")
+    partial.chmod(0o755)
+    return partial.replace(job.launch / "job.sh")  # one that bash reads now stays as it is
 
 
 def template(name: str) -> Any:
@@ -296,8 +295,13 @@ def template(name: str) -> Any:
         comment_start_string="<#",  # bash has `{#`
         comment_end_string="#>",
     )
-    environment.filters["q"] = lambda value: shlex.quote(str(value))
+    environment.filters["q"] = lambda value: _quoted(str(value))
     return environment.get_template(name)
+
+
+def _quoted(text: str) -> str:
+    # In a list of words a bare comma looks like a mistake, to people and to shellcheck.
+    return shlex.quote(text) if "," not in text else f"'{text.replace("'", """'"'"'""")}'"
 
 
 def _table(component: Component) -> Iterator[str]:

@@ -1,0 +1,110 @@
+#!/bin/bash
+# tiny: 17 ranks, 3 nodes. Written by `mimo launch`.
+# placement.txt beside this file says which rank is where.
+#SBATCH --job-name=tiny
+#SBATCH --output="/project/runs/tiny/launch/job_%j.out"
+#SBATCH --open-mode=append
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+
+set -uo pipefail
+
+# ------------------------------------------------------------------------------ folders
+cd /project || exit 1 # relative paths of the recipe begin here
+run=/project/runs/tiny
+launch="$run/launch"
+logs="$launch"
+recipe="$launch/recipe.yaml"
+chain="${1:-}" # the file that lists the jobs of a chain, if this is one of them
+mkdir -p "$launch" "$logs" || exit 1
+
+# -------------------------------------------------------------------------- environment
+export HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
+
+container=( # that all commands of mimo run in
+  '--container-image=registry.example#mimo/train:1.2'
+  '--container-mounts=/data:/data,/project:/project,/datasets:/datasets:ro'
+  --container-workdir=/project
+)
+
+# A command of mimo, once, on this node.
+here() {
+  srun --export=ALL --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" "${container[@]}" mimo "$@"
+}
+
+# ---------------------------------------------------------------- what an exit code means
+later_jobs() { # of this chain
+  if [ -n "$chain" ]; then sed "1,/^$SLURM_JOB_ID\$/d" "$chain"; fi
+}
+
+finish() {
+  local jobs failures
+  echo "exit code $1 at $(date)"
+  case $1 in
+    0 | 2) # done; or a mistake in the input, which another start would meet again
+      mapfile -t jobs < <(later_jobs)
+      if [ "${#jobs[@]}" -gt 0 ]; then scancel "${jobs[@]}"; fi
+      ;;
+    75) # saved, to be continued: by the next job of the chain, or by this one
+      if [ -z "$chain" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+      ;;
+    *)
+      echo "$SLURM_JOB_ID exit code $1 at $(date)" >>"$launch/failures"
+      failures=$(grep -c "^$SLURM_JOB_ID " "$launch/failures")
+      if [ "$failures" -le 3 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+      ;;
+  esac
+  exit "$1"
+}
+
+# ------------------------------------------------------------------------ ranks and nodes
+unset SLURM_NTASKS_PER_NODE # the tables below say which rank is where
+
+# The node of each rank, one to a line. $1: nodes; others: RANKSxNODE in the order of ranks.
+hosts() {
+  local nodes entry i
+  mapfile -t nodes < <(scontrol show hostnames "$1")
+  for entry in "${@:2}"; do
+    for ((i = 0; i < ${entry%x*}; i++)); do echo "${nodes[${entry#*x}]}"; done
+  done
+}
+
+ranks_of_all=(1x0 8x1 8x2)
+hosts "$SLURM_JOB_NODELIST" "${ranks_of_all[@]}" >"$launch/hosts_all"
+
+# A command of mimo as every rank; the others get the time to leave with an exit code, too.
+rank=()
+ranks() {
+  srun --export=ALL --kill-on-bad-exit=0 --wait=120 \
+    --nodes=3 --ntasks=17 \
+    --distribution=arbitrary --nodelist="$launch/hosts_all" \
+    --gpu-bind=none \
+    "${container[@]}" "${rank[@]}" mimo "$@"
+}
+
+# ------------------------------------------------------------------------------ the job
+here check "$recipe" || finish $?
+
+# Ranks meet on this node, the first, which runs rank 0.
+meeting=$(here rendezvous) || finish $?
+MIMO_JOB_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export MIMO_JOB_SECRET MASTER_ADDR="${meeting% *}" MASTER_PORT="${meeting#* }"
+echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
+
+ranks preflight "$recipe" || finish $?
+
+# Not srun's --output: it miscounts the ranks of heterogeneous jobs.
+rank=(bash -c 'exec "$@" >>"$logs/rank_$SLURM_PROCID.log" 2>&1' rank)
+MIMO_BEGAN=$(date +%s.%N)
+export logs MIMO_BEGAN
+ranks train "$recipe" --resume
+code=$?
+case $code in
+  0 | 75) ;;
+  *) here logs "$run" --first-error ;;
+esac
+finish $code
