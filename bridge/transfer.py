@@ -8,6 +8,7 @@ Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -32,12 +33,14 @@ def _unseen(kind: Kind, microbatch: int) -> AbstractContextManager[None]:
 
 @dataclass
 class WaitClock:
-    """Adds up the seconds that this process waited for transfers.
+    """Adds up the seconds that this process waited for transfers, and the bytes that it sent.
 
+    sent_bytes: of rows and of gradients since the step began, to other ranks of either end.
     around: entered for each wait, of what and of which microbatch, by whoever wants to see it.
     """
 
     seconds: float = 0.0
+    sent_bytes: Counter[Kind] = field(default_factory=Counter)
     around: Callable[[Kind, int], AbstractContextManager[None]] = _unseen
 
     def take_seconds(self) -> float:
@@ -73,6 +76,15 @@ class BridgeEnd:
     timeout_seconds: float | None = None
     watch: TransferWatch | None = None
     clock: WaitClock = field(default_factory=WaitClock)
+
+    def begin_step(self) -> None:
+        """Count the bytes of another step."""
+        self.clock.sent_bytes.clear()
+
+    def least_bytes(self, plans: Sequence[BridgePlan]) -> int:
+        """Of the rows on this rank: each is sent once, by one of the ranks that have it."""
+        num_rows = sum(plan.collects(self.rank).num_rows for plan in plans)
+        return num_rows * self.hidden_size * self.wire_dtype.itemsize
 
     def sharers(self) -> list[int]:
         """Ranks whose received rows make up this rank's rows, in order."""
@@ -166,7 +178,7 @@ def start_sending(
     """Start sending rows of ``values`` (N, H), those at ``exchange.index``; no waiting."""
     parts = _leaving(end, exchange, values)
     group, what = _route(end, microbatch, kind)
-    messages = _start(group, sent=[*zip(exchange.peers, parts, strict=True)])
+    messages = _start(end, kind, group, sent=[*zip(exchange.peers, parts, strict=True)])
     return Transfer(end, kind, messages, parts, what, microbatch)
 
 
@@ -179,7 +191,7 @@ def start_receiving(
     """
     parts, apart = _landing(into, _by_peer(exchange))
     group, what = _route(end, microbatch, kind)
-    messages = _start(group, received=[*zip(exchange.peers, parts, strict=True)])
+    messages = _start(end, kind, group, received=[*zip(exchange.peers, parts, strict=True)])
     return Transfer(end, kind, messages, parts, what, microbatch, into, apart)
 
 
@@ -203,7 +215,7 @@ def start_exchanging(
     if end.rank in sent:
         received.pop(end.rank).copy_(sent.pop(end.rank))
     group = end.forward if kind == "rows" else end.backward
-    messages = _start(group, list(sent.items()), list(received.items()))
+    messages = _start(end, kind, group, list(sent.items()), list(received.items()))
     span = f"microbatches {microbatches.start} to {microbatches.stop - 1}"
     what = f"bridge {end.name} (colocated): {kind} of {span}"
     own = list(sent.values())
@@ -258,7 +270,7 @@ def _share_out(
     parts, apart = _landing(buffer, list(theirs.values()))
     own = _rows_at(buffer, mine) if mine.size else buffer[:0]
     sent = [(rank, own) for rank in held] if mine.size else []
-    messages = _start(group, sent, list(zip(theirs, parts, strict=True)))
+    messages = _start(end, kind, group, sent, list(zip(theirs, parts, strict=True)))
     what = f"bridge {end.name}: {kind} of microbatch {microbatch}, shared out over a lane's ranks"
     Transfer(end, kind, messages, [own], what, microbatch, buffer, apart).wait()
 
@@ -317,6 +329,8 @@ def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGro
 
 
 def _start(
+    end: BridgeEnd,
+    kind: Kind,
     group: dist.ProcessGroup,
     sent: Sequence[tuple[int, Tensor]] = (),
     received: Sequence[tuple[int, Tensor]] = (),
@@ -324,6 +338,7 @@ def _start(
     calls = [(dist.irecv, part, peer) for peer, part in received]
     calls += [(dist.isend, part, peer) for peer, part in sent]
     operations = [dist.P2POp(operation, part, peer, group) for operation, part, peer in calls]
+    end.clock.sent_bytes[kind] += sum(part.nbytes for _, part in sent)
     works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     # Backends may answer a batch with one handle for all of it.
     works = works * len(operations) if len(works) == 1 else works

@@ -17,9 +17,11 @@ from mimo.commands.check import check
 from mimo.commands.checkpoint import checkpoint_inspect, checkpoint_prune, checkpoint_verify
 from mimo.commands.convert import convert_from_hf, convert_to_hf, tiny
 from mimo.commands.data import data_doctor, data_index, data_pack
+from mimo.commands.experiment import experiment
 from mimo.commands.fit import fit
 from mimo.commands.generate import evaluate, generate, replay
 from mimo.commands.launch import launch, rendezvous
+from mimo.commands.preflight import preflight
 from mimo.commands.report import compare, report
 from mimo.commands.train import prepare, quickstart, train
 from mimo.commands.verify import parity, verify
@@ -34,7 +36,7 @@ app = typer.Typer(
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
 for command in (
-    *(check, prepare, launch, train, report, compare, replay, verify),
+    *(check, preflight, prepare, launch, train, report, compare, experiment, replay, verify),
     *(status, top, logs),
     *(generate, evaluate, parity, tiny, quickstart),
 ):

@@ -32,6 +32,8 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
+_DRIVER = Path("/proc/driver/nvidia/version")
+
 # Where tensors live when there is no GPU.
 DEVICE_WITHOUT_GPU = torch.device("cpu")
 
@@ -166,6 +168,42 @@ def gpu_memory() -> Memory | None:
         return None
     properties = torch.cuda.get_device_properties(local_device())
     return Memory("the GPU of each rank", properties.total_memory, is_of_processes=False)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """That of a rank. identity: the same only for the same device. Sizes in bytes."""
+
+    name: str
+    identity: str
+    free: int
+    total: int
+
+
+def gpu_of(local_rank: int) -> Gpu | None:
+    """The GPU of a rank, after it has computed something; None without. Initialises the GPU.
+
+    Raises RuntimeError where it does not work.
+    """
+    if not has_gpu():
+        return None
+    device = local_device(local_rank)
+    if (found := torch.ones(1024, device=device).sum().item()) != 1024:
+        raise RuntimeError(f"the sum of 1,024 ones on {device} is {found:g}")
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return Gpu(properties.name, str(properties.uuid), free, total)
+
+
+def library_versions() -> dict[str, str]:
+    """Of what drives the GPUs; empty without any."""
+    if not has_gpu():
+        return {}
+    found = {"cuda": str(torch.version.cuda)}
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with suppress(OSError):
+        found["driver"] = _DRIVER.read_text().splitlines()[0]
+    return found
 
 
 def memory_in_use() -> dict[str, int]:

@@ -52,7 +52,7 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
     none, any that braces name is missing, or a URL cannot be used.
     """
     remote.check_url(pattern)
-    texts = [pattern] if os.path.isfile(pattern) else _without_braces(pattern)
+    texts = [pattern] if os.path.isfile(pattern) else without_braces(pattern)
     named = [*islice(texts, _MAX_SHARDS + 1)]
     if len(named) > _MAX_SHARDS:
         raise ValueError(f"{pattern!r} stands for more than {_MAX_SHARDS} shards")
@@ -89,7 +89,7 @@ def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]
     return found
 
 
-def _without_braces(pattern: str) -> Iterator[str]:
+def without_braces(pattern: str) -> Iterator[str]:
     """All texts that a pattern with ranges and lists in braces stands for."""
     braces = _BRACES.search(pattern)
     if braces is None:
@@ -104,7 +104,7 @@ def _without_braces(pattern: str) -> Iterator[str]:
         width = max(len(first), len(last)) if padded else 0
         options = (f"{n:0{width}d}" for n in range(low, high + 1, int(step or 1) or 1))
     for option in options:
-        yield from _without_braces(pattern[: braces.start()] + option + pattern[braces.end() :])
+        yield from without_braces(pattern[: braces.start()] + option + pattern[braces.end() :])
 
 
 def describe_shard(path: str) -> Shard:

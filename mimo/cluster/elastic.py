@@ -7,7 +7,8 @@ microbatches each and follow the same losses. tp, cp and pp stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from mimo.recipe.source import dotted
 
 
 def fit(path: Path, overrides: Sequence[str], nodes: int) -> tuple[list[str], Placement]:
-    """The overrides with which a recipe fits so many nodes, those given included, and its ranks.
+    """The overrides with which a recipe fits so many nodes, and where its ranks are then.
+
+    Those given are among them, but for numbers of lanes that are replaced.
 
     All phases keep their global batch and never have more lanes than the recipe gives them. First
     choice are layouts that keep the ratio of encoders' lanes to the language model's; of these, or
@@ -45,13 +48,16 @@ def fit(path: Path, overrides: Sequence[str], nodes: int) -> tuple[list[str], Pl
     for choice in _choices(phased, layouts, nodes * places):
         if num_nodes(phased, choice) > nodes:
             continue
-        more = [*overrides, *_overrides(phased, layouts, choice)]
+        more = _overridden(phased, overrides, _overrides(phased, layouts, choice))
         try:
             return more, place(*_checked(path, more))
         except RecipeError:
             continue  # sizes that these lanes do not divide
-    smallest = min(_choices(phased, layouts, layouts[0].world_size), key=lambda one: _size(one))
-    found = _checked(path, [*overrides, *_overrides(phased, layouts, smallest)])
+    smallest = min(
+        _choices(phased, layouts, layouts[0].world_size), key=lambda one: one[0].world_size
+    )
+    more = _overridden(phased, overrides, _overrides(phased, layouts, smallest))
+    found = _checked(path, more)
     sizes = "; ".join(f"{name}: {grid}" for name, grid in found[1][0].grids.items())
     raise InputError(
         f"{path}: got {nodes} node{'s' * (nodes > 1)} of {places} ranks, but the smallest layout "
@@ -63,10 +69,6 @@ def fit(path: Path, overrides: Sequence[str], nodes: int) -> tuple[list[str], Pl
 def _checked(path: Path, overrides: Sequence[str]) -> tuple[PhasedRecipe, list[Layout]]:
     phased = load_phases(path, overrides)
     return phased, phased.each(lambda recipe: check_recipe(recipe, None))
-
-
-def _size(choice: Sequence[Layout]) -> int:
-    return choice[0].world_size
 
 
 def _choices(
@@ -123,15 +125,31 @@ def _keeps_ratio(layout: Layout, smaller: Layout) -> bool:
 
 def _overrides(
     phased: PhasedRecipe, layouts: Sequence[Layout], choice: Sequence[Layout]
-) -> Iterator[str]:
-    """What turns the recipe's layouts into those chosen; ranks then follow one another."""
-    for number, (phase, before, after) in enumerate(
-        zip(phased.phases, layouts, choice, strict=True)
-    ):
-        above = ("phases", number) if phased.has_phases else ()
+) -> Iterator[tuple[str, str]]:
+    """What turns a phase's layout into that chosen; ranks then follow one another.
+
+    Yields the phase as the beginning of a key, empty without phases, and the rest of the override.
+    """
+    grids = zip(phased.phases, layouts, choice, strict=True)
+    for number, (phase, before, after) in enumerate(grids):
+        above = f"phases.{number}." if phased.has_phases else ""
         for name in (*before.encoders, LANGUAGE):
-            key = dotted((*above, *key_of(name), "grid"))
+            key = dotted((*key_of(name), "grid"))
             if after.grids[name].dp != before.grids[name].dp:
-                yield f"{key}.dp={after.grids[name].dp}"
+                yield above, f"{key}.dp={after.grids[name].dp}"
             if phase.recipe.module(name).grid.rank_offset is not None:
-                yield f"{key}.rank_offset=null"
+                yield above, f"{key}.rank_offset=null"
+
+
+def _overridden(
+    phased: PhasedRecipe, given: Sequence[str], more: Iterable[tuple[str, str]]
+) -> list[str]:
+    """All overrides but those given for keys that every phase now has of its own.
+
+    Those would be refused, since they change nothing.
+    """
+    more = list(more)
+    phases_of = Counter(override.partition("=")[0] for _, override in more)
+    replaced = {key for key, count in phases_of.items() if count == len(phased.phases)}
+    kept = [override for override in given if override.partition("=")[0].strip() not in replaced]
+    return [*kept, *(above + override for above, override in more)]

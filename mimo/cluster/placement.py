@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mimo.cluster.packing import Units, least_nodes, pack
-from mimo.cluster.traffic import Bridge, Traffic, traffic
+from mimo.cluster.traffic import Pairs, Traffic, traffic
 from mimo.errors import RecipeError
 from mimo.layout.grids import LANGUAGE, Layout
 from mimo.recipe.cluster import Cluster
@@ -166,28 +166,21 @@ def _loads(units: Sequence[range], unit_of: np.ndarray, flows: Traffic, part: Pa
     """What the units of a part exchange with each other."""
     first, last = part.ranks.start, part.ranks.stop
     pairs, num_bytes = [np.zeros((0, 2), np.int64)], [np.zeros(0)]
-    bridges: list[Bridge] = []
+    gives, takes = [np.zeros((len(units), 0))], [np.zeros((len(units), 0))]
     for flow in flows:
-        if isinstance(flow, Bridge):
-            bridges.append(flow)
+        if isinstance(flow, Pairs):
+            here = ((flow.pairs >= first) & (flow.pairs < last)).all(1)
+            pairs.append(unit_of[flow.pairs[here] - first])
+            num_bytes.append(flow.num_bytes[here])
             continue
-        here = ((flow.pairs >= first) & (flow.pairs < last)).all(1)
-        pairs.append(unit_of[flow.pairs[here] - first])
-        num_bytes.append(flow.num_bytes[here])
-
-    def ends(ranks: np.ndarray) -> np.ndarray:
-        own = ranks[(ranks >= first) & (ranks < last)] - first
-        return np.bincount(unit_of[own], minlength=len(units))
-
-    shape = (len(bridges), len(units))
-    return Units(
-        sizes=np.array([len(unit) for unit in units]),
-        pairs=np.concatenate(pairs),
-        num_bytes=np.concatenate(num_bytes),
-        senders=np.array([ends(one.senders) for one in bridges]).reshape(shape),
-        receivers=np.array([ends(one.receivers) for one in bridges]).reshape(shape),
-        weights=np.array([one.num_bytes for one in bridges]),
-    )
+        ends = []
+        for ranks in (flow.senders, flow.receivers):
+            own = unit_of[ranks[(ranks >= first) & (ranks < last)] - first]
+            ends.append(np.bincount(own, minlength=len(units)))
+        gives.append(np.column_stack(ends) * flow.num_bytes)
+        takes.append(np.column_stack(ends[::-1]))
+    sizes = np.array([len(unit) for unit in units])
+    return Units(sizes, *map(np.concatenate, (pairs, num_bytes)), *map(np.hstack, (gives, takes)))
 
 
 def _cut(ranks: range, size: int) -> Iterator[range]:

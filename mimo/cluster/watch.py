@@ -1,4 +1,4 @@
-"""`mimo status` and `mimo top`: where a run stands, from its folder and what SLURM says of its jobs.
+"""`mimo status` and `mimo top`: where a run stands, by its folder and what SLURM says of its jobs.
 
 The folder is enough, so any machine that sees it can look. Of metrics only the end is read.
 """

@@ -97,17 +97,34 @@ class Meeting:
 
         return self.from_rank_0(all_words)
 
-    def _check_problems(self, name: str) -> None:
-        """Raise InputError with the problems of all ranks, and the ranks that did not join."""
-        keys, ranks_of = [f"{name} {rank}" for rank in range(self._size)], dict[str, list[int]]()
+    def gather(self, words: str) -> list[str | None]:
+        """On rank 0 the words of every rank, None of one that has not come in time; each calls it.
+
+        Other ranks get nothing, and do not wait.
+        """
+        self._rounds += 1
+        name = f"gathered {self._rounds}"
+        self._words.set(f"{name} {self._rank}", words)
+        return self._found(name) if self._rank == 0 else []
+
+    def _found(self, name: str) -> list[str | None]:
+        """What each rank has set under the name; None of those that have not within the time."""
+        keys, found = [f"{name} {rank}" for rank in range(self._size)], list[str | None]()
         with suppress(RuntimeError):
             self._wait(keys, self._timeout)
-        for rank, key in enumerate(keys):
-            text = f"did not join within {self._timeout.total_seconds():g} s"
+        for key in keys:
+            found.append(None)
             with suppress(RuntimeError):  # the store is gone with the rank that held it
                 if self._words.check([key]):
-                    text = self._words.get(key).decode()
-            ranks_of.setdefault(text, []).append(rank)
+                    found[-1] = self._words.get(key).decode()
+        return found
+
+    def _check_problems(self, name: str) -> None:
+        """Raise InputError with the problems of all ranks, and the ranks that did not join."""
+        ranks_of = dict[str, list[int]]()
+        absent = f"did not join within {self._timeout.total_seconds():g} s"
+        for rank, text in enumerate(self._found(name)):
+            ranks_of.setdefault(absent if text is None else text, []).append(rank)
         ranks_of.pop("", None)
         lines = []
         for text, ranks in ranks_of.items():
@@ -138,7 +155,7 @@ class Meeting:
             self._wait([key], 2 * self._timeout)  # rank 0 may wait for others
         value, exit_code = pickle.loads(bytes.fromhex(self._words.get(key).decode()))
         if exit_code:
-            self._leave()
+            self.leave()
             raise Refused(exit_code)
         return value
 
@@ -167,14 +184,21 @@ class Meeting:
             text = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the folder is gone or its disk full, perhaps the very error
             (log_dir / f"error_rank_{self._rank}.txt").write_text(text, encoding="utf-8")
-        times = 1
-        with suppress(RuntimeError):  # the rank with the store is gone
-            times = self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1)
-        if times == 1:
-            print(f"{text}rank {self._rank} failed", file=sys.stderr, flush=True)
-        self._leave()
+        times = list[int]()
 
-    def _leave(self) -> None:
+        def count() -> None:
+            with suppress(RuntimeError):  # the rank with the store is gone
+                times.append(self._words.add(hashlib.sha256(summary.encode()).hexdigest(), 1))
+
+        asking = threading.Thread(target=count, daemon=True)
+        asking.start()
+        asking.join(_ANSWER_SECONDS)  # the network may be cut, and then no error comes for long
+        if times in ([], [1]):
+            print(f"{text}rank {self._rank} failed", file=sys.stderr, flush=True)
+        if times:
+            self.leave()
+
+    def leave(self) -> None:
         """Say that this rank no longer needs the store; rank 0 waits for the others to do so."""
         with suppress(RuntimeError):  # the rank with the store is gone
             here = self._words.add("left", 1)

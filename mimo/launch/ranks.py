@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -162,8 +163,22 @@ def _slurm_environment() -> RankEnv | None:
 
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list: `gpu[03-05,9],login1` gives `gpu03`."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^\[,]*)", nodes)
-    return "".join(part or "" for part in match.groups()) if match else "127.0.0.1"
+    return next(hosts_of(nodes), "127.0.0.1")
+
+
+def hosts_of(nodes: str) -> Iterator[str]:
+    """The hosts of a SLURM node list, in its order."""
+    for before, ranges, after in re.findall(r"([^\[,]+)(?:\[([^\]]*)\])?([^\[,]*)", nodes):
+        for one in ranges.split(","):
+            first, _, last = one.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else ()
+            for number in numbers or ("",):
+                yield f"{before}{str(number).zfill(len(first))}{after}"
+
+
+def node_name() -> str:
+    """This machine's: the one that SLURM knows it by, else the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _report(failure: RanksFailed, log_dir: Path | None) -> int:

@@ -10,6 +10,7 @@ Letters: B sequences (1 for packed) of S tokens on this lane, N rows, H hidden.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -140,6 +141,7 @@ class MimoModel:
             plans = plan.bridges[link]
             if check:
                 check_plans(bridge.end, plans, sample_keys)
+            bridge.end.begin_step()
             bridge.begin(plans, forward_only)
         loss: float | Tensor = 0.0
         for name, module in self.modules.items():
@@ -183,6 +185,22 @@ class MimoModel:
     def take_waited_seconds(self) -> float:
         """Seconds that the host waited for transfers of all bridges since the last call."""
         return sum(bridge.end.clock.take_seconds() for bridge in self._bridges().values())
+
+    def bridge_bytes(self, plan: StepPlan) -> dict[tuple[str, str], int]:
+        """By column and edge, such as `vision_forward`, what this rank has sent in this step.
+
+        The column `least` has what would have to be sent if each row took its way once, and its
+        gradient once back.
+        """
+        found = Counter[tuple[str, str]]()
+        for link, bridge in self._bridges().items():
+            end, name = bridge.end, link.encoder
+            least = 0 if link in self.receivers else end.least_bytes(plan.bridges[link])
+            found["sent", f"{name}_forward"] += end.clock.sent_bytes["rows"]
+            found["sent", f"{name}_backward"] += end.clock.sent_bytes["gradients"]
+            found["least", f"{name}_forward"] += least
+            found["least", f"{name}_backward"] += least * end.trainable
+        return found
 
     def _bridges(self) -> dict[Link, BridgeSender | LevelReceiver | ColocatedBridge]:
         """This rank's ends of all bridges."""

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table as ConsoleTable
-from rich.text import Text
-
 from mimo.errors import InputError
-from mimo.report.page import Part, Section, Table, number, percent, render, write
+from mimo.report.page import Part, Section, Table, number, percent, render, show, write
 from mimo.report.pictures import lines
 from mimo.report.runs import RunData, read_runs
 
@@ -27,7 +22,6 @@ _DRAWN = (
     (r"step_seconds|bridge_wait_seconds_.*", "seconds"),
     (r"memory_gib_.*", "GiB"),
 )
-_LOG_WIDTH = 160  # characters; a log file has no width of its own
 _FIGURES = (
     "run",
     "state",
@@ -122,13 +116,6 @@ def main(folders: Sequence[Path], page: Path) -> int:
     if len(folders) < 2:
         raise InputError("give two runs or more, such as runs/first runs/second")
     runs = _named_apart([run for folder in folders for run in read_runs(folder)])
-    found, different = figures(runs), differences(runs)
-    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
-    for one in (found, different):
-        if one.rows:
-            shown = ConsoleTable(*one.columns)
-            for row in one.rows:
-                shown.add_row(*map(Text, row))
-            console.print(shown)
+    show(figures(runs), differences(runs))
     write(page, render("Runs compared", [Part("", {}, sections_of(runs))]))
     return 0

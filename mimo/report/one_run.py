@@ -31,6 +31,7 @@ _FAMILIES = (
     ("Throughput", "Standing still for a checkpoint", "seconds", r"save_seconds"),
     ("Where the time goes", "Idle share of ranks", "", r"(encoder_)?idle_fraction(_.+)?"),
     ("Where the time goes", "Waits at bridges", "seconds", r"bridge_wait_seconds_.+"),
+    ("Where the time goes", "Sent over bridges in a step", "bytes", r"bridge_(least_)?bytes_.+"),
     ("Balance", "Most loaded encoder lane over the mean", "", r"encoder_imbalance"),
     ("Balance", "FLOPs of a step", "", r"flops_.+"),
     ("Memory", "Most of any rank", "GiB", r"memory_gib_.+"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.console import Console
+from rich.table import Table as ConsoleTable
+from rich.text import Text
 
 from mimo.errors import InputError
 from mimo.report.pictures import Picture
+
+_LOG_WIDTH = 160  # characters; a log file has no width of its own
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,17 @@ def write(page: Path, text: str) -> None:
     except OSError as error:
         raise InputError(f"{page} cannot be written ({error.strerror}); name another") from error
     print(f"written: {page}")
+
+
+def show(*tables: Table) -> None:
+    """Print those that have rows."""
+    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
+    for one in tables:
+        if one.rows:
+            shown = ConsoleTable(*one.columns)
+            for row in one.rows:
+                shown.add_row(*map(Text, row))
+            console.print(shown)
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -30,10 +31,19 @@ _STYLE: Any = {  # its keys are of a type of matplotlib's
 
 @dataclass(frozen=True)
 class Picture:
-    """title: also what a page says where it shows no pictures. address: a `data:` URL."""
+    """title: also what a page says where it shows no pictures. address: a `data:` URL.
+
+    figure: that it was drawn as, if it was.
+    """
 
     title: str
     address: str
+    figure: Figure | None = None
+
+    def write_png(self, path: Path) -> None:
+        """The same as a file, if it was drawn."""
+        if self.figure is not None:
+            self.figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
 def data_url(content: bytes, kind: str) -> str:
@@ -54,6 +64,24 @@ def lines(title: str, unit: str, curves: Mapping[str, Curve]) -> Picture:
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="step", ylabel=unit)
     _legend(axes, len(curves))
+    return _done(title, figure)
+
+
+@mpl.rc_context(_STYLE)
+def spreads(title: str, unit: str, rows: Mapping[str, Sequence[float]]) -> Picture:
+    """One bar per row, as long as the median of its values, with lines from the least to the most.
+
+    Rows without values have no bar.
+    """
+    figure, axes = _figure(0.8 + 0.3 * len(rows))
+    for place, values in enumerate(rows.values()):
+        if values:
+            middle = float(np.median(values))
+            reach = [[middle - min(values)], [max(values) - middle]]
+            axes.barh(place, middle, color="tab:blue", xerr=reach if len(values) > 1 else None)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set(xlabel=unit)
     return _done(title, figure)
 
 
@@ -89,4 +117,4 @@ def _legend(axes: Axes, count: int) -> None:
 def _done(title: str, figure: Figure) -> Picture:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return Picture(title, data_url(buffer.getvalue(), "svg+xml"))
+    return Picture(title, data_url(buffer.getvalue(), "svg+xml"), figure)

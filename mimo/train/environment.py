@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,18 @@ def starts_of(run_dir: Path) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
+def versions() -> dict[str, str]:
+    """Of the installed packages that matter."""
+    found = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
 def _here(num_ranks: int, step: int) -> dict[str, Any]:
     from mimo.device import device_name  # loads torch, which whoever reads the file can do without
 
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,
@@ -53,6 +57,6 @@ def _here(num_ranks: int, step: int) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": versions(),
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mimo.train.observer import ACTIVITIES
@@ -84,7 +84,8 @@ def explain(states: Mapping[int, State], num_ranks: int) -> Explanation:
 
     The origin is whoever does not answer; else whoever waits for nobody, and does not get on,
     although others wait for it; else whoever has gone past what the ranks furthest behind wait for:
-    it has left that out.
+    it has left that out. That also is what a network looks like that is cut between them, if those
+    behind wait for ranks of other hosts.
     """
     here = {rank: state for rank, state in states.items() if state.told}
     if origins := [rank for rank in range(num_ranks) if rank not in here]:
@@ -100,7 +101,10 @@ def explain(states: Mapping[int, State], num_ranks: int) -> Explanation:
         origins = sorted(rank for rank in awaited if here[rank].progress > least)
         left = f"has left out what rank {late} waits for, and is already"
         lines = [f"{here[r]} {left} {here[r].story}{_since(here[r])}" for r in origins]
-    lines = [f"origin: {line}" for line in lines or ["none; all ranks wait for each other"]]
+        lines = lines or ["none; all ranks wait for each other"]
+        if all(any(here[r].host != one.host for r in one.waits_for) for one in behind):
+            lines[0] = f"no message gets through between {_by_host(here.values())}, or {lines[0]}"
+    lines = [f"origin: {line}" for line in lines]
     alike: dict[str, list[State]] = {}
     for rank, state in here.items():
         if rank not in origins:
@@ -136,6 +140,15 @@ def _silent(rank: int, state: State | None) -> str:
 def _named(states: Sequence[State]) -> str:
     more = f" and {len(states) - _SHOWN_RANKS} more" if states[_SHOWN_RANKS:] else ""
     return ", ".join(map(str, states[:_SHOWN_RANKS])) + more
+
+
+def _by_host(states: Iterable[State]) -> str:
+    """Hosts with their ranks."""
+    ranks: dict[str, list[str]] = {}
+    for state in states:
+        ranks.setdefault(state.host, []).append(str(state.rank))
+    told = [f"{host} (rank {', '.join(own[:_SHOWN_RANKS])})" for host, own in ranks.items()]
+    return " and ".join(told[:_SHOWN_RANKS])
 
 
 def _since(state: State) -> str:

@@ -45,7 +45,7 @@ def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
     shutil.rmtree(run_dir / RANKS, ignore_errors=True)
     (run_dir / CRASH).unlink(missing_ok=True)
     if (hang := run_dir / HANG).exists():
-        _moved_aside(hang)
+        moved_aside(hang)
     (run_dir / "recipe.yaml").write_text(recipe.to_yaml())
     return run_dir
 
@@ -75,10 +75,11 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
 def _step_aside(run_dir: Path) -> None:
     if not run_dir.exists():
         return
-    print(f"the previous run moved to {_moved_aside(run_dir)}")
+    print(f"the previous run moved to {moved_aside(run_dir)}")
 
 
-def _moved_aside(folder: Path) -> Path:
+def moved_aside(folder: Path) -> Path:
+    """Rename a folder to the first free name with a number; returns that."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1

@@ -73,7 +73,9 @@ def train_step(
         with SPANS.span(name, "gradients"):
             own_norms[name] = module.squared_norm()
     SPANS.end_period(measures=is_logged(train, step + 2))
-    own_times = times.of_this_rank() if is_logged(train, step) else []
+    own_times = []
+    if is_logged(train, step):
+        own_times = times.of_this_rank(model.bridge_bytes(plan))
     own_changes, model.squared_changes = model.squared_changes, {}
     squares = [own.get(name, 0.0) for own in (own_norms, own_changes) for name in rates]
     waited = batches.take_waited_seconds()

@@ -26,7 +26,8 @@ _Column = tuple[str, str]
 class StepTimes:
     """Of one rank's spans; all ranks of the world make the same table.
 
-    columns: seconds of (module, part of the step), those of the edges of bridges, and the memory.
+    columns: seconds of (module, part of the step), those of the edges of bridges, the bytes that go
+    over these, and the memory.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -36,19 +37,25 @@ class StepTimes:
             phases = ("forward" if module == LANGUAGE else "encode", *_OF_MODULES)
             spans += [(module, phase) for phase in phases]
         ways = [f"{name}_{way}" for name in layout.encoders for way in ("forward", "backward")]
-        edges: list[_Column] = [("edge", way) for way in ways]
+        of_edges = ("edge", "sent", "least")
+        edges: list[_Column] = [(column, way) for column in of_edges for way in ways]
         names = [*spans, *edges, ("memory", "")]
         self._columns = {name: number for number, name in enumerate(names)}
         self._spans, self._ways = spans, ways
 
-    def of_this_rank(self) -> list[float]:
-        """The table (ranks · columns) with this rank's row: of a period since it was last asked."""
+    def of_this_rank(self, bridge_bytes: Mapping[_Column, int]) -> list[float]:
+        """The table (ranks · columns) with this rank's row: of a period since it was last asked.
+
+        bridge_bytes: of this step, as of `MimoModel.bridge_bytes`.
+        """
         table = np.zeros((self._layout.world_size, len(self._columns)))
         own = table[self._rank]
         for (module, phase, edge), seconds in SPANS.take().items():
             own[self._columns[module, phase]] += seconds
             if edge:
                 own[self._columns["edge", edge]] += seconds
+        for column, count in bridge_bytes.items():
+            own[self._columns[column]] = count
         own[self._columns["memory", ""]] = memory_taken()
         return table.ravel().tolist()
 
@@ -58,7 +65,9 @@ class StepTimes:
         `seconds_<module>_<part>` is the mean over the module's ranks, with `_max` the largest;
         waits for data and for other ranks count for every module of a rank. `idle_fraction` is the
         share of their time in `WAITS`. `bridge_wait_seconds_<edge>` and `memory_gib_<module>` are
-        those of the rank where they are largest.
+        those of the rank where they are largest. `bridge_bytes_<edge>` is what all ranks together
+        have sent in this step, `bridge_least_bytes_<edge>` what they would if each row, or its
+        gradient, took its way once.
         """
         if not table:
             return {}
@@ -79,6 +88,8 @@ class StepTimes:
         for way in self._ways:
             waits = ranks[:, self._columns["edge", way]]
             found[f"bridge_wait_seconds_{way}"] = float(waits.max())
+            for column, name in (("sent", "bridge_bytes"), ("least", "bridge_least_bytes")):
+                found[f"{name}_{way}"] = float(ranks[:, self._columns[column, way]].sum())
         return found
 
     def _phases(self, ranks: np.ndarray, module: str) -> Mapping[str, np.ndarray]:

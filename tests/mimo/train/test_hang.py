@@ -74,3 +74,20 @@ def test_ranks_that_wait_for_each_other_have_no_origin() -> None:
     )
     assert ranks == ()
     assert lines[0] == "origin: none; all ranks wait for each other"
+
+
+def test_ranks_that_wait_across_hosts_alone_may_have_no_network_between_them() -> None:
+    there = {
+        "host": "node2",
+        "activity": "norm and loss",
+        "waits": "the sum",
+        "waits_for": (0, 1, 2),
+    }
+    states = [rank(0, waits="gradients", waits_for=(2,)), rank(1, **there), rank(2, **there)]
+    ranks, lines = origins(*states)
+    assert ranks == (2,)
+    cut = "origin: no message gets through between node1 (rank 0) and node2 (rank 1, 2), or"
+    assert lines[0].startswith(f"{cut} rank 2 (vision, lane 0) has left out what rank 0 waits for")
+    everyone = [replace(one, waits_for=(0, 1, 2), activity="update") for one in states]
+    ranks, lines = origins(*everyone)
+    assert (ranks, lines[0]) == ((), f"{cut} none; all ranks wait for each other")

@@ -24,6 +24,12 @@ SECONDS = (
         ("language", "pipeline_wait", ""): 2.0,
     },
 )
+# Vision's rows go to both ranks of the language model.
+BYTES = (
+    {("sent", "vision_forward"): 80, ("least", "vision_forward"): 40},
+    {("sent", "vision_backward"): 10},
+    {("sent", "vision_backward"): 30},
+)
 
 
 def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +39,7 @@ def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyP
     for rank, seconds in enumerate(SECONDS):
         monkeypatch.setattr(times.SPANS, "take", lambda seconds=seconds: seconds)
         monkeypatch.setattr(times, "memory_taken", lambda rank=rank: (rank + 1) * 2**30)
-        tables.append(StepTimes(layout, rank).of_this_rank())
+        tables.append(StepTimes(layout, rank).of_this_rank(BYTES[rank]))
     found = StepTimes(layout, 0).figures(np.sum(tables, axis=0).tolist())
     assert found == pytest.approx(
         {
@@ -44,6 +50,10 @@ def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyP
             "memory_gib_language": 3,
             "bridge_wait_seconds_vision_forward": 2,
             "bridge_wait_seconds_vision_backward": 5,
+            "bridge_bytes_vision_forward": 80,
+            "bridge_least_bytes_vision_forward": 40,
+            "bridge_bytes_vision_backward": 40,
+            "bridge_least_bytes_vision_backward": 0,
             **with_max("vision_encode", 2, 2),
             **with_max("vision_bridge_wait", 5, 5),
             **with_max("vision_sync", 3, 3),

@@ -1,0 +1,18 @@
+"""`mimo experiment`: one recipe in several layouts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mimo.commands._shared import OverridesArgument
+
+
+def experiment(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An experiment, as YAML.")],
+    overrides: OverridesArgument = None,
+) -> int | None:
+    """Run a recipe in several layouts, check that all learn the same, and write a page about it."""
+    from mimo.experiment.main import main
+
+    return main(file, overrides or [])

@@ -1,0 +1,198 @@
+"""The page of an experiment, and its pictures as files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from mimo.experiment.compare import STRICT_STEPS, bound, difference
+from mimo.experiment.results import Result, warmup_steps
+from mimo.experiment.runs import Record
+from mimo.experiment.schema import Experiment
+from mimo.report.compare import differences
+from mimo.report.page import Part, Section, Table, number, percent, render, write
+from mimo.report.pictures import lines, shares, spreads
+from mimo.report.runs import Curve, read_runs
+
+_TIME = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)")
+_MIB = 2**20
+
+
+def results_table(results: Sequence[Result], reference: str) -> Table:
+    """What a person compares first."""
+    whole = next((one for one in results if one.name == reference and one.tokens), None)
+    rows = []
+    for one in results:
+        tokens = median(one.tokens) if one.tokens else None
+        spread = ""
+        if len(one.tokens) > 1:
+            spread = f"{number(min(one.tokens))} to {number(max(one.tokens))}"
+        faster = None if whole is None or tokens is None else tokens / median(whole.tokens)
+        rows.append(
+            (
+                f"{one.name} (reference)" if one.name == reference else one.name,
+                one.state,
+                number(None if one.follows is None else one.follows.difference),
+                number(tokens),
+                spread,
+                number(faster),
+                number(one.figures.get("step_seconds")),
+                percent(one.figures.get("idle_fraction")),
+                number(_most(one.figures, "memory_gib_")),
+            )
+        )
+    head = ("layout", "loss curve", "largest difference", "tokens/s", "of its runs", "× reference")
+    return Table((*head, "step, s", "idle", "memory of a rank, GiB"), rows)
+
+
+def _most(figures: Mapping[str, float], prefix: str) -> float | None:
+    return max((value for name, value in figures.items() if name.startswith(prefix)), default=None)
+
+
+def _modules(results: Sequence[Result]) -> Iterator[tuple[Result, str, dict[str, float]]]:
+    """Each module of each layout with the seconds of its parts of a step."""
+    for one in results:
+        parts = dict[str, dict[str, float]]()
+        for name, value in one.figures.items():
+            if found := _TIME.fullmatch(name):
+                parts.setdefault(found["module"], {})[found["phase"]] = value
+        for module in sorted(parts):
+            yield one, module, parts[module]
+
+
+def _times(results: Sequence[Result]) -> Section:
+    rows, bars = [], dict[str, dict[str, float]]()
+    for one, module, parts in _modules(results):
+        bars[f"{one.name}: {module}"] = {name.replace("_", " "): s for name, s in parts.items()}
+        computes = ("encode", "forward", "backward", "bridge_wait", "pipeline_wait", "sync")
+        rows.append(
+            (
+                f"{one.name}: {module}",
+                percent(one.figures.get(f"idle_fraction_{module}")),
+                *(number(parts.get(phase, 0.0)) for phase in computes),
+                number(one.figures.get(f"flops_{module}")),
+                number(one.figures.get(f"memory_gib_{module}")),
+            )
+        )
+    columns = ("layout: module", "idle", "encode, s", "forward, s", "backward, s")
+    waits = ("wait at bridges, s", "wait in the pipeline, s", "wait for all ranks, s")
+    table = Table((*columns, *waits, "FLOPs of a step", "memory, GiB"), rows)
+    title = "A step by layout, module and part: mean over the module's ranks"
+    pictures = [shares(title, "seconds", bars)] if bars else []
+    return Section("Where the time goes", pictures, [table])
+
+
+def _bridges(results: Sequence[Result]) -> Section:
+    rows = []
+    for one in results:
+        for name, sent in one.figures.items():
+            if not name.startswith("bridge_bytes_"):
+                continue
+            edge = name.removeprefix("bridge_bytes_")
+            least = one.figures[f"bridge_least_bytes_{edge}"]
+            rows.append(
+                (
+                    f"{one.name}: {edge.replace('_', ' ')}",
+                    number(sent / _MIB),
+                    number(least / _MIB),
+                    number(sent / least) if least else "–",
+                    number(one.figures.get(f"bridge_wait_seconds_{edge}")),
+                )
+            )
+    columns = ("layout: edge", "sent in a step, MiB", "lower bound, MiB", "× bound", "wait, s")
+    note = (
+        "The lower bound has each row once forward, and its gradient once back if the encoder "
+        "trains. What stays on a rank is not sent, so layouts that share ranks may be below it."
+    )
+    return Section("Bridges", tables=[Table(columns, rows)], note=note if rows else "")
+
+
+def _losses(results: Sequence[Result], reference: str, precision: str) -> Section:
+    curves = {one.name: _curve(records) for one in results if (records := _records(one))}
+    pictures = [lines("Loss per token", "", curves)] if curves else []
+    if reference in curves:
+        theirs = curves[reference].values
+        apart = {"bound": _allowed(len(theirs), precision)}
+        for name, own in curves.items():
+            if name != reference and len(own.values) == len(theirs):
+                values = [
+                    difference(float(a), float(b)) or np.nan
+                    for a, b in zip(own.values, theirs, strict=True)
+                ]
+                apart[name] = Curve(own.steps, np.array(values))
+        pictures.append(lines("Difference of the losses from the reference", "", apart))
+    return Section("Losses", pictures)
+
+
+def _records(result: Result) -> Sequence[Record]:
+    """Of its first run that is done."""
+    return next((one.records for one in result.outcomes if not one.error), ())
+
+
+def _curve(records: Sequence[Record]) -> Curve:
+    losses = [np.nan if one["loss"] is None else one["loss"] for one in records]
+    return Curve(np.array([one["step"] + 1 for one in records]), np.array(losses))
+
+
+def _allowed(steps: int, precision: str) -> Curve:
+    counted = np.arange(steps)
+    return Curve(counted + 1, np.array([bound(int(step), precision) for step in counted]))
+
+
+def problems_table(results: Sequence[Result]) -> Table:
+    """Runs that failed, with their logs, and layouts that do not follow the reference."""
+    rows = []
+    for one in results:
+        if one.follows is not None and one.follows.problem:
+            rows.append((one.name, one.follows.problem, ""))
+        for outcome in one.outcomes:
+            if outcome.error:
+                log = str(outcome.run.errors) if outcome.run.errors.exists() else ""
+                rows.append((outcome.run.name, outcome.error, log))
+    return Table(("layout or run", "problem", "log"), rows, words=True)
+
+
+def verdict(results: Sequence[Result], reference: str) -> str:
+    """One sentence: who follows the reference, who does not."""
+    wrong = [f"{one.name} {one.state}" for one in results if one.state != "follows"]
+    right = len(results) - len(wrong)
+    told = f"{right} of {len(results)} layouts follow the losses of {reference}, but for rounding"
+    return f"{told}; {', '.join(wrong)}" if wrong else told
+
+
+def write_page(
+    experiment: Experiment, results: Sequence[Result], folder: Path, precision: str, steps: int
+) -> None:
+    """`index.html` and the pictures as PNG, in the experiment's folder."""
+    tokens = {one.name: one.tokens for one in results}
+    runs = [one.outcomes[0].run.run_dir for one in results if _records(one)]
+    lost = problems_table(results)
+    speed = Section(
+        "Results",
+        [spreads("Tokens per second, from the slowest run to the fastest", "1/s", tokens)],
+        [results_table(results, experiment.reference), lost],
+        note=f"{verdict(results, experiment.reference)}. The bound is {bound(0, precision):g}, of "
+        f"the loss and of all gradient norms, in the first {STRICT_STEPS} steps; then it is of the "
+        f"loss alone and grows. Speeds are medians without the first {warmup_steps(steps)} steps.",
+    )
+    sections = [speed, _losses(results, experiment.reference, precision), _times(results)]
+    sections.append(_bridges(results))
+    read = [found for run in runs for found in read_runs(run)]
+    sections.append(Section("Differences of the recipes", tables=[differences(read)]))
+    shown = [one for one in sections if one.says_something]
+    for section in shown:
+        for at, picture in enumerate(section.pictures):
+            name = section.title.lower().replace(" ", "_")
+            picture.write_png(folder / (f"{name}_{at}.png" if at else f"{name}.png"))
+    tiles = {
+        "layouts": str(len(results)),
+        "runs of each": str(experiment.repeats),
+        "steps": str(steps),
+        "follow the reference": str(sum(one.state == "follows" for one in results)),
+    }
+    text = render(f"Experiment {experiment.name}", [Part("", tiles, shown)])
+    write(folder / "index.html", text)

@@ -1,0 +1,208 @@
+"""The runs of an experiment: which are done, and running those that are not, here, in alternation.
+
+A run is a folder, a resolved recipe beside it and two files with what its command said. Whether it
+is done is told from these alone, so an experiment that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from mimo.errors import EXIT_CONTINUE, RecipeError
+from mimo.experiment.schema import Layout
+from mimo.hf.recipes import load_recipe
+from mimo.launch.signals import Signalled, heeded
+from mimo.recipe.schema import Recipe
+from mimo.train.metrics import METRICS
+from mimo.train.run_folder import moved_aside
+
+_POLL_SECONDS = 0.5
+_MAX_ERROR = 300  # characters of its first line
+Record = dict[str, Any]
+"""A line of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a layout. folder: of the experiment. repeat: from 1 on."""
+
+    folder: Path
+    layout: Layout
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        """Of the run and of its folder."""
+        return f"{self.layout.name}.{self.repeat}"
+
+    @property
+    def run_dir(self) -> Path:
+        """Where it trains."""
+        return self.folder / self.name
+
+    @property
+    def recipe_file(self) -> Path:
+        """The resolved recipe that it was last started with."""
+        return self.folder / "recipes" / f"{self.name}.yaml"
+
+    @property
+    def log(self) -> Path:
+        """What its command wrote to stdout; what it wrote to stderr is beside it, in `.err`."""
+        return self.folder / "logs" / f"{self.name}.log"
+
+    @property
+    def errors(self) -> Path:
+        """What its command wrote to stderr."""
+        return self.log.with_suffix(".err")
+
+    def recipe(self, path: Path) -> Recipe:
+        """As it is to be run now, of the recipe at ``path``. Raises RecipeError."""
+        own = (f"name={self.name}", f"train.run_dir={json.dumps(str(self.folder))}")
+        return load_recipe(path, (*self.layout.overrides, *own))
+
+    def records(self) -> list[Record]:
+        """The training steps in its metrics; of a step that was done again the last."""
+        try:
+            lines = (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return []
+        found = dict[int, Record]()
+        for line in lines:
+            if '"loss"' in line and line.endswith("}"):
+                record = json.loads(line)
+                found[record["step"]] = record
+        return [found[step] for step in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run stands. error: the first line of what went wrong; empty for a run that is done."""
+
+    run: Run
+    records: list[Record]
+    error: str = ""
+
+
+def make_ready(run: Run, path: Path) -> Outcome | None:
+    """What is known of a run without starting it; None if it is to be started now.
+
+    Then its recipe is in place, and what was run with another one has moved aside.
+    """
+    try:
+        recipe = run.recipe(path)
+    except RecipeError as error:
+        return Outcome(run, [], error.problems[0])
+    text, before = recipe.to_yaml(), None
+    if run.recipe_file.exists():
+        before = run.recipe_file.read_text(encoding="utf-8")
+    if before != text:
+        if run.run_dir.exists():
+            aside = moved_aside(run.run_dir)
+            print(f"{run.name}: its recipe has changed; the run with the old one is now {aside}")
+        run.recipe_file.parent.mkdir(parents=True, exist_ok=True)
+        run.recipe_file.write_text(text, encoding="utf-8")
+        return None
+    records = run.records()
+    return Outcome(run, records) if len(records) == recipe.train.steps else None
+
+
+def outcome_of(run: Run, code: int) -> Outcome:
+    """Of a run that has ended with an exit code."""
+    if code == 0:
+        return Outcome(run, run.records())
+    lines = [line for line in _text(run.errors).splitlines() if line.strip()]
+    # Wrong input is told in one line per problem. A failed rank's traceback ends with the cause.
+    causes = [line for line in lines if line.startswith("rank ")]
+    line = (lines[:1] if code == 2 else causes[-1:] or lines[-1:]) or [f"exit code {code}"]
+    return Outcome(run, run.records(), line[0][:_MAX_ERROR])
+
+
+class Interrupted(Exception):
+    """The experiment was told to end; called again, it goes on."""
+
+
+def run_here(runs: Sequence[Run], path: Path, steps: int) -> Iterator[Outcome]:
+    """Run what is not done yet, one after the other, as `mimo train`; yields each one's outcome.
+
+    path: of the recipe. steps: of each run.
+    Raises Interrupted when a run was asked to end.
+    """
+    console = Console(soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("")
+        for number, run in enumerate(runs, start=1):
+            title = f"run {number} of {len(runs)}, {run.name}"
+            outcome = make_ready(run, path)
+            if outcome is None:
+                bar.reset(task, description=title, total=steps)
+                began = time.monotonic()
+                outcome = outcome_of(run, _train(run, bar, task))
+                took = f"{time.monotonic() - began:.0f} s"
+            else:
+                took = "before"
+            told = outcome.error or f"done ({took})"
+            console.print(f"{title}: {told}", markup=False, highlight=False)
+            yield outcome
+
+
+def _train(run: Run, bar: Progress, task: TaskID) -> int:
+    """`mimo train`; it goes on from its checkpoint if it has one. Returns the exit code.
+
+    What asks this process to end is passed on. Raises Interrupted.
+    """
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "mimo.cli", "train", str(run.recipe_file), "--resume"]
+    with run.log.open("w") as log, run.errors.open("w") as errors:
+        child = subprocess.Popen(command, stdout=log, stderr=errors, stdin=subprocess.DEVNULL)
+        try:
+            with heeded() as asked:
+                told = False
+                while (code := _code(child)) is None:
+                    bar.update(task, completed=_steps(run.run_dir / METRICS))
+                    if asked and not told:
+                        told = True
+                        child.terminate()  # it finishes its step, and saves
+        except Signalled:
+            child.terminate()
+            child.wait()
+            code = EXIT_CONTINUE
+    if code == EXIT_CONTINUE or asked:
+        raise Interrupted(f"{run.name} was interrupted; the same command goes on from there")
+    return code
+
+
+def _code(child: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return child.wait(_POLL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _steps(metrics: Path) -> int:
+    return _text(metrics).count('"loss": ')
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

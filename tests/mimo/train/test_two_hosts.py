@@ -1,0 +1,96 @@
+"""Training across two hosts, by the commands that `mimo launch --hosts` prints.
+
+The encoder has a rank on the first host, the language model two lanes on the second. Together they
+train as one host does; with the link between them cut, both end and say so.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from mimo.train.incidents import incidents
+from tests.conftest import RunRanks
+from tests.hosts import INTERFACE, Host, two_hosts
+from tests.mimo import tiny
+from tests.mimo.runs import LAYOUT, metrics, mimo, run
+from tests.ranks import MarkedJob
+
+pytestmark = pytest.mark.slow
+CLUSTER = ["cluster.gpus_per_node=0", "cluster.ranks_per_node=2", f"cluster.interface={INTERFACE}"]
+TIMEOUT_SECONDS = 6
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def start(
+    hosts: list[Host], recipe: Path, job: MarkedJob, *overrides: str
+) -> list[subprocess.Popen[bytes]]:
+    """One job of three ranks."""
+    names = ",".join(host.name for host in hosts)
+    told = mimo("launch", recipe, *LAYOUT, *CLUSTER, *overrides, "--hosts", names)
+    lines = told.stdout.splitlines()
+    assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["1"], ["2"]], told
+    return [
+        host.start(["bash", "-c", line], log_of(recipe, host), job.environment)
+        for host, line in zip(hosts, lines, strict=True)
+    ]
+
+
+def log_of(recipe: Path, host: Host) -> Path:
+    return recipe.parent / f"{host.name}.log"
+
+
+def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path: Path) -> None:
+    job = MarkedJob()
+    with two_hosts(tmp_path) as hosts:
+        agents = start(hosts, recipe, job, "name=two")
+        codes = [agent.wait(120) for agent in agents]
+        told = "".join(log_of(recipe, host).read_text() for host in hosts)
+    assert codes == [0, 0], told
+    assert not job.leftovers()
+    run(run_ranks, recipe, "name=one", *LAYOUT)
+    one, two = (
+        [(line["loss"], line["grad_norm"]) for line in metrics(recipe, name)]
+        for name in ("one", "two")
+    )
+    assert one == two
+
+
+def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
+    recipe: Path, tmp_path: Path
+) -> None:
+    job, run_dir = MarkedJob(), tmp_path / "runs" / "cut"
+    settings = ("name=cut", "train.steps=100000", f"bridge.timeout_seconds={TIMEOUT_SECONDS}")
+    with two_hosts(tmp_path) as hosts:
+        agents = start(hosts, recipe, job, *settings)
+        while not (run_dir / "metrics.jsonl").exists() or len(metrics(recipe, "cut")) < 3:
+            ended = [log_of(recipe, h).read_text() for h in hosts if agents[0].poll() is not None]
+            assert not ended, ended
+            time.sleep(0.1)
+        hosts[1].cut()
+        cut = time.monotonic()
+        try:
+            codes = [agent.wait(60) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+        assert time.monotonic() - cut < TIMEOUT_SECONDS + 30
+        told = [log_of(recipe, host).read_text() for host in hosts]
+    assert codes == [1, 1]
+    assert not job.leftovers()
+    origin = "no message gets through between first (rank 0) and second (rank 1, 2)"
+    assert all(origin in text for text in told), told
+    (incident,) = incidents(run_dir)
+    assert incident["kind"] == "hang"
+    assert origin in incident["text"]
+    shown = mimo("logs", run_dir, "--first-error").stdout
+    assert origin in shown.splitlines()[0]
