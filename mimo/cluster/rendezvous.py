@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 
 import psutil
 
@@ -25,42 +24,35 @@ def address_and_port(interface: str | None) -> tuple[str, int]:
 
     The port follows from the job and how often it was started. Raises InputError without any.
     """
-    address = next(_addresses(interface), None)
-    if address is None:
-        raise InputError(f"cluster.interface: {interface} has no address on {socket.gethostname()}")
+    address = _address(interface)
     job, start = (int(os.environ.get(f"SLURM_{n}", "0")) for n in ("JOB_ID", "RESTART_COUNT"))
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for number in range(_TRIES):
         port = _FIRST_PORT + (job * _APART + start + number) % _NUM_PORTS
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with suppress(OSError), socket.socket(family) as probe:
             probe.bind((address, port))
             return address, port
     raise InputError(f"none of {_TRIES} ports of {address} is free for the ranks to meet")
 
 
-def _addresses(interface: str | None) -> Iterator[str]:
-    """Those by which other hosts may reach this one, the best first."""
-    known = {
-        name: [
-            one.address
-            for family in (socket.AF_INET, socket.AF_INET6)
-            for one in addresses
-            if one.family == family and "%" not in one.address  # of this link alone
-        ]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
-    if interface is not None:
-        if interface not in known:
-            raise InputError(
-                f"cluster.interface: {socket.gethostname()} has no interface {interface!r}; "
-                f"{suggestion(interface, known)}"
-            )
-        yield from known[interface]
-        return
-    named = list[str]()
-    with suppress(OSError):  # a host may not know its own name
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        named = [str(where[0]) for *_, where in sorted(found) if "%" not in str(where[0])]
-    every = [*named, *(address for addresses in known.values() for address in addresses)]
+def _address(interface: str | None) -> str:
+    """The best one by which other hosts may reach this one."""
+    known, host = psutil.net_if_addrs(), socket.gethostname()
+    if interface is not None and interface not in known:
+        raise InputError(
+            f"cluster.interface: {host} has no interface {interface!r}; "
+            f"{suggestion(interface, known)}"
+        )
+    of = known.values() if interface is None else [known[interface]]
+    found = [(one.family, one.address) for addresses in of for one in addresses]
+    if interface is None:
+        with suppress(OSError):  # a host may not know its own name
+            named = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found = [*((family, str(where[0])) for family, *_, where in named), *found]
+    families = [socket.AF_INET, socket.AF_INET6]
+    usable = [one for one in found if one[0] in families and "%" not in one[1]]
     # A name often leads to 127.0.1.1, where only this host finds itself.
-    yield from sorted(every, key=lambda address: ipaddress.ip_address(address).is_loopback)
+    usable.sort(key=lambda one: (ip_address(one[1]).is_loopback, families.index(one[0])))
+    if not usable:
+        raise InputError(f"cluster.interface: {interface} has no address on {host}")
+    return usable[0][1]

@@ -12,7 +12,6 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,54 +89,25 @@ class Job:
         given = self.cluster.log_dir
         return self.launch if given is None else self.folder / given
 
-    @cached_property
-    def container(self) -> Container:
-        """What ranks run in."""
-        return Container(self.phased, self.folder)
-
-    @cached_property
+    @property
     def placement_text(self) -> str:
         """Which rank is where, and what crosses nodes."""
         return explain(self.phased, self.layouts, self.placement)
 
-    @cached_property
+    @property
     def text(self) -> str:
         """The script. Raises RecipeError for what no script can say."""
-        cluster, placement = self.cluster, self.placement
-        program = "mimo"
-        if cluster.container is not None and cluster.venv is not None:
-            program = str(self.folder / cluster.venv / "bin" / "mimo")
-        path = self.bin if cluster.venv is None else self.folder / cluster.venv / "bin"
-        program = shlex.quote(program)
+        venv = self.cluster.venv
+        bin = self.bin if venv is None else self.folder / venv / "bin"
+        inside = self.cluster.container is not None
         return template("job.sh.j2").render(
-            name=self.name,
-            num_ranks=len(placement.node_of()),
-            num_nodes=len(placement.nodes),
+            job=self,
+            cluster=self.cluster,
             components=[*self._components()],
-            folder=self.folder,
-            run=self.run,
-            logs=None if cluster.log_dir is None else self.logs,
-            modules=cluster.modules,
-            path=None if cluster.container else path,
-            environment=self._environment(),
-            container=self.container,
-            mimo=program,
-            restarts=cluster.restarts,
-            elastic=self.least_nodes is not None,
-            interface=cluster.interface,
-            preflight=cluster.preflight,
+            container=Container(self.phased, self.folder),
+            path=None if inside else bin,
+            mimo=shlex.quote(str(bin / "mimo")) if inside and venv is not None else "mimo",
         )
-
-    def _environment(self) -> dict[str, str]:
-        """What every rank has in its environment; what the recipe says comes last."""
-        cluster, found = self.cluster, dict[str, str]()
-        if cluster.cpus_per_rank is not None:
-            found["OMP_NUM_THREADS"] = str(cluster.cpus_per_rank)
-        if cluster.interface is not None:
-            found |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), cluster.interface)
-        if cluster.local_logs is not None:
-            found["MIMO_LOCAL_LOGS"] = cluster.local_logs
-        return found | cluster.environment
 
     def directives(self, number: int = 0) -> Iterator[str]:
         """What SLURM is asked for: for all of the job's nodes, or for one component of several."""

@@ -38,8 +38,7 @@ module load 'nccl tests/2.27' || exit 1
 export PATH=/shared/venv/bin:"$PATH"
 export HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=12
-export GLOO_SOCKET_IFNAME=ib0
-export NCCL_SOCKET_IFNAME=ib0
+export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
 export MIMO_LOCAL_LOGS=/tmp/mimo
 export NCCL_DEBUG=WARN
 export GREETING='it'"'"'s $(hostname) `date` "#"'
