@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.cuda import nccl
 
 _BRIDGE_CTAS = 4  # the H100 has 132 multiprocessors
 
@@ -200,7 +201,7 @@ def library_versions() -> dict[str, str]:
     if not has_gpu():
         return {}
     found = {"cuda": str(torch.version.cuda)}
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["nccl"] = ".".join(map(str, nccl.version()))
     with suppress(OSError):
         found["driver"] = _DRIVER.read_text().splitlines()[0]
     return found

@@ -171,7 +171,7 @@ def _talk(pair: Pair, begins: bool) -> Link:
     return Link(pair, latency, _LARGE / max(fastest - latency, 1e-9))
 
 
-def _move(call: Callable[..., object], message: torch.Tensor, peer: int) -> None:
+def _move(call: Callable[..., dist.Work | None], message: torch.Tensor, peer: int) -> None:
     # One by one NCCL would make a communicator of each pair.
     for work in dist.batch_isend_irecv([dist.P2POp(call, message, peer)]):
         work.wait()

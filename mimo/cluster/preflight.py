@@ -286,10 +286,10 @@ def _talk(meeting: Meeting, environment: RankEnv, table: Table, layout: Layout) 
 
 
 def _measured(told: str) -> Measured:
-    found = Measured(**json.loads(told))
-    found.now = None if found.now is None else Pair(**found.now)
-    found.links = [Link(**{**one, "pair": Pair(**one["pair"])}) for one in found.links]
-    return found
+    given = json.loads(told)
+    now = given["now"] and Pair(**given["now"])
+    links = [Link(**{**one, "pair": Pair(**one["pair"])}) for one in given["links"]]
+    return Measured(**{**given, "now": now, "links": links})
 
 
 def _failed_talks(found: dict[int, Measured], node_of: Sequence[str]) -> list[Finding]:

@@ -1,17 +1,16 @@
 """Where the ranks of torchrun or srun meet: one store, one verdict on the input, one voice.
 
-Rank 0 answers at a door, a port that all ranks know, and says where the store is. Through the door
-a rank can tell our job from another program on that port, for which a store would wait in vain;
-then all ranks try the next port.
+`mimo.launch.door` leads to the store. That asks nobody who he is, so what is unpickled from it is
+sealed with the job's secret.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import hmac
 import os
 import pickle
-import socket
 import sys
 import threading
 import time
@@ -20,16 +19,16 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from mimo.errors import InputError
+from mimo.launch.door import find_store, open_store, proof, secret_of
 from mimo.launch.ranks import RankEnv
 
-_NUM_DOORS = 8  # ports to try, starting with the requested one
-_ANSWER_SECONDS = 2.0  # within which a door must answer; other programs may never answer
 _POLL_SECONDS = 0.2
 _PROGRESS_SECONDS = 5.0  # between two words of progress
 _LEAVE_SECONDS = 3.0  # how long rank 0, which hosts the store, waits for the others
@@ -57,6 +56,7 @@ class Meeting:
         self._hosts_store = address is not None and self._rank == 0
         self.store: Store = _open_store(environment, address, self._timeout)
         self._words = PrefixStore("mimo", self.store)
+        self._secret = secret_of(self._size)
         self._rounds = 0
         self._next_word = 0.0  # of progress, on the monotonic clock
 
@@ -81,10 +81,10 @@ class Meeting:
 
         def shares() -> None:
             for rank, share in enumerate(do()):
-                self._words.set(f"{name} {rank}", pickle.dumps(share).hex())
+                self._words.set(f"{name} {rank}", self._sealed(share))
 
         self.from_rank_0(shares)
-        return pickle.loads(bytes.fromhex(self._words.get(f"{name} {self._rank}").decode()))
+        return self._opened(self._words.get(f"{name} {self._rank}").decode())
 
     def collect(self, words: str) -> list[str]:
         """The words of every rank, by rank; each calls it. As `from_rank_0`."""
@@ -150,14 +150,25 @@ class Meeting:
             except Exception:  # unexpected, but the others must not wait in vain
                 traceback.print_exc()
                 exit_code = 1
-            self._words.set(key, pickle.dumps((value, exit_code)).hex())
+            self._words.set(key, self._sealed((value, exit_code)))
         else:
             self._wait([key], 2 * self._timeout)  # rank 0 may wait for others
-        value, exit_code = pickle.loads(bytes.fromhex(self._words.get(key).decode()))
+        value, exit_code = self._opened(self._words.get(key).decode())
         if exit_code:
             self.leave()
             raise Refused(exit_code)
         return value
+
+    def _sealed(self, value: Any) -> str:
+        """What only a rank of this job could have written: a store lets anybody in."""
+        text = pickle.dumps(value).hex()
+        return f"{proof(self._secret, text)} {text}"
+
+    def _opened(self, sealed: str) -> Any:
+        seal, _, text = sealed.partition(" ")
+        if not hmac.compare_digest(seal, proof(self._secret, text)):
+            raise InputError("words in the ranks' store are not of this job (MIMO_JOB_SECRET)")
+        return pickle.loads(bytes.fromhex(text))
 
     def _wait(self, keys: list[str], patience: datetime.timedelta) -> None:
         """Raises RuntimeError after so long without all keys or progress of any rank."""
@@ -224,12 +235,8 @@ def _open_store(
         return _part_of_attempt(store, beside, rank)
     host, port = address
     if rank == 0:
-        door = _open_door(host, port)
-        store = TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
-        answer = f"{_password(size)} {store.port}\n".encode()
-        threading.Thread(target=_answer, args=(door, answer), name="door", daemon=True).start()
-        return store
-    store_port = _ask(host, port, _password(size), timeout.total_seconds(), rank)
+        return open_store(host, port, secret_of(size), timeout)
+    store_port = find_store(host, port, secret_of(size), timeout.total_seconds(), rank)
     return TCPStore(host, store_port, None, False, timeout, wait_for_workers=False)
 
 
@@ -278,65 +285,3 @@ def _address(environment: RankEnv) -> tuple[str, int] | None:
         return os.environ["MASTER_ADDR"], int(port)
     url = urlsplit(environment.rendezvous)
     return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else None
-
-
-def _password(world_size: int) -> str:
-    """Something that the ranks of one job share with no other job."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
-    parts = [os.environ.get(name, "") for name in names]
-    return f"mimo {hashlib.sha256(repr((world_size, parts)).encode()).hexdigest()[:16]}"
-
-
-def _open_door(host: str, port: int) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    for candidate in range(port, port + _NUM_DOORS):
-        with suppress(OSError):
-            place = ("", candidate)
-            return socket.create_server(place, family=family, backlog=1024, dualstack_ipv6=both)
-    raise _all_taken(host, port)
-
-
-def _answer(door: socket.socket, answer: bytes) -> None:
-    """Tell every visitor where the store is, for as long as this process runs."""
-    while True:
-        try:
-            visitor, _ = door.accept()
-        except OSError:  # a visitor that has left already, or no file is free: no reason to end
-            time.sleep(_POLL_SECONDS)
-            continue
-        with visitor, suppress(OSError):
-            visitor.sendall(answer)
-
-
-def _ask(host: str, port: int, password: str, timeout_seconds: float, rank: int) -> int:
-    """The port of the store, as rank 0 gives it at its door, which may not be open yet."""
-    deadline = time.monotonic() + timeout_seconds
-    reason = ""
-    while time.monotonic() < deadline:
-        strangers = 0
-        for candidate in range(port, port + _NUM_DOORS):
-            try:
-                with socket.create_connection((host, candidate), _ANSWER_SECONDS) as door:
-                    strangers += 1
-                    door.settimeout(_ANSWER_SECONDS)
-                    words = door.makefile("rb").readline(200).decode(errors="replace").split(" ")
-            except OSError as error:
-                reason = str(error)
-                continue
-            if " ".join(words[:-1]) == password:
-                return int(words[-1])
-        if strangers == _NUM_DOORS:
-            raise _all_taken(host, port)
-        time.sleep(_POLL_SECONDS)
-    raise InputError(
-        f"rank {rank} did not find rank 0 at {host}:{port} within {timeout_seconds:g} s: {reason}; "
-        "see whether rank 0 runs there, else set MASTER_ADDR and MASTER_PORT"
-    )
-
-
-def _all_taken(host: str, port: int) -> InputError:
-    return InputError(
-        f"ports {port} to {port + _NUM_DOORS - 1} of {host} are taken by other programs, so the "
-        "ranks cannot meet there; set MASTER_PORT to a port of that host that is free"
-    )

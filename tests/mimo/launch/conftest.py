@@ -53,9 +53,9 @@ def train(port: int, folder: Path, arguments: list[str], broken_rank: int | None
 
 
 @contextmanager
-def other_program(port: int = 0, greeting: bytes | None = None) -> Iterator[int]:
+def other_program(port: int = 0, greeting: bytes | None = None, host: str = "") -> Iterator[int]:
     """Something that has a port of this machine, and says nothing or something else."""
-    with socket.create_server(("", port)) as server:
+    with socket.create_server((host, port)) as server:
 
         def greet() -> None:
             while True:
@@ -71,8 +71,8 @@ def other_program(port: int = 0, greeting: bytes | None = None) -> Iterator[int]
         yield server.getsockname()[1]
 
 
-def free_port() -> int:
-    with other_program() as port:
+def free_port(host: str = "") -> int:
+    with other_program(host=host) as port:
         return port
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import pytest
 
 from mimo.errors import InputError
 from mimo.launch import meeting
+from mimo.launch.door import find_store, open_store, secret_of
 from mimo.launch.meeting import Meeting, Refused
 from mimo.launch.processes import RanksFailed
 from mimo.launch.ranks import run_on_cpu
@@ -25,6 +28,8 @@ from tests.mimo.launch.conftest import (
     train,
 )
 from tests.mimo.runs import corrupt, metrics
+
+PATIENCE = datetime.timedelta(seconds=5)
 
 # ------------------------------------------------------- functions that run inside ranks
 
@@ -74,6 +79,44 @@ def test_ranks_meet_at_the_next_port_where_another_program_has_theirs(
         met = run_on_cpu(meet, (port,), RANKS, timeout_seconds=60)
     assert [answer for answer, _ in met] == ["welcome"] * RANKS
     assert max(seconds for _, seconds in met) < 15
+
+
+def test_door_and_store_listen_at_the_chosen_address_alone() -> None:
+    port = free_port("127.0.0.2")
+    store = open_store("127.0.0.2", port, b"secret", PATIENCE)
+    assert find_store("127.0.0.2", port, b"secret", 5, 1) == store.port
+    for one in (port, store.port):
+        socket.create_connection(("127.0.0.2", one), 1).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", one), 1)
+
+
+def test_who_does_not_know_the_secret_of_a_job_is_not_told_where_its_store_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MIMO_JOB_SECRET", "one")
+    port, ours = free_port(), secret_of(RANKS)
+    store = open_store("localhost", port, ours, PATIENCE)
+    monkeypatch.setenv("MIMO_JOB_SECRET", "another")
+    with pytest.raises(InputError, match="rank 1 did not find rank 0"):
+        find_store("localhost", port, secret_of(RANKS), 0.5, 1)
+    with socket.create_connection(("localhost", port), 5) as visitor:
+        visitor.sendall(b"where is it?\n")
+        said = visitor.makefile("rb").read()
+    assert said.startswith(b"mimo ")
+    assert str(store.port).encode() not in said.split()
+    assert find_store("localhost", port, ours, 5, 1) == store.port
+
+
+def test_what_others_write_to_the_store_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Meeting(meeting.RankEnv(1, 2, 0, f"file://{tmp_path / 'store'}"), timeout_seconds=5)
+    monkeypatch.setenv("MIMO_JOB_SECRET", "of another job")
+    other = Meeting(meeting.RankEnv(0, 2, 0, f"file://{tmp_path / 'store'}"), timeout_seconds=5)
+    other.from_rank_0(lambda: "come here")
+    with pytest.raises(InputError, match="not of this job"):
+        one.from_rank_0(lambda: None)
 
 
 def test_where_all_ports_are_taken_every_rank_says_so_with_host_port_and_what_to_set(
