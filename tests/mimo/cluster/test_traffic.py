@@ -7,6 +7,7 @@ item's patches are 4 for each row. Numbers are of 4 bytes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,23 @@ def test_levels_go_to_the_stages_that_own_their_layers(path: Path) -> None:
     # Embeddings and the first level, and the second level.
     assert found["bridge vision (levels 0, 1)"] == 2 * 2 * ROWS
     assert found["bridge vision (levels 2)"] == 2 * ROWS
+
+
+@pytest.mark.parametrize(("reshard", "gathers"), [(True, 3 + 1), (False, 1)])
+def test_lanes_that_share_weights_gather_them_for_each_pass(
+    path: Path, reshard: bool, gathers: int
+) -> None:
+    known = "language.model.vocab_size=64"
+    alone = load_recipe(path, [known])
+    (whole,) = (r for r in parameters_by_role(alone, build_layout(alone)) if r.module == "language")
+    recipe = load_recipe(path, ["language.grid.dp=4", "train.micro_batch_size=1", known])
+    layout = build_layout(recipe)
+    # Without a folder of transformers, no recipe says so itself.
+    own = recipe.language.model_copy(update={"reshard_after_forward": reshard})
+    cut = replace(layout.language, engine="fsdp", dp_replicate=2)
+    found = traffic(recipe.model_copy(update={"language": own}), replace(layout, language=cut))
+    total = sum(one.total() for one in found if (one.kind, one.name) == ("dp", "language"))
+    # 12 samples on 4 lanes are 3 microbatches. Half of the weights come from the other lane of a
+    # copy, half of the gradients go there; the share that a lane then has is summed over 2 copies.
+    shared = 4 * (gathers * whole.weights + whole.gradients) / 2
+    assert total == shared + 4 * whole.gradients / 2
