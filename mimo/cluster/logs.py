@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 
 from mimo.checkpoint.folder import phase_folders
@@ -35,6 +36,7 @@ _ERROR = re.compile(
     r"^(Traceback \(most recent call last\)|Fatal Python error|terminate called|Segmentation fault)"
 )
 _FOLLOWS = re.compile(r"(rank \d+ failed: )?[\w.]*\b(RankLost|Hang): ")
+_START = re.compile(r"job \S+, start \d+, ")  # a line of `launch/job.sh`
 _SLURM_ERROR = re.compile(r"^(slurmstepd|srun|sbatch)[\w.-]*: (error|fatal): ")
 
 
@@ -54,16 +56,16 @@ class _File:
             next(self.lines(), None)  # it is cut
         return self
 
-    def lines(self) -> Iterator[str]:
-        """Those that are new since the last call."""
+    def lines(self, with_rest: bool = True) -> Iterator[str]:
+        """Those that are new since the last call. with_rest: one that is not ended as well."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._at:  # it is another one
                     self._at = 0
                 file.seek(self._at)
-                while (line := file.readline(_LINE_BYTES)) and (
-                    line.endswith(b"\n") or len(line) == _LINE_BYTES
-                ):
+                while line := file.readline(_LINE_BYTES):
+                    if not (with_rest or line.endswith(b"\n") or len(line) == _LINE_BYTES):
+                        return
                     self._at += len(line)
                     yield line.decode(errors="replace").rstrip("\n")
         except OSError:  # it has just been moved
@@ -72,7 +74,7 @@ class _File:
 
 def _files(folder: Path, rank: int | None) -> list[_File]:
     """All that ranks and jobs of a run have written so far, or that one of its ranks has."""
-    folders = [folder, *phase_folders(folder).values(), *_job_folders(folder)]
+    folders = dict.fromkeys([folder, *phase_folders(folder).values(), *_job_folders(folder)])
     found = []
     for path in sorted(path for one in folders for path in one.glob("*rank_*.*")):
         name = _RANK.fullmatch(path.name)
@@ -92,36 +94,27 @@ def _job_folders(folder: Path) -> list[Path]:
     except (RecipeError, InputError):  # no job was launched, or one is just being
         return [own]
     given = section.get("log_dir") if isinstance(section, dict) else None
-    return [own, Path(given)] if isinstance(given, str) else [own]
+    if not isinstance(given, str):
+        return [own]
+    # Jobs begin in the folder that relative paths, that of the run among them, begin in.
+    return [own, *(above / given for above in folder.resolve().parents if (above / given).is_dir())]
 
 
-@dataclass(frozen=True)
-class _Line:
-    seconds: float
-    label: str
-    text: str
+def _stamped(file: _File, with_rest: bool) -> Iterator[tuple[float, str, str]]:
+    """Time, label and text of new lines; one without a time has that of the line before."""
+    seconds = 0.0
+    for text in file.lines(with_rest):
+        seconds = max(seconds, _seconds_in(text[:80])) or file.path.stat().st_mtime
+        yield seconds, file.label, text
 
 
-def _stamped(file: _File) -> Iterator[_Line]:
-    """New lines with their times; one without has that of the line before, or of the file."""
-    seconds = None
-    for text in file.lines():
-        seconds = _seconds_in(text, seconds)
-        if seconds is None:
-            seconds = file.path.stat().st_ctime
-        yield _Line(seconds, file.label, text)
-
-
-def _seconds_in(text: str, before: float | None) -> float | None:
-    """The time that a line begins with, or has for a key, but none that is before the others'."""
-    found = _TIME.search(text[:80])
-    if found is None:
-        return before
+def _seconds_in(text: str) -> float:
+    """The first time in a text; 0 without one."""
     try:
-        seconds = datetime.fromisoformat(found[0].replace(",", ".")).timestamp()
+        found = _TIME.search(text)
+        return datetime.fromisoformat(found[0].replace(",", ".")).timestamp() if found else 0.0
     except ValueError:
-        return before
-    return max(seconds, before or 0.0)
+        return 0.0
 
 
 def logs(folder: Path, rank: int | None, follow: bool) -> int:
@@ -140,22 +133,17 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
             file.from_its_end(share)
     looked = time.monotonic()
     while True:
-        _print_new(list(files.values()), with_label=rank is None)
-        if not follow or not view.goes_on:
+        goes_on = follow and view.goes_on
+        lines = [line for file in files.values() for line in _stamped(file, not goes_on)]
+        for _, label, text in sorted(lines, key=itemgetter(0)) if rank is None else lines:
+            print(f"[{label}] " * (rank is None) + plain(text, _LINE_BYTES))
+        sys.stdout.flush()
+        if not goes_on:
             return 0
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > looked + _LOOK_SECONDS:
             view, looked = look(folder), time.monotonic()  # what came before it ended is read yet
         files = {file.path: file for file in _files(folder, rank)} | files
-
-
-def _print_new(files: Sequence[_File], with_label: bool) -> None:
-    """What has come since the last call: by time, or file by file where one rank's is asked for."""
-    lines = [line for file in files for line in _stamped(file)]
-    for line in sorted(lines, key=lambda one: one.seconds) if with_label else lines:
-        told = plain(line.text, _LINE_BYTES)
-        print(f"[{line.label}] {told}" if with_label else told)
-    sys.stdout.flush()
 
 
 # -------------------------------------------------------------------------- the first error
@@ -183,24 +171,20 @@ class _Error:
 def first_error(folder: Path) -> int:
     """`mimo logs --first-error`: of the last start that failed, the cause first."""
     view = look(folder)
-    crashes = [
-        one
-        for run in view.runs
-        for one in run.incidents
-        if one.get("kind") in ("crash", "hang") and isinstance(one.get("time"), str)
-    ]
-    starts = [start["time"] for run in view.runs for start in run.starts[-1:] if "time" in start]
-    started = _seconds_in(max(starts, default=""), 0.0) or 0.0
+    incidents = [one for run in view.runs for one in run.incidents]
+    crashes = [one for one in incidents if one.get("kind") in ("crash", "hang")]
+    times = (str(start.get("time")) for run in view.runs for start in run.starts)
+    started = max(map(_seconds_in, times), default=0.0)
     errors = _errors(folder)
-    new = [one for one in crashes if (_seconds_in(one["time"], 0.0) or 0.0) >= started]
     late = [error for error in errors if error.seconds >= started]
+    new = [one for one in crashes if _seconds_in(str(one.get("time"))) >= started]
     if (errors or crashes) and not (late or new):
         print("Of an earlier start; the run has gone on since:")
-    errors, crashes = (late, new) if late or new else (errors, crashes[-1:])
-    told = {rank for one in crashes[:1] for rank in (one.get("rank"), *one.get("ranks", ()))}
+    errors, crashes = (late, new[:1]) if late or new else (errors, crashes[-1:])
+    told = {rank for one in crashes for rank in (one.get("rank"), *one.get("ranks", ()))}
     errors.sort(key=lambda one: (one.follows, one.rank not in told, one.seconds))
-    for one in crashes[:1]:
-        print(f"{one['time']} {one['kind']}: {plain(str(one.get('text')), _LINE_BYTES)}")
+    for one in crashes:
+        print(f"{one.get('time')} {one['kind']}: {plain(str(one.get('text')), _LINE_BYTES)}")
     causes = [] if crashes and errors and errors[0].follows else errors[:1]
     for error in causes:
         print(f"{error}:")
@@ -244,8 +228,13 @@ def _error_in(lines: Sequence[str]) -> list[str]:
 
 
 def _said_by_slurm(folder: Path) -> list[str]:
-    """What SLURM wrote into the newest job's output when it ended something."""
+    """What SLURM wrote into the newest job's output when it ended its last start."""
     files = [file for file in _files(folder, None) if file.path.name.startswith("job_")]
     newest = max(files, key=lambda file: file.path.stat().st_mtime, default=None)
-    lines = newest.from_its_end(_ERROR_BYTES).lines() if newest else ()
-    return [plain(line) for line in lines if _SLURM_ERROR.match(line)][:_SHOWN_LINES]
+    said = list[str]()
+    for line in newest.from_its_end(_ERROR_BYTES).lines() if newest else ():
+        if _START.match(line):
+            said.clear()
+        if _SLURM_ERROR.match(line) and len(said) < _SHOWN_LINES:
+            said.append(plain(line))
+    return said

@@ -44,7 +44,7 @@ def test_lines_of_all_ranks_are_merged_in_the_order_of_time(
 ) -> None:
     (run / "log_rank_0.txt").write_text(
         "2026-03-01 10:00:00,100 INFO a: first\n  goes on\n2026-03-01 10:00:02,000 INFO a: third\n"
-        "2026-03-01 10:00:03,000 INFO a: still being writ"
+        "2026-03-01 10:00:03,000 INFO a: cut"
     )
     (run / "log_rank_1.txt").write_text("2026-03-01 10:00:01,000 INFO b: second\n")
     assert logs(run, None, follow=False) == 0
@@ -53,6 +53,7 @@ def test_lines_of_all_ranks_are_merged_in_the_order_of_time(
         "[rank 0]   goes on",
         "[rank 1] 2026-03-01 10:00:01,000 INFO b: second",
         "[rank 0] 2026-03-01 10:00:02,000 INFO a: third",
+        "[rank 0] 2026-03-01 10:00:03,000 INFO a: cut",
     ]
 
 
@@ -68,10 +69,13 @@ def test_all_of_one_rank_is_printed_from_the_job_and_from_the_run(
         logs(run, 4, follow=False)
 
 
+@pytest.mark.parametrize("log_dir", ["logs", "{}/logs"])
 def test_logs_of_jobs_are_found_where_the_recipe_puts_them(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], log_dir: str
 ) -> None:
-    (run / "launch" / "recipe.yaml").write_text(f"cluster: {{log_dir: {tmp_path / 'logs'}}}\n")
+    (run / "launch" / "recipe.yaml").write_text(
+        f"cluster: {{log_dir: {log_dir.format(tmp_path)}}}\n"
+    )
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").write_text("elsewhere\n")
     assert logs(run, None, follow=False) == 0
@@ -131,7 +135,10 @@ def test_an_error_is_found_in_the_output_of_tasks_and_slurm_is_quoted(
 ) -> None:
     output = run / "launch" / "rank_1.log"
     output.write_text(f"training\n{RESULT}\nduring that:\n\n{CAUSE}rank 1 failed\ngoodbye\n")
-    (run / "launch" / "job_7.out").write_text("step 1\nsrun: error: node2: task 1: Killed\n")
+    (run / "launch" / "job_7.out").write_text(
+        "job 7, start 1, on a\nsrun: error: of before\n"
+        "job 7, start 2, on a\nsrun: error: node2: task 1: Killed\n"
+    )
     assert first_error(run) == 0
     told = printed(capsys)
     assert told[0].startswith("rank 1 (")
