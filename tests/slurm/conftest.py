@@ -10,7 +10,10 @@ from typing import NoReturn
 
 import pytest
 
+from tests.conftest import RunRanks
+from tests.mimo.runs import metrics, run
 from tests.slurm.cluster import Slurm
+from tests.slurm.launched import LAYOUT, tiny
 
 _PACKAGES = {"sbatch": "slurm-wlm", "munged": "munge", "shellcheck": "shellcheck"}
 
@@ -48,6 +51,14 @@ def slurm(installed: None) -> Iterator[Slurm]:
     """Four nodes on this machine, each with room for eight ranks."""
     with Slurm() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def undisturbed(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses by step of the same run without SLURM."""
+    recipe = tiny(tmp_path_factory.mktemp("undisturbed"))
+    run(run_ranks, recipe, *LAYOUT)
+    return {line["step"]: line["loss"] for line in metrics(recipe)}
 
 
 def _give_up(reason: str) -> NoReturn:
