@@ -58,8 +58,9 @@ def two_hosts(folder: Path) -> Iterator[list[Host]]:
         hosts = []
         for number, name in enumerate(("first", "second"), 1):
             make = ["unshare", "--net", "--uts", "--mount", "sh", "-c", "echo ready; exec cat"]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            holder = stack.enter_context(subprocess.Popen(make, stderr=subprocess.PIPE, **pipes))
+            pipe = subprocess.PIPE
+            holder = subprocess.Popen(make, stdin=pipe, stdout=pipe, stderr=pipe)
+            stack.enter_context(holder)
             stack.callback(holder.kill)
             assert holder.stdout is not None
             assert holder.stderr is not None

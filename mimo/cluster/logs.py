@@ -17,11 +17,12 @@ from operator import itemgetter
 from pathlib import Path
 
 from mimo.checkpoint.folder import phase_folders
-from mimo.cluster.watch import LAUNCH, look, plain
+from mimo.cluster.watch import look, plain
 from mimo.errors import InputError, RecipeError
 from mimo.launch.processes import looks_like_a_consequence
 from mimo.recipe.source import read_yaml
 from mimo.train.incidents import INCIDENTS
+from mimo.train.run_files import LAUNCH
 
 _MERGED_BYTES = 16 * 2**20  # of all files together, as each line is kept until it has its place
 _LEAST_BYTES = 2**14  # of a file

@@ -12,12 +12,13 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from mimo.cluster.containers import Container
 from mimo.cluster.elastic import fit
@@ -147,7 +148,7 @@ class Job:
 
     def output(self, name: str) -> Iterator[str]:
         """Where a script's own output goes. Raises RecipeError if SLURM cannot read the path."""
-        path = str(self.logs / name)
+        path = f"{str(self.logs).replace('%', '%%')}/{name}"
         if not path.isprintable() or re.search(r"""["'\\#]""", path):
             given = self.cluster.log_dir is not None
             message = (
@@ -254,7 +255,8 @@ def write(job: Job) -> Path:
     return partial.replace(job.launch / "job.sh")  # one that bash reads now stays as it is
 
 
-def template(name: str) -> Any:
+@cache
+def template(name: str) -> Template:
     """One of the scripts beside this file; its filter `q` makes a value one word of bash."""
     environment = Environment(
         loader=PackageLoader("mimo.cluster", ""),

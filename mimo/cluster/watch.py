@@ -30,11 +30,9 @@ from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import InputError
 from mimo.report.page import number, percent
 from mimo.report.runs import TIMES, RunData, read_runs
-from mimo.train.run_files import json_lines
+from mimo.train.run_files import LAUNCH, json_lines
 from mimo.train.run_lock import holder
 
-LAUNCH = "launch"
-"""The folder of a run's jobs, in the run folder."""
 _NEWEST_BYTES = 4 * 2**20  # of metrics: some thousand steps
 _RECENT = 20  # steps that a figure is the mean of
 _SHOWN_JOBS = 10

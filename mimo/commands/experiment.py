@@ -11,8 +11,15 @@ from mimo.commands._shared import OverridesArgument
 def experiment(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An experiment, as YAML.")],
     overrides: OverridesArgument = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Submit the runs to SLURM, as an array of jobs.")
+    ] = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="With --submit: a file with keys of `cluster:`, laid over the recipe's."),
+    ] = None,
 ) -> int | None:
     """Run a recipe in several layouts, check that all learn the same, and write a page about it."""
     from mimo.experiment.main import main
 
-    return main(file, overrides or [])
+    return main(file, overrides or [], submitting=submit, cluster=cluster)

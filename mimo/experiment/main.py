@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from mimo.errors import EXIT_CONTINUE
+from mimo.experiment.jobs import collect, submit
 from mimo.experiment.page import problems_table, results_table, verdict, write_page
 from mimo.experiment.results import results_of, write_csv
 from mimo.experiment.runs import Interrupted, Outcome, Run, run_here
@@ -18,10 +20,19 @@ from mimo.step.prepare import prepare
 from mimo.train.run_lock import run_lock
 
 
-def main(path: Path, overrides: Sequence[str]) -> int:
-    """Returns 0 if all layouts ran and follow the reference, EXIT_CONTINUE if told to end, else 1.
+def main(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    submitting: bool = False,
+    cluster: Path | None = None,
+) -> int:
+    """Returns 0 if all layouts ran and follow the reference, or were submitted; else 1.
 
-    Raises InputError for a wrong file, or a recipe that no layout can use.
+    EXIT_CONTINUE where the same call has more to do later: it was told to end, or jobs are not
+    done. submitting: as jobs, instead of running here. cluster: a file of their `cluster:` keys.
+    Raises InputError for a wrong file, or a
+    recipe that no layout can use.
     """
     experiment = read_experiment(path, overrides)
     recipe = load_recipe(experiment.recipe, experiment.shared)
@@ -30,9 +41,16 @@ def main(path: Path, overrides: Sequence[str]) -> int:
     with run_lock(folder):
         if recipe.data.prepare is not None:
             prepare(recipe)
+        if submitting:
+            refused = submit(runs, experiment.recipe, cluster)
+            for one in refused:
+                print(f"{one.run.name}: {one.error}", file=sys.stderr)
+            print("the same command without --submit collects the results")
+            return int(bool(refused))
         outcomes = list[Outcome]()
+        known = partial(collect, path=experiment.recipe)
         try:
-            for outcome in run_here(runs, experiment.recipe, recipe.train.steps):
+            for outcome in run_here(runs, recipe.train.steps, known):
                 outcomes.append(outcome)
         except Interrupted as interrupted:
             print(interrupted, file=sys.stderr)
@@ -48,4 +66,7 @@ def _tell(experiment: Experiment, recipe: Recipe, outcomes: Sequence[Outcome], f
     write_csv(folder / "results.csv", results)
     write_page(experiment, results, folder, precision, recipe.train.steps)
     print(verdict(results, experiment.reference))
-    return int(any(one.state != "follows" for one in results))
+    states = {one.state for one in results}
+    if states & {"failed", "differs"}:
+        return 1
+    return EXIT_CONTINUE if "not done yet" in states else int(states != {"follows"})

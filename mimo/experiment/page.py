@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
 from mimo.experiment.compare import STRICT_STEPS, bound, difference
-from mimo.experiment.results import Result, warmup_steps
+from mimo.experiment.results import TOKENS, Result, warmup_steps
 from mimo.experiment.runs import Record
 from mimo.experiment.schema import Experiment
 from mimo.report.compare import differences
 from mimo.report.page import Part, Section, Table, number, percent, render, write
 from mimo.report.pictures import lines, shares, spreads
-from mimo.report.runs import Curve, read_runs
+from mimo.report.runs import TIMES, Curve, read_runs
 
-_TIME = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)")
 _MIB = 2**20
 
 
 def results_table(results: Sequence[Result], reference: str) -> Table:
     """What a person compares first."""
-    whole = next((one for one in results if one.name == reference and one.tokens), None)
+    base = next((one.figures.get(TOKENS) for one in results if one.name == reference), None)
     rows = []
     for one in results:
-        tokens = median(one.tokens) if one.tokens else None
-        spread = ""
-        if len(one.tokens) > 1:
-            spread = f"{number(min(one.tokens))} to {number(max(one.tokens))}"
-        faster = None if whole is None or tokens is None else tokens / median(whole.tokens)
+        tokens, runs, spread = one.figures.get(TOKENS), one.values(TOKENS), ""
+        if len(runs) > 1:
+            spread = f"{number(min(runs))} to {number(max(runs))}"
         rows.append(
             (
                 f"{one.name} (reference)" if one.name == reference else one.name,
@@ -39,7 +34,7 @@ def results_table(results: Sequence[Result], reference: str) -> Table:
                 number(None if one.follows is None else one.follows.difference),
                 number(tokens),
                 spread,
-                number(faster),
+                number(tokens / base if tokens and base else None),
                 number(one.figures.get("step_seconds")),
                 percent(one.figures.get("idle_fraction")),
                 number(_most(one.figures, "memory_gib_")),
@@ -58,7 +53,7 @@ def _modules(results: Sequence[Result]) -> Iterator[tuple[Result, str, dict[str,
     for one in results:
         parts = dict[str, dict[str, float]]()
         for name, value in one.figures.items():
-            if found := _TIME.fullmatch(name):
+            if (found := TIMES.fullmatch(name)) and not found["max"]:
                 parts.setdefault(found["module"], {})[found["phase"]] = value
         for module in sorted(parts):
             yield one, module, parts[module]
@@ -66,12 +61,16 @@ def _modules(results: Sequence[Result]) -> Iterator[tuple[Result, str, dict[str,
 
 def _times(results: Sequence[Result]) -> Section:
     rows, bars = [], dict[str, dict[str, float]]()
+    idle, memory = dict[str, list[float]](), dict[str, list[float]]()
     for one, module, parts in _modules(results):
-        bars[f"{one.name}: {module}"] = {name.replace("_", " "): s for name, s in parts.items()}
+        place = f"{one.name}: {module}"
+        bars[place] = {name.replace("_", " "): s for name, s in parts.items()}
+        idle[place] = one.values(f"idle_fraction_{module}")
+        memory[place] = one.values(f"memory_gib_{module}")
         computes = ("encode", "forward", "backward", "bridge_wait", "pipeline_wait", "sync")
         rows.append(
             (
-                f"{one.name}: {module}",
+                place,
                 percent(one.figures.get(f"idle_fraction_{module}")),
                 *(number(parts.get(phase, 0.0)) for phase in computes),
                 number(one.figures.get(f"flops_{module}")),
@@ -82,21 +81,30 @@ def _times(results: Sequence[Result]) -> Section:
     waits = ("wait at bridges, s", "wait in the pipeline, s", "wait for all ranks, s")
     table = Table((*columns, *waits, "FLOPs of a step", "memory, GiB"), rows)
     title = "A step by layout, module and part: mean over the module's ranks"
-    pictures = [shares(title, "seconds", bars)] if bars else []
+    if not rows:
+        return Section("Where the time goes")
+    pictures = [
+        shares(title, "seconds", bars),
+        spreads("Idle share of a module's ranks", "", idle),
+        spreads("Peak of the memory of a module's ranks", "GiB", memory),
+    ]
     return Section("Where the time goes", pictures, [table])
 
 
 def _bridges(results: Sequence[Result]) -> Section:
-    rows = []
+    rows, bars = [], dict[str, list[float]]()
     for one in results:
         for name, sent in one.figures.items():
             if not name.startswith("bridge_bytes_"):
                 continue
             edge = name.removeprefix("bridge_bytes_")
             least = one.figures[f"bridge_least_bytes_{edge}"]
+            place = f"{one.name}: {edge.replace('_', ' ')}"
+            bars[place] = [sent / _MIB]
+            bars[f"lower bound: {edge.replace('_', ' ')}"] = [least / _MIB]
             rows.append(
                 (
-                    f"{one.name}: {edge.replace('_', ' ')}",
+                    place,
                     number(sent / _MIB),
                     number(least / _MIB),
                     number(sent / least) if least else "–",
@@ -108,29 +116,24 @@ def _bridges(results: Sequence[Result]) -> Section:
         "The lower bound has each row once forward, and its gradient once back if the encoder "
         "trains. What stays on a rank is not sent, so layouts that share ranks may be below it."
     )
-    return Section("Bridges", tables=[Table(columns, rows)], note=note if rows else "")
+    pictures = [spreads("Sent over bridges in a step", "MiB", bars)] if rows else []
+    return Section("Bridges", pictures, [Table(columns, rows)], note if rows else "")
 
 
 def _losses(results: Sequence[Result], reference: str, precision: str) -> Section:
-    curves = {one.name: _curve(records) for one in results if (records := _records(one))}
+    curves = {one.name: _curve(one.first.records) for one in results if one.first}
     pictures = [lines("Loss per token", "", curves)] if curves else []
     if reference in curves:
         theirs = curves[reference].values
         apart = {"bound": _allowed(len(theirs), precision)}
         for name, own in curves.items():
             if name != reference and len(own.values) == len(theirs):
-                values = [
-                    difference(float(a), float(b)) or np.nan
-                    for a, b in zip(own.values, theirs, strict=True)
-                ]
-                apart[name] = Curve(own.steps, np.array(values))
+                pairs = zip(own.values, theirs, strict=True)
+                values = np.array([difference(float(a), float(b)) for a, b in pairs])
+                # The axis is logarithmic, and many first losses are the same to the last bit.
+                apart[name] = Curve(own.steps[values > 0], values[values > 0])
         pictures.append(lines("Difference of the losses from the reference", "", apart))
     return Section("Losses", pictures)
-
-
-def _records(result: Result) -> Sequence[Record]:
-    """Of its first run that is done."""
-    return next((one.records for one in result.outcomes if not one.error), ())
 
 
 def _curve(records: Sequence[Record]) -> Curve:
@@ -150,9 +153,9 @@ def problems_table(results: Sequence[Result]) -> Table:
         if one.follows is not None and one.follows.problem:
             rows.append((one.name, one.follows.problem, ""))
         for outcome in one.outcomes:
-            if outcome.error:
+            if not outcome.is_done:
                 log = str(outcome.run.errors) if outcome.run.errors.exists() else ""
-                rows.append((outcome.run.name, outcome.error, log))
+                rows.append((outcome.run.name, outcome.error or outcome.job, log))
     return Table(("layout or run", "problem", "log"), rows, words=True)
 
 
@@ -168,12 +171,16 @@ def write_page(
     experiment: Experiment, results: Sequence[Result], folder: Path, precision: str, steps: int
 ) -> None:
     """`index.html` and the pictures as PNG, in the experiment's folder."""
-    tokens = {one.name: one.tokens for one in results}
-    runs = [one.outcomes[0].run.run_dir for one in results if _records(one)]
+    tokens = {one.name: one.values(TOKENS) for one in results}
+    seconds = {one.name: one.values("step_seconds") for one in results}
+    runs = [one.first.run.run_dir for one in results if one.first]
     lost = problems_table(results)
     speed = Section(
         "Results",
-        [spreads("Tokens per second, from the slowest run to the fastest", "1/s", tokens)],
+        [
+            spreads("Tokens per second, from the slowest run to the fastest", "1/s", tokens),
+            spreads("A step, from the fastest run to the slowest", "seconds", seconds),
+        ],
         [results_table(results, experiment.reference), lost],
         note=f"{verdict(results, experiment.reference)}. The bound is {bound(0, precision):g}, of "
         f"the loss and of all gradient norms, in the first {STRICT_STEPS} steps; then it is of the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
@@ -12,6 +13,7 @@ from mimo.experiment.compare import Followed, follow
 from mimo.experiment.runs import Outcome, Record
 from mimo.experiment.schema import Experiment
 
+TOKENS = "tokens_per_second"
 _MOST_WARMUP = 10  # steps in which memory, caches and the clocks of the machine settle
 
 
@@ -19,16 +21,29 @@ _MOST_WARMUP = 10  # steps in which memory, caches and the clocks of the machine
 class Result:
     """A layout.
 
-    outcomes: of its runs. figures: the median over them of each run's own median over the steps
-    after the first, by the name of the metric; tokens: the same of tokens per second by run.
-    follows: of its runs that are done, the one that is furthest off; None without a reference.
+    outcomes: of its runs. of_runs: by run that is done the medians of its metrics over the steps
+    after the first. follows: of these runs, the one that is furthest off; None without a reference.
     """
 
     name: str
     outcomes: Sequence[Outcome]
-    figures: Mapping[str, float]
-    tokens: Sequence[float]
+    of_runs: Sequence[Mapping[str, float]]
     follows: Followed | None
+
+    def values(self, metric: str) -> list[float]:
+        """Of each run that has it."""
+        return [own[metric] for own in self.of_runs if metric in own]
+
+    @cached_property
+    def figures(self) -> Mapping[str, float]:
+        """Of every metric the median over the runs."""
+        names = dict.fromkeys(name for own in self.of_runs for name in own)
+        return {name: median(self.values(name)) for name in names}
+
+    @property
+    def first(self) -> Outcome | None:
+        """Of its runs that are done."""
+        return next((one for one in self.outcomes if one.is_done), None)
 
     @property
     def error(self) -> str:
@@ -40,6 +55,8 @@ class Result:
         """In words; `follows` if all is well."""
         if self.error:
             return "failed"
+        if any(one.job for one in self.outcomes):
+            return "not done yet"
         if self.follows is None:
             return "cannot be compared"
         return "differs" if self.follows.problem else "follows"
@@ -50,21 +67,18 @@ def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: s
     by_layout: dict[str, list[Outcome]] = {}
     for one in outcomes:
         by_layout.setdefault(one.run.layout.name, []).append(one)
-    done = {name: [o for o in own if not o.error] for name, own in by_layout.items()}
+    done = {name: [o for o in own if o.is_done] for name, own in by_layout.items()}
     reference = next((one.records for one in done.get(experiment.reference, ())), None)
     found = []
     for name in experiment.layouts:
         if name not in by_layout:
             continue
-        steady = [_steady(one.records) for one in done[name]]
-        names = dict.fromkeys(metric for own in steady for metric in own)
-        figures = {one: median(own[one] for own in steady if one in own) for one in names}
         follows = None
         if reference is not None and done[name]:
             compared = [follow(one.records, reference, precision) for one in done[name]]
             follows = max(compared, key=lambda one: (bool(one.problem), one.difference))
-        tokens = [own["tokens_per_second"] for own in steady]
-        found.append(Result(name, by_layout[name], figures, tokens, follows))
+        steady = [_steady(one.records) for one in done[name]]
+        found.append(Result(name, by_layout[name], steady, follows))
     return found
 
 
@@ -95,17 +109,17 @@ def _steady(records: Sequence[Record]) -> dict[str, float]:
 def write_csv(path: Path, results: Sequence[Result]) -> None:
     """One line per layout, with every figure of any of them."""
     names = dict.fromkeys(name for one in results for name in one.figures)
-    names.pop("tokens_per_second", None)
+    names.pop(TOKENS, None)
     head = ("layout", "state", "runs", "largest_loss_difference", "at_step", "problem")
-    spread = ("tokens_per_second", "tokens_per_second_least", "tokens_per_second_most")
+    spread = (TOKENS, f"{TOKENS}_least", f"{TOKENS}_most")
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow((*head, *spread, *names))
         for one in results:
-            off, found = one.follows, ("", "", "")
-            if one.tokens:
-                found = (median(one.tokens), min(one.tokens), max(one.tokens))
+            off, found, tokens = one.follows, ("", "", ""), one.values(TOKENS)
+            if tokens:
+                found = (median(tokens), min(tokens), max(tokens))
             compared = ("", "") if off is None else (off.difference, off.at + 1)
             problem = one.error or (off.problem if off else "")
-            row = (one.name, one.state, len(one.tokens), *compared, problem, *found)
+            row = (one.name, one.state, len(one.of_runs), *compared, problem, *found)
             writer.writerow((*row, *(one.figures.get(name, "") for name in names)))

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from mimo.experiment.schema import Layout
 from mimo.hf.recipes import load_recipe
 from mimo.launch.signals import Signalled, heeded
 from mimo.recipe.schema import Recipe
-from mimo.train.metrics import METRICS
+from mimo.train.run_files import METRICS, json_lines
 from mimo.train.run_folder import moved_aside
 
 _POLL_SECONDS = 0.5
@@ -79,25 +79,28 @@ class Run:
 
     def records(self) -> list[Record]:
         """The training steps in its metrics; of a step that was done again the last."""
-        try:
-            lines = (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return []
-        found = dict[int, Record]()
-        for line in lines:
-            if '"loss"' in line and line.endswith("}"):
-                record = json.loads(line)
-                found[record["step"]] = record
+        lines = json_lines(self.run_dir / METRICS)
+        found = {line["step"]: line for line in lines if "loss" in line}
         return [found[step] for step in sorted(found)]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run stands. error: the first line of what went wrong; empty for a run that is done."""
+    """How a run stands.
+
+    error: the first line of what went wrong, if anything did. job: what SLURM says of the job that
+    still has to do it, if one has.
+    """
 
     run: Run
     records: list[Record]
     error: str = ""
+    job: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its records are those of the whole run."""
+        return not self.error and not self.job
 
 
 def make_ready(run: Run, path: Path) -> Outcome | None:
@@ -138,10 +141,12 @@ class Interrupted(Exception):
     """The experiment was told to end; called again, it goes on."""
 
 
-def run_here(runs: Sequence[Run], path: Path, steps: int) -> Iterator[Outcome]:
+def run_here(
+    runs: Sequence[Run], steps: int, known: Callable[[Run], Outcome | None]
+) -> Iterator[Outcome]:
     """Run what is not done yet, one after the other, as `mimo train`; yields each one's outcome.
 
-    path: of the recipe. steps: of each run.
+    steps: of each run. known: what is known of one without starting it; None if it is to be run.
     Raises Interrupted when a run was asked to end.
     """
     console = Console(soft_wrap=True)
@@ -151,7 +156,7 @@ def run_here(runs: Sequence[Run], path: Path, steps: int) -> Iterator[Outcome]:
         task = bar.add_task("")
         for number, run in enumerate(runs, start=1):
             title = f"run {number} of {len(runs)}, {run.name}"
-            outcome = make_ready(run, path)
+            outcome = known(run)
             if outcome is None:
                 bar.reset(task, description=title, total=steps)
                 began = time.monotonic()
@@ -159,7 +164,7 @@ def run_here(runs: Sequence[Run], path: Path, steps: int) -> Iterator[Outcome]:
                 took = f"{time.monotonic() - began:.0f} s"
             else:
                 took = "before"
-            told = outcome.error or f"done ({took})"
+            told = outcome.error or outcome.job or f"done ({took})"
             console.print(f"{title}: {told}", markup=False, highlight=False)
             yield outcome
 

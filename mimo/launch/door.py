@@ -32,8 +32,11 @@ def secret_of(world_size: int) -> bytes:
 
     MIMO_JOB_SECRET makes it one that nobody can guess.
     """
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
-    parts = [os.environ.get(name, "") for name in (*names, "MIMO_JOB_SECRET")]
+    # Each component of a heterogeneous job has a number of its own beside that of the first.
+    job = "SLURM_JOB_ID_HET_GROUP_0"
+    names = ("SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "MIMO_JOB_SECRET")
+    names = (job if job in os.environ else "SLURM_JOB_ID", *names)
+    parts = [os.environ.get(name, "") for name in names]
     return repr((world_size, parts)).encode()
 
 

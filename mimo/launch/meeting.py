@@ -29,6 +29,7 @@ from mimo.errors import InputError
 from mimo.launch.door import find_store, open_store, proof, secret_of
 from mimo.launch.ranks import RankEnv
 
+_ANSWER_SECONDS = 2.0  # within which the store answers, unless the network is cut
 _POLL_SECONDS = 0.2
 _PROGRESS_SECONDS = 5.0  # between two words of progress
 _LEAVE_SECONDS = 3.0  # how long rank 0, which hosts the store, waits for the others

@@ -224,7 +224,12 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
 
 
 def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, link: Link) -> None:
-    """Create and connect the groups of one bridge; every rank of the world calls it."""
+    """Create and connect the groups of one bridge; every rank of the world calls it.
+
+    One for each way over all ranks of both ends is the least: items are balanced over all lanes of
+    the encoder, so each lane may have rows for any lane of the language model, and no smaller block
+    of lanes keeps to itself. A group for each pair of lanes would be lanes times as many.
+    """
     senders, receivers = bridge_ends(encoder, topology.layout.language, link)
     ends = sorted({*senders, *receivers})
     forward, backward = (

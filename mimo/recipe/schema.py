@@ -295,6 +295,11 @@ class Recipe(Section):
         """Where the run of this recipe lives."""
         return Path(self.train.run_dir) / self.name
 
+    @property
+    def path(self) -> Path | None:
+        """The file that it was read from."""
+        return None if self._source is None else self._source.path
+
     def problem(self, location: Location, message: str) -> str:
         """A line for a RecipeError about the value at `location`, with file and line if known."""
         if self._source is not None:

@@ -43,6 +43,7 @@ class Picture:
     def write_png(self, path: Path) -> None:
         """The same as a file, if it was drawn."""
         if self.figure is not None:
+            self.figure.suptitle(self.title, fontsize=10)
             self.figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
@@ -80,8 +81,7 @@ def spreads(title: str, unit: str, rows: Mapping[str, Sequence[float]]) -> Pictu
             reach = [[middle - min(values)], [max(values) - middle]]
             axes.barh(place, middle, color="tab:blue", xerr=reach if len(values) > 1 else None)
     axes.set_yticks(range(len(rows)), list(rows))
-    axes.invert_yaxis()
-    axes.set(xlabel=unit)
+    axes.set(xlabel=unit, ylim=(len(rows) - 0.5, -0.5))
     return _done(title, figure)
 
 

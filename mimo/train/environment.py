@@ -19,9 +19,12 @@ _PACKAGES = (
 )
 
 
-def write_environment(run_dir: Path, num_ranks: int, step: int) -> None:
-    """Add this start of the run, which does ``step`` next; the rank that reports calls it."""
-    starts = [*starts_of(run_dir), _here(num_ranks, step)]
+def write_environment(run_dir: Path, num_ranks: int, step: int, device: str) -> None:
+    """Add this start of the run, which does ``step`` next; the rank that reports calls it.
+
+    device: what it is called. (Whoever reads the file needs no torch, so this asks for none.)
+    """
+    starts = [*starts_of(run_dir), _here(num_ranks, step, device)]
     partial = run_dir / f".{ENVIRONMENT}"
     partial.write_text(json.dumps(starts, indent=1) + "\n")
     os.replace(partial, run_dir / ENVIRONMENT)
@@ -45,15 +48,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _here(num_ranks: int, step: int) -> dict[str, Any]:
-    from mimo.device import device_name  # loads torch, which whoever reads the file can do without
-
+def _here(num_ranks: int, step: int, device: str) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,
         "host": socket.gethostname(),
         "ranks": num_ranks,
-        "device": device_name(),
+        "device": device,
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -84,8 +84,7 @@ def explain(states: Mapping[int, State], num_ranks: int) -> Explanation:
 
     The origin is whoever does not answer; else whoever waits for nobody, and does not get on,
     although others wait for it; else whoever has gone past what the ranks furthest behind wait for:
-    it has left that out. That also is what a network looks like that is cut between them, if those
-    behind wait for ranks of other hosts.
+    it has left that out. A network that is cut looks the same where ranks wait for other hosts.
     """
     here = {rank: state for rank, state in states.items() if state.told}
     if origins := [rank for rank in range(num_ranks) if rank not in here]:
@@ -102,7 +101,7 @@ def explain(states: Mapping[int, State], num_ranks: int) -> Explanation:
         left = f"has left out what rank {late} waits for, and is already"
         lines = [f"{here[r]} {left} {here[r].story}{_since(here[r])}" for r in origins]
         lines = lines or ["none; all ranks wait for each other"]
-        if all(any(here[r].host != one.host for r in one.waits_for) for one in behind):
+        if any(here[r].host != one.host for one in here.values() for r in one.waits_for):
             lines[0] = f"no message gets through between {_by_host(here.values())}, or {lines[0]}"
     lines = [f"origin: {line}" for line in lines]
     alike: dict[str, list[State]] = {}

@@ -49,6 +49,7 @@ from mimo.train.restarts import (
     begun_at,
     check_again,
     failure_of,
+    follows_another,
     has_begun,
     say_begun,
     say_killed,
@@ -237,6 +238,9 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
 
     All ranks check the recipe; rank 0 makes the run folders and speaks for all.
     """
+    from mimo.train.startup import STARTING, began_at
+
+    STARTING.begin(began_at())
     job, problem = None, ""
     try:
         job = request.check(environment)
@@ -244,6 +248,7 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
         problem = str(error)
     from mimo.launch.meeting import Meeting, Refused
 
+    STARTING.ends("start and imports")
     recipes = [phase.recipe for phase in job.phased.phases] if job else []
     timeouts = [recipe.bridge.timeout_seconds for recipe in recipes]
     meeting = Meeting(environment, max(timeouts, default=_MEETING_SECONDS))
@@ -253,7 +258,8 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
             assert job is not None, "a rank without a job has a problem"
             run_dir = job.phased.run_dir
             begun = has_begun(run_dir, restart)
-            stack.enter_context(run_lock(run_dir, _LOCK_SECONDS if begun else 0.0))
+            patience = _LOCK_SECONDS if begun or follows_another() else 0.0
+            stack.enter_context(run_lock(run_dir, patience))
             return (job.again() if begun else job).candidates()
 
         def begin() -> list[Run]:
@@ -270,6 +276,7 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
 
         try:
             meeting.agree(problem)
+            STARTING.ends("meeting")
             assert job is not None, "all ranks end where one has a problem"
             # Each machine counts for itself; one that replaces another begins anew.
             restart = max(map(int, meeting.collect(str(environment.restart))))
@@ -279,6 +286,7 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
         except Refused as refused:
             return refused.exit_code
         keep_lock(job.phased.run_dir)
+        STARTING.ends("checks")
         return _train_in_place(runs, meeting, began)
 
 
@@ -355,11 +363,13 @@ def _train_in_place(runs: Sequence[Run], meeting: Meeting, began: float) -> int:
 
     Does not return if one of them fails.
     """
+    from mimo.train.local_logs import take_logs
     from mimo.train.rank import join_world, leave_world, prepare_process, train_in_world
 
     run_dir = runs[0].recipe.run_dir
 
     def end(error: BaseException) -> NoReturn:
+        take_logs()
         meeting.last_words(error, run_dir)
         # A normal exit of the interpreter could wait for a backend that waits for other ranks.
         os._exit(exit_code_of(error))

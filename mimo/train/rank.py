@@ -19,6 +19,7 @@ from mimo.checkpoint.contents import begin, stored_at
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
     barrier,
+    device_name,
     from_rank_0,
     gpu_memory,
     initialize_distributed,
@@ -43,12 +44,14 @@ from mimo.train.ending import Ending
 from mimo.train.environment import write_environment
 from mimo.train.garbage import collected_together
 from mimo.train.incidents import record
+from mimo.train.local_logs import local_log
 from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
 from mimo.train.presence import COLLECTIVE_PATIENCE, Presence
 from mimo.train.restarts import job_name
 from mimo.train.run_files import RANKS
 from mimo.train.run_lock import keep_lock
+from mimo.train.startup import STARTING
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,10 @@ def run_rank(
     """
     if locked is not None:
         keep_lock(locked)
+    if began is not None:
+        STARTING.begin(time.time() - (time.monotonic() - began))
     prepare_process(layout)
+    STARTING.ends("start and imports")
     join_world(recipe)
     code = train_in_world(recipe, layout, run_dir, start, began)
     leave_world()
@@ -96,6 +102,7 @@ def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> Ra
         max(collective_timeout(one) for one in (recipe, *later)),
         environment.local_rank,
     )
+    STARTING.ends("world")
     return environment
 
 
@@ -122,7 +129,7 @@ def train_in_world(
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     set_threads(recipe.train.threads_per_rank, here)
-    with _logging_to(run_dir / f"log_rank_{dist.get_rank()}.txt"):
+    with local_log(run_dir / f"log_rank_{dist.get_rank()}.txt") as log, _logging_to(log):
         rank = dist.get_rank()
         if (memory := gpu_memory()) is not None:
             check_memory(recipe, layout, range(rank, rank + 1), memory)
@@ -131,6 +138,7 @@ def train_in_world(
         # A failure is told before the save in flight is waited for.
         with ExitStack() as saves, presence.watched():
             topology = build_topology(layout, collective_timeout(recipe))
+            STARTING.ends("groups")
             ending = Ending()
             if (minutes := recipe.train.max_minutes) is not None and rank == 0:
                 ending = Ending((time.monotonic() if began is None else began) + 60 * minutes)
@@ -155,13 +163,16 @@ def _train(
     trainer = Trainer(recipe, topology, run_dir, initial, stored)
     presence.model = trainer.model
     presence.at(0, "setup")  # still, but it gets on
+    STARTING.ends("model")
     dataset = _open_together(recipe, "sources", trainer)
     validation = _open_together(recipe, "validation", trainer)
     assert dataset is not None, "the recipe schema asks for at least one source"
     presence.at(0, "setup")
+    STARTING.ends("data")
     progress = begin(trainer.model.modules, start, stored, lambda: presence.at(0, "setup"))
     del stored  # of a large model it takes much memory
     presence.at(0, "setup")
+    STARTING.ends("checkpoint")
     dataset, trainer.progress, said = continue_order(dataset, progress)
     trainer.ending = ending
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
@@ -169,7 +180,9 @@ def _train(
     with changed_shards_named(), ExitStack() as stack:
         writer = bad_samples = None
         if topology.reports:
-            write_environment(run_dir, topology.layout.world_size, trainer.progress.step)
+            write_environment(
+                run_dir, topology.layout.world_size, trainer.progress.step, device_name()
+            )
             writer = stack.enter_context(MetricsWriter(recipe, run_dir, trainer.progress.step))
             bad_samples = BadSamples(run_dir, trainer.progress.step)
             bad_samples.of_indexes({"sources": dataset, "validation": validation})
@@ -182,12 +195,11 @@ def _train(
             owes = lacks > 0
         steps = trainer.train(dataset, validation, presence, bad_samples, owes)
         for metrics in collected_together(steps, recipe.train.collect_garbage_every):
-            if writer is None:
-                continue
-            if "validation_loss" in metrics:
+            if writer is not None and "validation_loss" in metrics:
                 writer.validation(metrics)
-            else:
+            elif writer is not None:
                 writer.step(metrics)
+            STARTING.tell(run_dir, None if writer is None else writer.say)
         done = trainer.progress.step
         if done == recipe.train.steps:
             return 0

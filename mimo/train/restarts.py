@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -66,7 +67,10 @@ def _agent() -> str:
 
 def _name_of(pid: int) -> str:
     # In a container numbers of processes, and names of hosts, come again at each start of it.
-    return f"{socket.gethostname()} {pid} {psutil.Process(pid).create_time():.2f}"
+    began = ""
+    with suppress(psutil.Error):  # whoever started a container's first process is outside of it
+        began = f"{psutil.Process(pid).create_time():.2f}"
+    return f"{socket.gethostname()} {pid} {began}"
 
 
 def say_begun(run_dir: Path, began: float) -> None:
@@ -103,6 +107,15 @@ def has_begun(run_dir: Path, restart: int) -> bool:
     except (FileNotFoundError, ValueError):
         return False
     return agent == _agent() or (restart > 0 and name == job_name())
+
+
+def follows_another() -> bool:
+    """Whether SLURM starts this job again, or after another one of a chain.
+
+    Of the start before a node may be lost, whose locks a file server keeps for a while.
+    """
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    return requeued or "SLURM_JOB_DEPENDENCY" in os.environ
 
 
 def failure_of(run_dir: Path, cause: str = "", rank: int | None = None) -> Failure:

@@ -14,6 +14,8 @@ from typing import Any
 from mimo.train.hang import State
 
 METRICS = "metrics.jsonl"
+LAUNCH = "launch"
+"""The folder, in the run folder, of what starts jobs: script, recipe, placement, output."""
 RANKS = "ranks"
 """The folder of the files in which ranks say where they are, of `mimo.train.presence`."""
 HANG = "hang"

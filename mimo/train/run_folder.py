@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from mimo.checkpoint.start import FromScratch
 from mimo.errors import RecipeError
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
-from mimo.train.run_files import CRASH, HANG, RANKS
+from mimo.train.run_files import CRASH, HANG, LAUNCH, RANKS
 
 
 def check_run_dir(phased: PhasedRecipe) -> None:
@@ -35,11 +36,13 @@ def check_run_dir(phased: PhasedRecipe) -> None:
 def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
     """Make the run folder, with the resolved recipe in it; an older run of that name moves aside.
 
+    The folder `launch` of a job that was started from there stays where it is.
+
     resumes: leave an existing folder where it is. Returns the folder.
     """
     run_dir = recipe.run_dir
     if not resumes:
-        _step_aside(run_dir)
+        _step_aside(run_dir, recipe.path)
     run_dir.mkdir(parents=True, exist_ok=True)
     # A rank that failed in an earlier start has left word of it, which must not be taken for news.
     shutil.rmtree(run_dir / RANKS, ignore_errors=True)
@@ -59,7 +62,7 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
     """
     if phased.has_phases:
         if not resumes:
-            _step_aside(phased.run_dir)
+            _step_aside(phased.run_dir, phased.source.path)
         phased.run_dir.mkdir(parents=True, exist_ok=True)
         (phased.run_dir / "recipe.yaml").write_text(phased.to_yaml())
     for run in runs:
@@ -72,10 +75,16 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
     print(f"run folder: {phased.run_dir}", flush=True)
 
 
-def _step_aside(run_dir: Path) -> None:
-    if not run_dir.exists():
+def _step_aside(run_dir: Path, recipe: Path | None) -> None:
+    """Move an older run away, but not what the present job has put there before it begins."""
+    if not run_dir.exists() or os.listdir(run_dir) == [LAUNCH]:
         return
-    print(f"the previous run moved to {moved_aside(run_dir)}")
+    aside = moved_aside(run_dir)
+    print(f"the previous run moved to {aside}")
+    launch = (run_dir / LAUNCH).resolve()
+    if recipe is not None and recipe.resolve().is_relative_to(launch):
+        run_dir.mkdir()
+        (aside / LAUNCH).rename(launch)
 
 
 def moved_aside(folder: Path) -> Path:

@@ -120,6 +120,10 @@ def test_a_link_of_a_chain_leaves_the_rest_to_the_next_and_cancels_it_when_done(
     assert not [call for call in stage.calls("scontrol") if "requeue" in call]
     assert stage.run(str(chain), srun=0) == 0
     assert stage.calls("scancel") == ["scancel 8 9"]
+    assert stage.run(str(chain), job_id=6, srun=2) == 2, "the first, on another mistake"
+    assert stage.calls("scancel")[1:] == ["scancel 7 8 9"]
+    assert stage.run(str(chain), job_id=9) == 0
+    assert len(stage.calls("scancel")) == 2, "none comes after the last"
 
 
 def test_a_failed_preflight_keeps_ranks_from_training(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_a_job_for_which_no_layout_fits_the_nodes_ends(tmp_path: Path) -> None:
 _PRINTABLE = st.text(st.characters().filter(str.isprintable), min_size=1, max_size=60)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(value=_PRINTABLE)
 def test_any_value_of_an_environment_variable_arrives_unchanged(value: str, job: Job) -> None:
     text = _changed(job, {"environment": {"VALUE": value}}).text
@@ -169,7 +173,7 @@ def test_any_value_of_an_environment_variable_arrives_unchanged(value: str, job:
     assert told.stdout == f"{value}\0".encode()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(path=_PRINTABLE.filter(lambda path: "/" not in path and path not in (".", "..")))
 def test_any_folder_is_entered_as_it_is_called(path: str, job: Job) -> None:
     job = replace(job, folder=Path("/nowhere") / path)

@@ -90,8 +90,9 @@ def test_a_run_that_was_killed_has_stopped_and_one_that_failed_says_how(tmp_path
     run = make_run(tmp_path / "run", num_steps=40)
     say(run, 0)
     say(run, 1, failure="OSError: the disk is full")
+    before = time.time() - 3600
     for rank in (0, 1):
-        os.utime(run / "ranks" / f"rank_{rank}.json", (time.time() - 3600,) * 2)
+        os.utime(run / "ranks" / f"rank_{rank}.json", (before, before))
     state = facts(run)["state"]
     assert state.startswith("stopped after step 40, 0 of 2 ranks answer; rank 1 (vision, lane 0)")
     assert state.endswith("failed: OSError: the disk is full")

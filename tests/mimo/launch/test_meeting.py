@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import socket
 import threading
 import time
@@ -167,10 +168,21 @@ def test_all_ranks_learn_that_the_run_folder_is_in_use(
 
 
 def test_one_command_serves_the_first_start_and_later_ones(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+    trained: Callable[..., tuple[list[int], list[str]]],
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("MIMO_LOCAL_LOGS", str(recipe.parent / "node"))
+    monkeypatch.setenv("MIMO_BEGAN", str(time.time() - 1000))
     codes, printed = trained("--resume", "train.steps=1")
     assert codes == [0] * RANKS
+    (startup,) = (line for line in printed[1].splitlines() if line.startswith("startup "))
+    assert re.match(r"startup 1\d\d\d\.\d s: start and imports 1\d\d\d\.\d \(rank \d\), ", startup)
+    for phase in ("meeting", "checks", "world", "groups", "model", "data", "first step"):
+        assert f", {phase} " in startup
+    logs = [recipe.parent / f"runs/tiny/log_rank_{rank}.txt" for rank in range(RANKS)]
+    assert all(f"rank {rank} owns" in log.read_text() for rank, log in enumerate(logs))
+    assert len([*recipe.parent.glob("node/*/log_rank_?.txt")]) == RANKS
     run_dir = recipe.parent / "runs" / "tiny"
     assert f"no checkpoint in {run_dir} yet: starting anew\n" in printed[0]
     codes, printed = trained("--resume", "train.steps=2")

@@ -49,6 +49,27 @@ def first_messages(_: int, layout: Layout, rank: int) -> dict[str, int]:
     return dict(found)
 
 
+def groups_of_a_rank(_: int, layout: Layout, rank: int) -> tuple[list[int], int]:
+    """Sizes of the groups that one rank of a large world is in, and how many were asked for."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mimo.layout.groups import build_topology
+
+    dist.destroy_process_group()
+    os.environ["WORLD_SIZE"] = str(layout.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    new_group, asked = dist.new_group, list[object]()
+
+    def count(ranks: list[int], **given: Any) -> Any:
+        asked.append(ranks)
+        return new_group(ranks, **given)
+
+    dist.new_group = count
+    sizes = [group.size() for group in build_topology(layout).groups]
+    return sorted(size for size in sizes if size > 1), len(asked)
+
+
 def connect_under_the_rules_of_nccl(_: int, layout: Layout) -> bool:
     from mimo.layout.groups import build_topology
 
@@ -101,6 +122,24 @@ def test_first_messages_are_bounded_by_the_pairs_of_a_layout(
     run_ranks: RunRanks, rank: int, expected: dict[str, int]
 ) -> None:
     assert run_ranks(first_messages, 1, LARGE, rank) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("rank", "sizes"),
+    [
+        # All encoder lanes; each way of the bridge.
+        (0, [128, 352, 352]),
+        # Ends of the stages, stages, tp, lanes, one lane, one stage, each way of the bridge, all.
+        (130, [2, 4, 8, 28, 32, 224, 352, 352, 896]),
+        (600, [4, 8, 28, 32, 224, 896]),
+    ],
+)
+def test_a_rank_of_a_large_job_is_in_few_groups(
+    run_ranks: RunRanks, rank: int, sizes: list[int]
+) -> None:
+    ((found, num_asked),) = run_ranks(groups_of_a_rank, 1, LARGE, rank)
+    assert found == sizes
+    assert num_asked == 1652  # most of single ranks, which cost microseconds
 
 
 def test_ranks_of_a_lane_that_share_out_rows_connect_with_each_other(run_ranks: RunRanks) -> None:

@@ -59,6 +59,9 @@ def test_logged_steps_say_where_the_time_of_every_module_went(trained: Path) -> 
             assert line[f"memory_gib_{module}"] > 0
         waits = [line[f"bridge_wait_seconds_vision_{way}"] for way in ("forward", "backward")]
         assert min(waits) > 0
+        for way in ("forward", "backward"):  # each row goes to the one rank of its lane
+            sent = line[f"bridge_bytes_vision_{way}"]
+            assert sent == line[f"bridge_least_bytes_vision_{way}"] > 0
 
 
 def test_the_trace_of_the_chosen_rank_and_step_has_the_phases_by_name(trained: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import tarfile
+from pathlib import Path
+
 import numpy as np
 import pytest
+from PIL import Image
 
 from mimo.layout.grids import GridSpec, Layout
 from mimo.spans import RANK
 from mimo.train import times
 from mimo.train.times import StepTimes
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.runs import metrics, run
 
 # Vision on rank 0, the language model on ranks 1 and 2.
 SECONDS = (
@@ -65,6 +72,42 @@ def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyP
         }
     )
     assert StepTimes(layout, 0).figures([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies", "backward"),
+    [
+        (["language.grid.tp=2"], 2, True),  # to one rank, and from there to the other
+        pytest.param(
+            ["language.grid.tp=2", "bridge.delivery=replicated"], 2, True, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["language.grid.tp=2", "language.grid.sp=true"], 1, True, marks=pytest.mark.slow
+        ),
+        (["language.grid.dp=2", "encoders.vision.freeze=true"], 1, False),
+    ],
+)
+def test_bytes_over_a_bridge_are_those_that_are_sent(
+    run_ranks: RunRanks, tmp_path: Path, layout: list[str], copies: int, backward: bool
+) -> None:
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
+    run(run_ranks, recipe, *layout, "train.micro_batch_size=2", "train.steps=1")
+    (line,) = metrics(recipe)
+    least = line["bridge_least_bytes_vision_forward"]
+    assert least == rows_in(tmp_path / "train-00000.tar") * 32 * 4
+    assert line["bridge_bytes_vision_forward"] == copies * least
+    back = line["bridge_least_bytes_vision_backward"], line["bridge_bytes_vision_backward"]
+    # Each rank of a lane has the whole gradient, and returns its share.
+    assert back == ((least, least) if backward else (0, 0))
+
+
+def rows_in(shard: Path) -> int:
+    """Of all images: one for each 28 · 28 pixels."""
+    with tarfile.open(shard) as tar:
+        files = [tar.extractfile(one) for one in tar if one.name.endswith(".png")]
+        sizes = [Image.open(file).size for file in files if file is not None]
+    return sum(width * height for width, height in sizes) // 28**2
 
 
 def with_max(name: str, mean: float, largest: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Training across two hosts, by the commands that `mimo launch --hosts` prints.
 
-The encoder has a rank on the first host, the language model two lanes on the second. Together they
-train as one host does; with the link between them cut, both end and say so.
+The encoder and one lane of the language model are on the first host, the other lane on the second.
+Together they train as one host does; with the link between them cut, both end and say so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def start(
     names = ",".join(host.name for host in hosts)
     told = mimo("launch", recipe, *LAYOUT, *CLUSTER, *overrides, "--hosts", names)
     lines = told.stdout.splitlines()
-    assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["1"], ["2"]], told
+    assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["2"], ["1"]], told
     return [
         host.start(["bash", "-c", line], log_of(recipe, host), job.environment)
         for host, line in zip(hosts, lines, strict=True)
@@ -87,7 +87,7 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
         told = [log_of(recipe, host).read_text() for host in hosts]
     assert codes == [1, 1]
     assert not job.leftovers()
-    origin = "no message gets through between first (rank 0) and second (rank 1, 2)"
+    origin = "no message gets through between first (rank 0, 1) and second (rank 2)"
     assert all(origin in text for text in told), told
     (incident,) = incidents(run_dir)
     assert incident["kind"] == "hang"

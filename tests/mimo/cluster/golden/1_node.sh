@@ -34,7 +34,7 @@ here() {
 
 # ---------------------------------------------------------------- what an exit code means
 later_jobs() { # of this chain
-  if [ -n "$chain" ]; then sed "1,/^$SLURM_JOB_ID\$/d" "$chain"; fi
+  if [ -n "$chain" ]; then sed -n "/^$SLURM_JOB_ID\$/,\$p" "$chain" | tail -n +2; fi
 }
 
 finish() {

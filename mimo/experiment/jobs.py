@@ -1,0 +1,61 @@
+"""Runs of an experiment as an array of cluster jobs, whose results a later call collects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mimo.cluster.script import Job, prepare
+from mimo.cluster.submit import submit as submit_one
+from mimo.cluster.submit import submit_array
+from mimo.cluster.watch import LAUNCH, look
+from mimo.errors import InputError
+from mimo.experiment.runs import Outcome, Run, make_ready
+
+
+def submit(runs: Sequence[Run], path: Path, cluster: Path | None) -> list[Outcome]:
+    """Submit what is neither done nor in the queue; returns the outcomes of what cannot be.
+
+    path: of the recipe. cluster: a file of `cluster:` keys. Raises InputError if SLURM refuses.
+    """
+    jobs, refused = list[Job](), list[Outcome]()
+    for run in runs:
+        if waits_for(run):
+            continue
+        if (known := make_ready(run, path)) is not None:
+            refused += [known] if known.error else []
+            continue
+        try:
+            jobs.append(prepare(run.recipe_file, [], cluster, "fixed"))
+        except InputError as error:
+            refused.append(Outcome(run, [], str(error).splitlines()[0]))
+    # SLURM has no arrays of heterogeneous jobs.
+    alike = [job for job in jobs if len(job.placement.components) == 1]
+    numbers = dict(zip([job.name for job in alike], submit_array(alike), strict=True))
+    for job in jobs:
+        print(f"{job.name}: job {numbers.get(job.name) or submit_one(job)}")
+    return refused
+
+
+def waits_for(run: Run) -> str:
+    """What is said of the job that still has to do a run; empty if there is none."""
+    if not was_submitted(run):
+        return ""
+    view = look(run.run_dir)
+    return next(iter(view.jobs[-1:]), "a job") if view.goes_on else ""
+
+
+def was_submitted(run: Run) -> bool:
+    """Whether its folder is that of a job."""
+    return (run.run_dir / LAUNCH / "jobs.jsonl").exists()
+
+
+def collect(run: Run, path: Path) -> Outcome | None:
+    """What is known of a run, submitted or not; None if it is to be run here."""
+    if job := waits_for(run):
+        return Outcome(run, [], job=job)
+    outcome = make_ready(run, path)
+    if outcome is None and was_submitted(run):
+        message = f"its job ended before the run did; see {run.run_dir / LAUNCH}, and --submit it"
+        return Outcome(run, run.records(), message)
+    return outcome
