@@ -54,6 +54,15 @@ SlurmdTimeout=10
 KillWait=5
 MinJobAge=3600
 {nodes}
+# Nodes that need not be there: SLURM says whether a job could run on them.
+GresTypes=gpu
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=INFINITE
+NodeName=gpu[001-138] State=CLOUD CPUs=128 RealMemory=1000000 Gres=gpu:8 Feature=a100,ib,l40s
+PartitionName=gpu Nodes=gpu[001-138] SuspendTime=100000000
+PartitionName=large Nodes=gpu[001-138]
+PartitionName=small Nodes=gpu[001-138]
 PartitionName=batch Nodes={names} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=urgent Nodes={names} PriorityTier=10 PreemptMode=OFF
 """
@@ -108,7 +117,7 @@ class Slurm:
             self._start("slurmctld", "slurmctld", "-D")
             for node in NODES:
                 self.start_node(node)
-            self.wait_for(lambda: self.states() == dict.fromkeys(NODES, "idle"), 30)
+            self.wait_for(self._all_idle, 30)
             stack.pop_all()
         return self
 
@@ -133,6 +142,22 @@ class Slurm:
             with suppress(psutil.Error):
                 process.kill()
         self._daemons.pop(node).wait()
+        # SLURM finds out by itself when it does not answer for long enough.
+        self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
+
+    def heal(self) -> None:
+        """End all jobs, begin nodes again that have been killed, until all are idle."""
+        self.command("scancel", "--user=root")
+        for node in NODES:
+            if node not in self._daemons:
+                self.start_node(node)
+        self.wait_for(self._all_idle, 60)
+
+    def _all_idle(self) -> bool:
+        for node, state in self.states().items():
+            if state.startswith(("down", "drain")):
+                self.command("scontrol", "update", f"nodename={node}", "state=resume")
+        return self.states() == dict.fromkeys(NODES, "idle")
 
     def states(self) -> dict[str, str]:
         """Of the nodes by name, as sinfo says them; those that do not answer have a `*`."""
@@ -172,8 +197,34 @@ class Slurm:
 
     def job(self, number: str) -> Mapping[str, str]:
         """What `scontrol show job` says of a job, by key."""
-        told = self.command("scontrol", "--oneliner", "show", "job", number)
+        told = self.command("scontrol", "--oneliner", "show", "job", number).splitlines()[0]
         return dict(word.split("=", 1) for word in told.split() if "=" in word)  # pyright: ignore
+
+    def nodes_of(self, number: str) -> list[str]:
+        """The nodes that a job has, the first one first."""
+        return self.command(
+            "scontrol", "show", "hostnames", self.job(number)["NodeList"]
+        ).splitlines()
+
+    def ranks_of(self, number: str) -> dict[int, str]:
+        """The nodes of a job's ranks that run now."""
+        found = {}
+        for process in self._processes():
+            with suppress(psutil.Error):
+                env = process.environ()
+                if number in (env.get("SLURM_JOB_ID"), env.get("SLURM_HET_JOB_ID")):
+                    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+                        found[int(env["SLURM_PROCID"])] = env["SLURMD_NODENAME"]
+        return dict(sorted(found.items()))
+
+    def processes_of(self, number: str) -> list[str]:
+        """What still runs of a job on any node."""
+        found = []
+        for process in self._processes():
+            with suppress(psutil.Error):
+                if process.environ().get("SLURM_JOB_ID") == number:
+                    found.append(" ".join(process.cmdline()))
+        return found
 
     def wait_for(self, holds: Callable[[], object], seconds: float) -> None:
         """Until something holds. Raises RuntimeError, with the logs, if it does not."""
@@ -208,4 +259,3 @@ def _free_ports(number: int) -> list[int]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
-

@@ -47,10 +47,17 @@ def installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def slurm(installed: None) -> Iterator[Slurm]:
-    """Four nodes on this machine, each with room for eight ranks."""
+def started(installed: None) -> Iterator[Slurm]:
+    """Four nodes on this machine."""
     with Slurm() as running:
         yield running
+
+
+@pytest.fixture
+def slurm(started: Slurm) -> Iterator[Slurm]:
+    """The same, at the end without jobs and with all its nodes."""
+    yield started
+    started.heal()
 
 
 @pytest.fixture(scope="session")

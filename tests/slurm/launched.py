@@ -98,17 +98,12 @@ def tiny(folder: Path) -> Path:
     return write_recipe(folder)
 
 
-def launch(
-    slurm: Slurm, recipe: Path, *arguments: str, name: str = "tiny", submits: bool = True
-) -> Launched:
-    """What `mimo launch` makes of a recipe whose run has this name."""
-    options = ["--submit"] if submits else []
-    told = _mimo(
-        slurm, "launch", recipe, *LAYOUT, *NODES_OF_TWO, f"name={name}", *arguments, *options
-    )
+def launch(slurm: Slurm, recipe: Path, *arguments: str | Path) -> Launched:
+    """What `mimo launch` makes of a recipe; nothing is submitted without its `--submit`."""
+    told = _mimo(slurm, "launch", recipe, *LAYOUT, *NODES_OF_TWO, *arguments)
     found = re.search(r"submitted (.*);", told)
     jobs = found[1].split(", ") if found else []
-    return Launched(slurm, recipe.parent / "runs" / name, jobs)
+    return Launched(slurm, recipe.parent / "runs" / "tiny", jobs)
 
 
 def _mimo(slurm: Slurm, *arguments: str | Path) -> str:
