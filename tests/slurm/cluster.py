@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -212,9 +211,10 @@ class Slurm:
         for process in self._processes():
             with suppress(psutil.Error):
                 env = process.environ()
-                if number in (env.get("SLURM_JOB_ID"), env.get("SLURM_HET_JOB_ID")):
-                    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
-                        found[int(env["SLURM_PROCID"])] = env["SLURMD_NODENAME"]
+                # srun has the variables of the batch script, which is no rank.
+                own = number in (env.get("SLURM_JOB_ID"), env.get("SLURM_HET_JOB_ID"))
+                if own and "SLURM_SRUN_COMM_PORT" in env:
+                    found[int(env["SLURM_PROCID"])] = env["SLURMD_NODENAME"]
         return dict(sorted(found.items()))
 
     def processes_of(self, number: str) -> list[str]:

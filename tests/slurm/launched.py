@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,7 @@ class Launched:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def _wait(self, holds) -> None:  # noqa: ANN001
+    def _wait(self, holds: Callable[[], object]) -> None:
         try:
             self.slurm.wait_for(holds, 60 * _MINUTES)
         except RuntimeError as error:

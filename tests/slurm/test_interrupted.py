@@ -46,7 +46,7 @@ def test_a_job_goes_on_where_nodes_die_first_on_another_then_on_fewer(
 ) -> None:
     job = launch(slurm, tiny(tmp_path), "train.save_every=10", "--elastic", "--submit")
     job.wait_for_step(12)
-    first, second = slurm.nodes_of(job.job)
+    _, second = slurm.nodes_of(job.job)
     slurm.kill_node(second)
     job.wait_for_start(1, job.job)
     nodes = slurm.nodes_of(job.job)
