@@ -1,0 +1,261 @@
+"""A SLURM of four nodes on this machine: daemons, configuration and folders of its own.
+
+Every node is a `slurmd` on a port of its own. Nothing is shared with another SLURM, so several may
+run at once; at the end no process is left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+
+from tests.ranks import running
+
+NODES = ("node1", "node2", "node3", "node4")
+_CONFIGURATION = """
+ClusterName=mimo
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# A job that is put into the queue again waits until the credential of its start has expired.
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmdParameters=config_overrides
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+SwitchType=switch/none
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+ReturnToService=2
+SlurmctldTimeout=10
+SlurmdTimeout=10
+KillWait=5
+MinJobAge=3600
+{nodes}
+# Nodes that need not be there: SLURM says whether a job could run on them.
+GresTypes=gpu
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=INFINITE
+NodeName=gpu[001-138] State=CLOUD CPUs=128 RealMemory=1000000 Gres=gpu:8 Feature=a100,ib,l40s
+PartitionName=gpu Nodes=gpu[001-138] SuspendTime=100000000
+PartitionName=large Nodes=gpu[001-138]
+PartitionName=small Nodes=gpu[001-138]
+PartitionName=batch Nodes={names} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=urgent Nodes={names} PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class Slurm:
+    """One controller and four nodes, with `NODES` as names. Its commands need `environment`.
+
+    Use as a context; raises RuntimeError with the logs if it does not come up.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # paths of sockets are short
+        self._configuration = self._folder / "slurm.conf"
+        self.environment = {**os.environ, "SLURM_CONF": str(self._configuration)}
+        for name in [name for name in self.environment if name.startswith(("SBATCH_", "SLURM_"))]:
+            if name != "SLURM_CONF":
+                del self.environment[name]  # of a job that this runs in
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Slurm:
+        host = socket.gethostname().partition(".")[0]
+        controller, *ports = _free_ports(1 + len(NODES))
+        nodes = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8"
+            for name, port in zip(NODES, ports, strict=True)
+        ]
+        self._configuration.write_text(
+            _CONFIGURATION.format(
+                host=host,
+                controller=controller,
+                folder=self._folder,
+                nodes="\n".join(nodes),
+                names=",".join(NODES),
+            )
+        )
+        (self._folder / "state").mkdir()
+        key = self._folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(128))
+        with ExitStack() as stack:
+            stack.callback(self.__exit__)
+            self._start(
+                "munged",
+                *("munged", "--foreground", "--force", f"--key-file={key}"),
+                f"--socket={self._folder}/munge.socket",
+                f"--pid-file={self._folder}/munged.pid",
+                f"--log-file={self._folder}/munged.log",
+                f"--seed-file={self._folder}/munge.seed",
+            )
+            self.wait_for((self._folder / "munge.socket").exists, 20)
+            self._start("slurmctld", "slurmctld", "-D")
+            for node in NODES:
+                self.start_node(node)
+            self.wait_for(self._all_idle, 30)
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes():
+            with suppress(psutil.Error):
+                process.kill()
+        for daemon in self._daemons.values():
+            daemon.kill()
+            daemon.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------- nodes
+
+    def start_node(self, node: str) -> None:
+        """Begin a node, or begin one again."""
+        self._start(node, "slurmd", "-D", "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """End its daemon and everything that jobs run on it at once, as a power cut does."""
+        for process in self._processes(node):
+            with suppress(psutil.Error):
+                process.kill()
+        self._daemons.pop(node).wait()
+        # SLURM finds out by itself when it does not answer for long enough.
+        self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
+
+    def heal(self) -> None:
+        """End all jobs, begin nodes again that have been killed, until all are idle."""
+        self.command("scancel", "--user=root")
+        for node in NODES:
+            if node not in self._daemons:
+                self.start_node(node)
+        self.wait_for(self._all_idle, 60)
+
+    def _all_idle(self) -> bool:
+        for node, state in self.states().items():
+            if state.startswith(("down", "drain")):
+                self.command("scontrol", "update", f"nodename={node}", "state=resume")
+        return self.states() == dict.fromkeys(NODES, "idle")
+
+    def states(self) -> dict[str, str]:
+        """Of the nodes by name, as sinfo says them; those that do not answer have a `*`."""
+        told = self.command("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %T")
+        return dict(line.split() for line in told.splitlines())  # pyright: ignore
+
+    def _processes(self, node: str | None = None) -> list[psutil.Process]:
+        """All that run for this SLURM, or of one node: daemons, and what jobs began.
+
+        Daemons are known by the folder they run in: they write over their environment.
+        """
+        found = []
+        for process in psutil.process_iter():
+            try:
+                place, env = Path(process.cwd()), process.environ()
+                own = place.is_relative_to(self._folder)
+                if node is not None:
+                    own = place == self._folder / node
+                if env.get("SLURM_CONF") == str(self._configuration):
+                    own = own or node in (None, env.get("SLURMD_NODENAME"))
+                if own and running([process.pid]):
+                    found.append(process)
+            except psutil.Error:  # it has just ended
+                continue
+        return found
+
+    # -------------------------------------------------------------------------------- jobs
+
+    def command(self, *words: str | Path, cwd: Path | None = None) -> str:
+        """What a command of SLURM prints. Raises RuntimeError with its errors if it fails."""
+        told = subprocess.run(
+            words, capture_output=True, text=True, env=self.environment, cwd=cwd, timeout=60
+        )
+        if told.returncode != 0:
+            raise RuntimeError(f"{' '.join(map(str, words))}: {told.stderr}")
+        return told.stdout
+
+    def job(self, number: str) -> Mapping[str, str]:
+        """What `scontrol show job` says of a job, by key."""
+        told = self.command("scontrol", "--oneliner", "show", "job", number).splitlines()[0]
+        return dict(word.split("=", 1) for word in told.split() if "=" in word)  # pyright: ignore
+
+    def nodes_of(self, number: str) -> list[str]:
+        """The nodes that a job has, the first one first."""
+        return self.command(
+            "scontrol", "show", "hostnames", self.job(number)["NodeList"]
+        ).splitlines()
+
+    def ranks_of(self, number: str) -> dict[int, str]:
+        """The nodes of a job's ranks that run now."""
+        found = {}
+        for process in self._processes():
+            with suppress(psutil.Error):
+                env = process.environ()
+                # srun has the variables of the batch script, which is no rank.
+                own = number in (env.get("SLURM_JOB_ID"), env.get("SLURM_HET_JOB_ID"))
+                if own and "SLURM_SRUN_COMM_PORT" in env:
+                    found[int(env["SLURM_PROCID"])] = env["SLURMD_NODENAME"]
+        return dict(sorted(found.items()))
+
+    def processes_of(self, number: str) -> list[str]:
+        """What still runs of a job on any node."""
+        found = []
+        for process in self._processes():
+            with suppress(psutil.Error):
+                if process.environ().get("SLURM_JOB_ID") == number:
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+    def wait_for(self, holds: Callable[[], object], seconds: float) -> None:
+        """Until something holds. Raises RuntimeError, with the logs, if it does not."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with suppress(RuntimeError):  # a daemon that is busy or not yet there
+                if holds():
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"not within {seconds:g} s\n{self.logs()}")
+
+    def logs(self) -> str:
+        """The ends of the daemons' logs, and the queue."""
+        queue = subprocess.run(["squeue"], capture_output=True, text=True, env=self.environment)
+        parts = [queue.stdout + queue.stderr]
+        for path in sorted(self._folder.glob("*.log")):
+            parts.append(f"--- {path.name}\n" + "".join(path.read_text().splitlines(True)[-25:]))
+        return "\n".join(parts)
+
+    def _start(self, name: str, *command: str) -> None:
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=self.environment, cwd=folder
+            )
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,74 @@
+"""A real SLURM for the tests of this folder; it is installed if need be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import NoReturn
+
+import pytest
+
+from tests.conftest import RunRanks
+from tests.mimo.runs import metrics, run
+from tests.slurm.cluster import Slurm
+from tests.slurm.launched import LAYOUT, tiny
+
+_PACKAGES = {"sbatch": "slurm-wlm", "munged": "munge", "shellcheck": "shellcheck"}
+
+
+@pytest.fixture(scope="session")
+def installed() -> None:
+    """SLURM, munge and shellcheck, by Debian's packages.
+
+    Without them tests are skipped, or fail where the variable MIMO_NEEDS_SLURM is set.
+    """
+    missing = [package for program, package in _PACKAGES.items() if not shutil.which(program)]
+    if os.geteuid() != 0:
+        _give_up("a SLURM of its own needs root")
+    if not missing:
+        return
+    if shutil.which("apt-get") is None:
+        _give_up(f"{', '.join(missing)} missing, and there is no apt-get")
+    for command in (
+        ["apt-get", "update", "-qq"],
+        ["apt-get", "install", "-qq", "--no-install-recommends", *missing],
+    ):
+        told = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        )
+        if told.returncode != 0:
+            _give_up(f"{' '.join(command)}: {told.stderr[-500:]}")
+
+
+@pytest.fixture(scope="session")
+def started(installed: None) -> Iterator[Slurm]:
+    """Four nodes on this machine."""
+    with Slurm() as running:
+        yield running
+
+
+@pytest.fixture
+def slurm(started: Slurm) -> Iterator[Slurm]:
+    """The same, at the end without jobs and with all its nodes."""
+    yield started
+    started.heal()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses by step of the same run without SLURM."""
+    recipe = tiny(tmp_path_factory.mktemp("undisturbed"))
+    run(run_ranks, recipe, *LAYOUT)
+    return {line["step"]: line["loss"] for line in metrics(recipe)}
+
+
+def _give_up(reason: str) -> NoReturn:
+    if os.environ.get("MIMO_NEEDS_SLURM"):
+        pytest.fail(reason)
+    pytest.skip(reason)

@@ -1,0 +1,114 @@
+"""Runs of the tiny recipe that `mimo launch` submits to the tests' SLURM."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mimo.runs import command
+from tests.mimo.tiny import write_recipe, write_samples
+from tests.slurm.cluster import Slurm
+
+STEPS = 150
+LAYOUT = ["language.grid.dp=2", "train.micro_batch_size=2", f"train.steps={STEPS}"]
+"""Three ranks: the encoder's, then two lanes of the language model."""
+NODES_OF_TWO = [
+    "cluster.gpus_per_node=0",
+    "cluster.ranks_per_node=2",
+    "cluster.exclusive=false",
+    "cluster.preflight=false",
+]
+_MINUTES = 4.0  # that a job may take, on a machine that does other things as well
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run and its jobs. Times out, with all logs, where a job does not get on."""
+
+    slurm: Slurm
+    run: Path
+    jobs: Sequence[str]
+
+    @property
+    def job(self) -> str:
+        """The only one."""
+        (job,) = self.jobs
+        return job
+
+    @property
+    def launch(self) -> Path:
+        """The folder of the script and of what jobs print."""
+        return self.run / "launch"
+
+    def steps(self) -> list[int]:
+        """Those in the metrics, in the order in which they were written."""
+        return [line["step"] for line in self._metrics()]
+
+    def losses(self) -> dict[int, float]:
+        """By step; what was trained last counts."""
+        return {line["step"]: line["loss"] for line in self._metrics()}
+
+    def wait_for_step(self, step: int) -> None:
+        """Until it has been trained."""
+        self._wait(lambda: max(self.steps(), default=-1) >= step)
+
+    def wait_for_start(self, number: int, job: str) -> None:
+        """Until a job runs that was put into the queue again so often."""
+        self._wait(lambda: int(self.slurm.job(job)["Restarts"]) >= number and self.runs(job))
+
+    def runs(self, job: str) -> bool:
+        """Whether it has nodes now."""
+        return self.slurm.job(job)["JobState"] == "RUNNING"
+
+    def end(self, job: str | None = None) -> str:
+        """How a job has ended, once it has: `COMPLETED 0:0`, with exit code and signal."""
+        self._wait(lambda: self.slurm.job(job or self.job)["JobState"] in _ENDED)
+        told = self.slurm.job(job or self.job)
+        return f"{told['JobState']} {told['ExitCode']}"
+
+    def mimo(self, *arguments: str | Path) -> str:
+        """What a command prints. Fails unless it succeeds."""
+        return _mimo(self.slurm, *arguments)
+
+    def logs(self) -> str:
+        """All that jobs and ranks have printed."""
+        paths = sorted(path for path in self.launch.iterdir() if path.suffix in (".out", ".log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in paths)
+
+    def _metrics(self) -> list[dict]:
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def _wait(self, holds: Callable[[], object]) -> None:
+        try:
+            self.slurm.wait_for(holds, 60 * _MINUTES)
+        except RuntimeError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+
+def tiny(folder: Path) -> Path:
+    """A recipe with data in the folder."""
+    write_samples(folder)
+    return write_recipe(folder)
+
+
+def launch(slurm: Slurm, recipe: Path, *arguments: str | Path) -> Launched:
+    """What `mimo launch` makes of a recipe; nothing is submitted without its `--submit`."""
+    told = _mimo(slurm, "launch", recipe, *LAYOUT, *NODES_OF_TWO, *arguments)
+    found = re.search(r"submitted (.*);", told)
+    jobs = found[1].split(", ") if found else []
+    return Launched(slurm, recipe.parent / "runs" / "tiny", jobs)
+
+
+def _mimo(slurm: Slurm, *arguments: str | Path) -> str:
+    told = subprocess.run(
+        command(*arguments), capture_output=True, text=True, env=slurm.environment, timeout=120
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    return told.stdout

@@ -1,0 +1,63 @@
+"""Jobs that SLURM interrupts, which go on where they were, with the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import NODES, Slurm
+from tests.slurm.launched import STEPS, launch, tiny
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def test_a_preempted_job_saves_and_goes_on_when_there_are_nodes_again(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    job = launch(slurm, tiny(tmp_path), "--submit")
+    job.wait_for_step(10)
+    urgent = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null"]
+    slurm.command("sbatch", *urgent, "--wrap=sleep 1")
+    job.wait_for_start(1, job.job)
+    assert "exit code 75" in job.logs()
+    assert job.end() == "COMPLETED 0:0", job.logs()
+    assert job.steps() == [*range(STEPS)], "nothing is lost"
+    assert job.losses() == undisturbed
+    job.mimo("report", job.run)
+
+
+def test_the_next_job_of_a_chain_goes_on_after_the_warning_signal(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    job = launch(slurm, tiny(tmp_path), "--chain", "3", "--submit")
+    first, second, third = job.jobs
+    job.wait_for_step(10)
+    slurm.command("scancel", "--signal=USR1", first)  # what `--signal=USR1@...` sends
+    assert job.end(first) == "FAILED 75:0", job.logs()
+    assert job.end(second) == "COMPLETED 0:0", job.logs()
+    assert job.end(third).startswith("CANCELLED"), "all is done"
+    assert job.steps() == [*range(STEPS)]
+    assert job.losses() == undisturbed
+
+
+def test_a_job_goes_on_where_nodes_die_first_on_another_then_on_fewer(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    job = launch(slurm, tiny(tmp_path), "train.save_every=10", "--elastic", "--submit")
+    job.wait_for_step(12)
+    _, second = slurm.nodes_of(job.job)
+    slurm.kill_node(second)
+    job.wait_for_start(1, job.job)
+    nodes = slurm.nodes_of(job.job)
+    assert len(nodes) == 2
+    assert second not in nodes
+    job.wait_for_step(40)
+    for node in {*NODES} - {*nodes, second}:
+        slurm.command("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
+    slurm.kill_node(nodes[0])  # where the script runs
+    job.wait_for_start(2, job.job)
+    assert slurm.nodes_of(job.job) == nodes[1:]
+    assert job.end() == "COMPLETED 0:0", job.logs()
+    assert job.losses() == pytest.approx(undisturbed, rel=1e-5)
+    job.mimo("status", job.run)

@@ -1,0 +1,66 @@
+"""Jobs across two nodes, from a look at the nodes to the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Slurm
+from tests.slurm.launched import STEPS, launch, tiny
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def test_a_recipe_trains_across_two_nodes_as_it_does_on_one(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    job = launch(slurm, tiny(tmp_path), "cluster.preflight=true", "--submit")
+    job.wait_for_step(0)
+    first, second = slurm.nodes_of(job.job)
+    assert slurm.ranks_of(job.job) == {0: first, 1: first, 2: second}
+    status = job.mimo("status", job.run)
+    assert "running" in status.lower(), status
+    assert job.end() == "COMPLETED 0:0", job.logs()
+    assert job.losses() == undisturbed
+    assert (job.launch / "preflight.json").exists()
+    assert {path.name for path in job.launch.glob("rank_*.log")} == {
+        f"rank_{rank}.log" for rank in range(3)
+    }
+    assert f"step {STEPS}/{STEPS}" in job.mimo("logs", job.run)
+    assert f"{STEPS} of {STEPS}" in job.mimo("status", job.run)
+    job.mimo("report", job.run)
+
+
+def test_an_array_trains_two_recipes_at_once_on_the_same_nodes(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    recipe, other = tiny(tmp_path), tmp_path / "other.yaml"
+    other.write_text(recipe.read_text().replace("name: tiny", "name: other"))
+    same_nodes = "cluster.options=['--nodelist=node1,node2']"
+    both = launch(slurm, recipe, other, same_nodes, "--array", "--submit")
+    first = replace(both, jobs=both.jobs[:1])
+    second = replace(both, jobs=both.jobs[1:], run=both.run.with_name("other"))
+    first.wait_for_step(0)
+    second.wait_for_step(0)
+    assert first.runs(first.job)
+    assert second.runs(second.job)
+    for job in (first, second):
+        assert job.end() == "COMPLETED 0:0", job.logs()
+        assert job.losses() == undisturbed
+
+
+def test_encoders_train_on_a_node_of_their_own_and_go_on_there(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    job = launch(slurm, tiny(tmp_path), "--hetjob", "--submit")
+    job.wait_for_step(10)
+    ranks = slurm.ranks_of(job.job)
+    assert [*ranks] == [0, 1, 2]
+    assert ranks[0] != ranks[1] == ranks[2]
+    slurm.command("scancel", "--signal=USR1", job.job)
+    job.wait_for_start(1, job.job)
+    assert job.end() == "COMPLETED 0:0", job.logs()
+    assert job.losses() == undisturbed
+    assert job.steps() == [*range(STEPS)]
