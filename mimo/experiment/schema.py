@@ -153,8 +153,8 @@ def _named_layouts(given: ExperimentFile) -> Iterator[tuple[str, dict[str, Any]]
         return
     labels = {key: [_label(key, value) for value in given.vary[key]] for key in given.vary}
     counts = Counter(label for own in labels.values() for label in set(own))
-    if counts.most_common(1)[0][1] > 1:  # such as tp2 of two modules
-        for key, own in labels.items():
+    for key, own in labels.items():
+        if any(counts[label] > 1 for label in own):  # such as tp2 of two modules
             module = key.removeprefix("encoders.").partition(".")[0]
             labels[key] = [f"{module}-{label}" for label in own]
     seen = set[str]()

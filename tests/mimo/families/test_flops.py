@@ -37,12 +37,17 @@ LEARNS = {
     "projector": (lambda name, projector: name.startswith(projector), False),
     "frozen behind what learns": (lambda name, projector: False, True),
     "adapters": (lambda name, projector: is_adapter(name), False),
+    "adapters and projector": (
+        lambda name, projector: is_adapter(name) or name.startswith(projector),
+        False,
+    ),
+    "adapters behind what learns": (lambda name, projector: is_adapter(name), True),
 }
 
 
 def _ours(settings: Any, counts: dict[str, float], case: str, size: int, projector: Any) -> Any:
     learns, input_learns = LEARNS[case]
-    adapters = Adapters(RANK, TARGETS) if case == "adapters" else None
+    adapters = Adapters(RANK, TARGETS) if case.startswith("adapters") else None
     found = []
     for kind in (True, False):
         pairs = {name: n for name, n in counts.items() if name.endswith("pair") != kind}
@@ -83,7 +88,7 @@ def _with_adapters(case: str) -> Any:
     from mimo.engines.megatron.config import LoRA
 
     ctx = _context(1, False)
-    return replace(ctx, lora=LoRA(RANK, 1.0, TARGETS)) if case == "adapters" else ctx
+    return replace(ctx, lora=LoRA(RANK, 1.0, TARGETS)) if case.startswith("adapters") else ctx
 
 
 def count_tower(rank: int, name: str, case: str) -> Counted:
@@ -137,7 +142,7 @@ def count_language(rank: int, name: str, case: str) -> Counted:
 TOWERS = {
     f"{name}, {case}": (name, case)
     for name in encoder_families()
-    for case in ("trained", "frozen", "projector", "adapters")
+    for case in ("trained", "frozen", "projector", "adapters", "adapters and projector")
     # The engine's linears compute a gradient of their input even where nothing before them learns;
     # only here is one the first that learns.
     if (name, case) != ("whisper", "projector")
@@ -146,7 +151,8 @@ MODELS = {
     f"{name}, {case}": (name, case)
     for name, own in language_families().items()
     if "megatron" in own.Settings.engines
-    for case in ("trained", "frozen", "frozen behind what learns", "adapters")
+    for case in LEARNS
+    if "projector" not in case
 }
 
 
