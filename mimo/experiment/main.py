@@ -31,8 +31,7 @@ def main(
 
     EXIT_CONTINUE where the same call has more to do later: it was told to end, or jobs are not
     done. submitting: as jobs, instead of running here. cluster: a file of their `cluster:` keys.
-    Raises InputError for a wrong file, or a
-    recipe that no layout can use.
+    Raises InputError for a wrong file, or a recipe that no layout can use.
     """
     experiment = read_experiment(path, overrides)
     recipe = load_recipe(experiment.recipe, experiment.shared)
@@ -42,16 +41,13 @@ def main(
         if recipe.data.prepare is not None:
             prepare(recipe)
         if submitting:
-            refused = submit(runs, experiment.recipe, cluster)
-            for one in refused:
+            for one in (refused := submit(runs, experiment.recipe, cluster)):
                 print(f"{one.run.name}: {one.error}", file=sys.stderr)
             print("the same command without --submit collects the results")
             return int(bool(refused))
-        outcomes = list[Outcome]()
         known = partial(collect, path=experiment.recipe)
         try:
-            for outcome in run_here(runs, recipe.train.steps, known):
-                outcomes.append(outcome)
+            outcomes = [*run_here(runs, recipe.train.steps, known)]
         except Interrupted as interrupted:
             print(interrupted, file=sys.stderr)
             return EXIT_CONTINUE

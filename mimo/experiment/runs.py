@@ -7,6 +7,7 @@ is done is told from these alone, so an experiment that was interrupted goes on.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from mimo.train.run_files import METRICS, json_lines
 from mimo.train.run_folder import moved_aside
 
 _POLL_SECONDS = 0.5
+_LAST_BYTES = 1 << 16  # of metrics; far more than a line has
 _MAX_ERROR = 300  # characters of its first line
 Record = dict[str, Any]
 """A line of metrics.jsonl."""
@@ -130,7 +132,8 @@ def outcome_of(run: Run, code: int) -> Outcome:
     """Of a run that has ended with an exit code."""
     if code == 0:
         return Outcome(run, run.records())
-    lines = [line for line in _text(run.errors).splitlines() if line.strip()]
+    told = run.errors.read_text(encoding="utf-8", errors="replace") if run.errors.exists() else ""
+    lines = [line for line in told.splitlines() if line.strip()]
     # Wrong input is told in one line per problem. A failed rank's traceback ends with the cause.
     causes = [line for line in lines if line.startswith("rank ")]
     line = (lines[:1] if code == 2 else causes[-1:] or lines[-1:]) or [f"exit code {code}"]
@@ -180,34 +183,27 @@ def _train(run: Run, bar: Progress, task: TaskID) -> int:
         child = subprocess.Popen(command, stdout=log, stderr=errors, stdin=subprocess.DEVNULL)
         try:
             with heeded() as asked:
-                told = False
-                while (code := _code(child)) is None:
+                while child.poll() is None and not asked:
+                    time.sleep(_POLL_SECONDS)
                     bar.update(task, completed=_steps(run.run_dir / METRICS))
-                    if asked and not told:
-                        told = True
-                        child.terminate()  # it finishes its step, and saves
+                if asked:
+                    child.terminate()  # it finishes its step, and saves
+                child.wait()
+                code = EXIT_CONTINUE if asked else child.returncode
         except Signalled:
             child.terminate()
             child.wait()
             code = EXIT_CONTINUE
-    if code == EXIT_CONTINUE or asked:
+    if code == EXIT_CONTINUE:
         raise Interrupted(f"{run.name} was interrupted; the same command goes on from there")
     return code
 
 
-def _code(child: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return child.wait(_POLL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
-
-
 def _steps(metrics: Path) -> int:
-    return _text(metrics).count('"loss": ')
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    """Done, by the end of the file."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _LAST_BYTES))
+        found = re.findall(rb'"step": (\d+), "loss"', file.read())
+    return int(found[-1]) + 1 if found else 0

@@ -20,6 +20,7 @@ from mimo.recipe.modules import Section
 from mimo.recipe.source import Location, read_yaml
 
 _MAX_RUNS = 1000  # repeats of all layouts together
+_SAME = ("train.steps", "train.run_dir", "train.precision")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}"
 
 
@@ -125,6 +126,10 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         named = dict(_named_layouts(given))
     except ValueError as error:
         raise RecipeError(source.problem(("vary",), str(error))) from error
+    for name, own in named.items():
+        if same := [key for key in _SAME if key in own]:
+            message = f"{name} sets {same[0]}, which is the same in all layouts"
+            raise RecipeError(source.problem(("vary" if given.vary else "layouts",), message))
     reference = given.reference or next(iter(named))
     if reference not in named:
         message = f"no layout is called {shown(reference)}; {suggestion(reference, named)}"

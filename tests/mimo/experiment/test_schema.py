@@ -92,6 +92,7 @@ def test_the_recipe_is_looked_for_beside_the_file_then_in_the_working_folder(
         (f"{HEAD}repeats: 600\n{TWO}", ":4", "repeats: "),
         (f"{HEAD}reference: aa\n{TWO}", ":4", "no layout is called 'aa'"),
         (f"{HEAD}layouts: [{{name: a}}, {{name: a}}]", ":4", "several are called a"),
+        (f"{HEAD}vary: {{train.steps: [3, 4]}}", ":4", "train.steps, which is the same in all"),
         (f"{HEAD}layouts: [{{name: ../a}}]", ":4", "letters"),
         (f"{HEAD}layouts: [{{language.grid.tp: 2}}]", ":4", "needs a `name`"),
         (f"{HEAD}vary: {{language.grid: []}}", ":4", "vary.language.grid"),
