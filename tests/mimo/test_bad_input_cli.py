@@ -61,7 +61,6 @@ BAD_INPUT = {
     quick_values(
         BAD_INPUT,
         "check {bomb}",
-        "train {recipe} language.model.hidden_size=1048576"[:40],
         "generate {folder} --prompt x --fps nan",
     ),
 )

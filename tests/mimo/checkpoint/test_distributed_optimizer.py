@@ -46,7 +46,9 @@ def plain_adam(run_ranks: RunRanks) -> language_steps.Outcome:
     return outcome(run(run_ranks, ADAM))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
+@pytest.mark.parametrize(
+    "overlap", quick_values({"at once": False, "overlapped": True}, "overlapped")
+)
 @pytest.mark.parametrize("grid", quick_values(GRIDS, "dp2 cp2", "dp2 tp2 sp"))
 def test_two_steps_equal_plain_adam_on_one_rank(
     run_ranks: RunRanks, plain_adam: language_steps.Outcome, grid: dict[str, Any], overlap: bool

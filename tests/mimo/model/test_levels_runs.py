@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from mimo.launch.processes import RanksFailed
+from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_levels_parity import COLOCATED, DISJOINT, INTERLEAVED, LAYERS
@@ -41,7 +42,12 @@ def test_checkpoint_of_an_interleaved_layout_resumes_in_others(
             assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", [[*DISJOINT, *INTERLEAVED], [*COLOCATED, *INTERLEAVED]])
+@pytest.mark.parametrize(
+    "layout",
+    quick_values(
+        {"disjoint": [*DISJOINT, *INTERLEAVED], "colocated": [*COLOCATED, *INTERLEAVED]}, "disjoint"
+    ),
+)
 def test_validation_passes_levels_on_without_gradients(
     run_ranks: RunRanks, recipe: Path, layout: list[str]
 ) -> None:

@@ -15,6 +15,7 @@ from data.digits.text import write_tokenizer
 from mimo.errors import InputError
 from mimo.hf.recipes import load_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_parity import check
@@ -100,7 +101,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", TOWERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "2 lanes to pp2"))
 def test_steps_over_images_and_videos_of_one_tower_equal_those_of_one_rank(
     run_ranks: RunRanks, videos: Path, family: str, layout: str
 ) -> None:
@@ -132,7 +133,7 @@ def test_the_samples_have_items_of_several_frames_and_parts_of_several_items(
     assert numbers == {"qwen_vl": {0}, "qwen3_vl": {0, 1, 2}, "gemma3": {0, 1, 2, 3}}
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", quick(TOWERS, "qwen_vl"))
 def test_a_run_answers_about_videos_and_images(
     run_ranks: RunRanks, tmp_path: Path, family: str
 ) -> None:

@@ -19,6 +19,7 @@ from mimo.layout.build import build_layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.step.dataset import open_dataset
 from mimo.verify.compare import RankSteps, Shard
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import metrics
@@ -159,7 +160,7 @@ def by_hand(shard: Shard, factors: list[float], is_sgd: bool) -> list[np.ndarray
     return found
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, "adam"))
 def test_every_weight_moves_as_computed_by_hand_and_vectors_do_not_decay(
     run_ranks: RunRanks, recipe: Path, name: str
 ) -> None:

@@ -168,7 +168,7 @@ def error(got: Tensor, expected: Tensor) -> float:
     )
 
 
-@pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("kind", quick(GRIDS, "qwen3_vl"))
 def test_rows_and_gradients_are_those_of_the_whole_model(kind: str, run_ranks: Any) -> None:
     for with_mesh, recompute in ((False, "none"), (True, "selective"), (True, "full")):
         (errors,) = run_ranks(run_both, 1, kind, with_mesh, recompute)
