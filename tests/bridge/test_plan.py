@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -299,10 +300,12 @@ def test_each_item_goes_to_the_lane_that_is_least_loaded_when_its_turn_comes(
         work[lane] = (load + int(costs[item]), before, lane)
 
 
-@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+@given(st.lists(st.integers(0, 1000), max_size=7), st.integers(1, 3))
 def test_items_are_spread_within_a_third_of_the_best_possible(costs: list[int], lanes: int) -> None:
-    assigned = assign_items(costs, lanes)
-    loads = np.bincount(assigned, weights=costs, minlength=lanes) if costs else np.zeros(lanes)
-    bound = max(sum(costs) / lanes, max(costs, default=0))
-    assert loads.max() <= bound * (4 / 3) + max(costs, default=0) / 3
+    """R. L. Graham, Bounds on multiprocessing timing anomalies, 1969."""
+    ways = np.array([*product(range(lanes), repeat=len(costs))], int).reshape(-1, len(costs))
+    loads_of = [np.where(ways == lane, costs, 0).sum(axis=1) for lane in range(lanes)]
+    best = np.max(loads_of, axis=0).min()
+    loads = np.bincount(assign_items(costs, lanes), weights=costs, minlength=lanes)
+    assert 3 * lanes * loads.max() <= (4 * lanes - 1) * best
     assert imbalance(loads) >= 1.0
