@@ -40,7 +40,7 @@ _ENTRIES_PER_LINE = 12
 _OURS = (
     *("array", "chdir", "dependency", "distribution", "error", "gpus-per-node", "job-name"),
     *("nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"),
-    *("requeue", "signal", "test-only", "wait", "wrap"),
+    *("mincpus", "requeue", "signal", "test-only", "wait", "wrap"),
 )
 
 
@@ -119,11 +119,16 @@ class Job:
             gpus = gpus if encoders.gpus_per_node is None else encoders.gpus_per_node
             partition, constraint = encoders.partition or partition, encoders.constraint
         num_nodes = str(len(component.nodes))
-        if self.least_nodes is not None and self.least_nodes < len(component.nodes):
-            num_nodes = f"{self.least_nodes}-{num_nodes}"
+        room = {"ntasks-per-node": max(map(len, component.nodes))}
+        if self.least_nodes is not None:
+            if self.least_nodes < len(component.nodes):
+                num_nodes = f"{self.least_nodes}-{num_nodes}"
+            # With tasks per node, SLURM keeps the number of tasks of a job's first start, and puts
+            # it into the queue again for no fewer nodes.
+            room = {"mincpus": cluster.places_per_node * (cluster.cpus_per_rank or 1)}
         asked = {
             "nodes": num_nodes,
-            "ntasks-per-node": max(map(len, component.nodes)),
+            **room,
             "gpus-per-node": gpus or None,
             "cpus-per-task": cluster.cpus_per_rank,
             "mem": cluster.memory_per_node,

@@ -5,7 +5,7 @@
 #SBATCH --output="/project/runs/tiny/launch/job_%j.out"
 #SBATCH --open-mode=append
 #SBATCH --nodes=2-3
-#SBATCH --ntasks-per-node=8
+#SBATCH --mincpus=8
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --signal=USR1@300
