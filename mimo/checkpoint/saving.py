@@ -35,7 +35,7 @@ from mimo.recipe.schema import Recipe
 
 _ALIGNED_BYTES = 64  # where a piece begins in staging memory
 _TURN_SECONDS = 0.5  # between two exchanges of ranks that wait for a save
-_LOOK_SECONDS = 0.05  # between two looks for another rank's file
+_LOOK_SECONDS = 0.01  # between two looks for another rank's file
 _LAST_SECONDS = 10.0  # that a run which ends by an error waits for other ranks' files
 
 

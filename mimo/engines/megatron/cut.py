@@ -66,18 +66,18 @@ class Cut:
         row, whole rows, and the beginning of another; of stacked matrices it may have rows of
         several.
         """
-        height, position = self.rows // self.blocks, 0
-        while position < len(held):
+        height, position, end = self.rows // self.blocks, 0, held.numel()
+        while position < end:
             row, column = divmod(start + position, self.columns)
-            left = len(held) - position
+            left = end - position
             if column or left < self.columns:
                 rows, columns = 1, min(self.columns - column, left)
             else:
                 rows, columns = min(left // self.columns, height - row % height), self.columns
-            end = position + rows * columns
+            count = rows * columns
             if self.dim == 0:
                 row += (row // height * (self.size - 1) + self.rank) * height
             elif self.dim == 1:
                 column += self.rank * self.columns
-            yield row, column, held[position:end].view(rows, columns)
-            position = end
+            yield row, column, held[position : position + count].view(rows, columns)
+            position += count
