@@ -98,7 +98,9 @@ def _job_folders(folder: Path) -> list[Path]:
     if not isinstance(given, str):
         return [own]
     # Jobs begin in the folder that relative paths, that of the run among them, begin in.
-    return [own, *(above / given for above in folder.resolve().parents if (above / given).is_dir())]
+    # Each run has a folder of its own there.
+    places = (above / given / folder.name for above in folder.resolve().parents)
+    return [own, *(place for place in places if place.is_dir())]
 
 
 def _stamped(file: _File, with_rest: bool) -> Iterator[tuple[float, str, str]]:

@@ -88,7 +88,7 @@ class Job:
     def logs(self) -> Path:
         """The folder of what jobs and ranks print."""
         given = self.cluster.log_dir
-        return self.launch if given is None else self.folder / given
+        return self.launch if given is None else self.folder / given / self.name
 
     @property
     def placement_text(self) -> str:

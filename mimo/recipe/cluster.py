@@ -118,7 +118,8 @@ class Cluster(Section):
     """Network interface, such as `ib0`, by which ranks meet and, without faster ways, talk; null
     for the one that the nodes' names lead to."""
     log_dir: bounds.PathText | None = None
-    """Folder of the output of jobs and ranks; null for `launch` in the run folder."""
+    """Folder of the output of jobs and ranks, in a folder of the run's name; null for `launch` in
+    the run folder."""
     local_logs: bounds.PathText | None = None
     """Folder on each node where ranks write their logs first; one rank of a node takes them to the
     run folder now and then. Null writes them there directly."""

@@ -76,8 +76,10 @@ def test_logs_of_jobs_are_found_where_the_recipe_puts_them(
     (run / "launch" / "recipe.yaml").write_text(
         f"cluster: {{log_dir: {log_dir.format(tmp_path)}}}\n"
     )
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank_0.log").write_text("elsewhere\n")
+    own, other = (tmp_path / "logs" / name for name in (run.name, "other"))
+    for folder in (own, other):
+        folder.mkdir(parents=True)
+        (folder / "rank_0.log").write_text("elsewhere\n")
     assert logs(run, None, follow=False) == 0
     assert printed(capsys) == ["[rank 0] elsewhere"]
 

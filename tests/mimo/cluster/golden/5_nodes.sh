@@ -2,7 +2,7 @@
 # tiny: 40 ranks, 5 nodes. Written by `mimo launch`.
 # placement.txt beside this file says which rank is where.
 #SBATCH --job-name=tiny
-#SBATCH --output="/scratch/mimo logs/job_%j.out"
+#SBATCH --output="/scratch/mimo logs/tiny/job_%j.out"
 #SBATCH --open-mode=append
 #SBATCH --nodes=5
 #SBATCH --ntasks-per-node=8
@@ -27,7 +27,7 @@ set -uo pipefail
 cd /project || exit 1 # relative paths of the recipe begin here
 run=/project/runs/tiny
 launch="$run/launch"
-logs='/scratch/mimo logs'
+logs='/scratch/mimo logs/tiny'
 recipe="$launch/recipe.yaml"
 chain="${1:-}" # the file that lists the jobs of a chain, if this is one of them
 mkdir -p "$launch" "$logs" || exit 1
