@@ -142,8 +142,9 @@ def _curve(records: Sequence[Record]) -> Curve:
 
 
 def _allowed(steps: int, precision: str) -> Curve:
-    counted = np.arange(steps)
-    return Curve(counted + 1, np.array([bound(int(step), precision) for step in counted]))
+    allowed = [bound(step, precision) for step in range(steps)]
+    values = np.array([np.nan if one is None else one for one in allowed])
+    return Curve(np.arange(steps) + 1, values)
 
 
 def problems_table(results: Sequence[Result]) -> Table:
@@ -184,7 +185,8 @@ def write_page(
         [results_table(results, experiment.reference), lost],
         note=f"{verdict(results, experiment.reference)}. The bound is {bound(0, precision):g}, of "
         f"the loss and of all gradient norms, in the first {STRICT_STEPS} steps; then it is of the "
-        f"loss alone and grows. Speeds are medians without the first {warmup_steps(steps)} steps.",
+        f"loss alone and grows, until only means over many steps have to be alike. Speeds are "
+        f"medians without the first {warmup_steps(steps)} steps.",
     )
     sections = [speed, _losses(results, experiment.reference, precision), _times(results)]
     sections.append(_bridges(results))
