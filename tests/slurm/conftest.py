@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -24,11 +27,16 @@ def installed() -> None:
 
     Without them tests are skipped, or fail where the variable MIMO_NEEDS_SLURM is set.
     """
-    missing = [package for program, package in _PACKAGES.items() if not shutil.which(program)]
     if os.geteuid() != 0:
         _give_up("a SLURM of its own needs root")
-    if not missing:
-        return
+    with (Path(tempfile.gettempdir()) / "mimo-tests-apt.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another worker may be installing
+        missing = [package for program, package in _PACKAGES.items() if not shutil.which(program)]
+        if missing:
+            _install(missing)
+
+
+def _install(missing: list[str]) -> None:
     if shutil.which("apt-get") is None:
         _give_up(f"{', '.join(missing)} missing, and there is no apt-get")
     for command in (
