@@ -47,9 +47,10 @@ SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-ReturnToService=2
+# A node that was killed stays away, whatever SLURM takes for its answer.
+ReturnToService=1
 SlurmctldTimeout=10
-SlurmdTimeout=10
+SlurmdTimeout=30
 KillWait=5
 MinJobAge=3600
 {nodes}
@@ -141,7 +142,7 @@ class Slurm:
             with suppress(psutil.Error):
                 process.kill()
         self._daemons.pop(node).wait()
-        # SLURM finds out by itself when it does not answer for long enough.
+        # SLURM finds out by itself, when the node has not answered for long enough.
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def heal(self) -> None:

@@ -57,7 +57,7 @@ def test_a_job_goes_on_where_nodes_die_first_on_another_then_on_fewer(
         slurm.command("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
     slurm.kill_node(nodes[0])  # where the script runs
     job.wait_for_start(2, job.job)
-    assert slurm.nodes_of(job.job) == nodes[1:]
+    assert slurm.nodes_of(job.job) == nodes[1:], slurm.logs()
     assert job.end() == "COMPLETED 0:0", job.logs()
     assert job.losses() == pytest.approx(undisturbed, rel=1e-5)
     job.mimo("status", job.run)
