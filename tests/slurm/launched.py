@@ -73,7 +73,7 @@ class Launched:
 
     def mimo(self, *arguments: str | Path) -> str:
         """What a command prints. Fails unless it succeeds."""
-        return _mimo(self.slurm, *arguments)
+        return command_in(self.slurm, *arguments)
 
     def logs(self) -> str:
         """All that jobs and ranks have printed."""
@@ -100,13 +100,14 @@ def tiny(folder: Path) -> Path:
 
 def launch(slurm: Slurm, recipe: Path, *arguments: str | Path) -> Launched:
     """What `mimo launch` makes of a recipe; nothing is submitted without its `--submit`."""
-    told = _mimo(slurm, "launch", recipe, *LAYOUT, *NODES_OF_TWO, *arguments)
+    told = command_in(slurm, "launch", recipe, *LAYOUT, *NODES_OF_TWO, *arguments)
     found = re.search(r"submitted (.*);", told)
     jobs = found[1].split(", ") if found else []
     return Launched(slurm, recipe.parent / "runs" / "tiny", jobs)
 
 
-def _mimo(slurm: Slurm, *arguments: str | Path) -> str:
+def command_in(slurm: Slurm, *arguments: str | Path) -> str:
+    """What a command of mimo prints where jobs go to this SLURM. Fails unless it succeeds."""
     told = subprocess.run(
         command(*arguments), capture_output=True, text=True, env=slurm.environment, timeout=120
     )

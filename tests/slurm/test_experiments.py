@@ -1,0 +1,44 @@
+"""The layouts of an experiment as jobs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Slurm
+from tests.slurm.launched import NODES_OF_TWO, Launched, command_in, tiny
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+FILE = """
+name: placed
+recipe: tiny.yaml
+set: {train.micro_batch_size: 2}
+layouts:
+  - {name: lanes, language.grid: {dp: 2}}
+  - {name: stages, language.grid: {pp: 2}}
+steps: 12
+"""
+
+
+def test_layouts_run_as_an_array_and_a_later_call_compares_them(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    tiny(tmp_path)
+    file = tmp_path / "placed.yaml"
+    file.write_text(FILE)
+    told = command_in(slurm, "experiment", file, *NODES_OF_TWO, "--submit")
+    folder = tmp_path / "runs" / "placed"
+    for run in ("lanes.1", "stages.1"):
+        text = (folder / run / "launch" / "jobs.jsonl").read_text()
+        job = Launched(slurm, folder / run, [json.loads(text)["job_id"]])
+        assert job.job in told
+        assert job.end() == "COMPLETED 0:0", job.logs()
+    told = command_in(slurm, "experiment", file, *NODES_OF_TWO)
+    assert "2 of 2 layouts follow the losses of lanes" in told
+    with (folder / "results.csv").open() as lines:
+        assert [row["layout"] for row in csv.DictReader(lines)] == ["lanes", "stages"]
+    assert (folder / "index.html").exists()
