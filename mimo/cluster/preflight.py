@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mimo.cluster.facts import facts_of
-from mimo.cluster.links import Link, Measured, Pair, measure, pairs_of, rounds_of
+from mimo.cluster.links import Link, Measured, Pair, best_of, measure, pairs_of, rounds_of
 from mimo.cluster.table import PREFLIGHT, Table
 from mimo.cluster.verdict import Facts, Finding, absent, differences, odd_clocks, skews, slow
 from mimo.device import choose_before_fork, initialize_distributed
@@ -170,7 +170,7 @@ def _check(
 
 def _judge_talks(table: Table, told: Sequence[str | None]) -> None:
     found = {rank: _measured(one) for rank, one in enumerate(told) if one is not None}
-    table.links = [link for one in found.values() for link in one.links]
+    table.links = best_of(link for one in found.values() for link in one.links)
     table.findings += _silent(table.nodes, told, "did not come back from talking to others")
     table.findings += failed_talks(found, table.nodes)
     if all(one.is_done for one in found.values()):
