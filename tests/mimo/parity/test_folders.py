@@ -78,7 +78,6 @@ FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "what",
     quick(
         FOLDERS,
-        "rotary sections that are not said to be interleaved",
         "one number for all channels",
     ),
 )

@@ -148,9 +148,9 @@ def test_no_more_is_decoded_ahead_than_memory_is_given_beyond_the_next_step(case
 @pytest.mark.parametrize(
     ("do", "how"),
     [
-        ("exit", "ended with exit code 7"),
+        pytest.param("exit", "ended with exit code 7", marks=pytest.mark.slow),
         ("kill", "was killed by SIGKILL"),
-        ("hang", "did not answer for 0.7 s and was ended"),
+        pytest.param("hang", "did not answer for 0.7 s and was ended", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_dies_or_hangs_is_replaced_and_what_ends_two_is_left_out(
