@@ -26,9 +26,9 @@ def torchrun_lines(
     assert nodes is not None, "ranks in order are in order"
     if len(hosts) != len(nodes) or len(set(hosts)) != len(hosts):
         raise InputError(
-            f"--hosts: got {', '.join(hosts)}, but {sum(nodes)} ranks of which a node has at most "
-            f"{job.cluster.places_per_node} need {len(nodes)} different hosts; name them, or "
-            f"change cluster.ranks_per_node"
+            f"--hosts: got {', '.join(hosts)}, but {sum(nodes)} ranks, at most "
+            f"{job.cluster.places_per_node} on a host, need {len(nodes)} different hosts; "
+            f"name them, or change cluster.ranks_per_node"
         )
     interface = job.cluster.interface
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()

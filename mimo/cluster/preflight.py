@@ -208,5 +208,5 @@ def failed_talks(found: Mapping[int, Measured], node_of: Sequence[str]) -> Itera
         node for pair in failed for node in {node_of[pair.a], node_of[pair.b]}
     ).most_common(2)
     # Two nodes alone could blame each other.
-    if counts and counts[0][1] > max(1, *(count for _, count in counts[1:])):
+    if counts and counts[0][1] > max([1, *(count for _, count in counts[1:])]):
         yield Finding(f"{counts[0][1]} of its talks failed", counts[0][0])

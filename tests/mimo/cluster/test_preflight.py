@@ -160,6 +160,13 @@ def test_the_node_in_several_talks_that_failed_is_to_be_left_out() -> None:
     assert to_exclude(preflight.failed_talks({0: failed[0]}, NODES), NODES) == []
 
 
+def test_ranks_of_one_node_that_cannot_talk_are_told_and_one_pair_blames_nobody() -> None:
+    stuck = Measured([], [], now=Pair("tp of language", 0, 1))
+    (found,) = preflight.failed_talks({0: stuck, 1: stuck}, ("a", "a"))
+    assert found.text.startswith("rank 0 on a and rank 1 on a cannot talk (tp of language)")
+    assert not found.node
+
+
 # ------------------------------------------------------------------------------------ pairs
 
 
