@@ -75,6 +75,11 @@ class Launched:
         """What a command prints. Fails unless it succeeds."""
         return command_in(self.slurm, *arguments)
 
+    def check_what_is_shown(self) -> None:
+        """Status, logs and report of the run are there."""
+        for name in ("status", "logs", "report"):
+            assert self.mimo(name, self.run), name
+
     def logs(self) -> str:
         """All that jobs and ranks have printed."""
         paths = sorted(path for path in self.launch.iterdir() if path.suffix in (".out", ".log"))

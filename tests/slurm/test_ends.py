@@ -22,8 +22,7 @@ def test_a_cancelled_job_leaves_no_process_and_does_not_come_back(
     slurm.wait_for(lambda: not slurm.processes_of(job.job), 40)
     assert job.end().startswith("CANCELLED"), job.logs()
     assert slurm.job(job.job)["Restarts"] == "0"
-    job.mimo("status", job.run)
-    job.mimo("report", job.run)
+    job.check_what_is_shown()
 
 
 def test_a_wrong_recipe_fails_before_any_rank_starts(slurm: Slurm, tmp_path: Path) -> None:

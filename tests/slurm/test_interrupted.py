@@ -24,7 +24,7 @@ def test_a_preempted_job_saves_and_goes_on_when_there_are_nodes_again(
     assert job.end() == "COMPLETED 0:0", job.logs()
     assert job.steps() == [*range(STEPS)], "nothing is lost"
     assert job.losses() == undisturbed
-    job.mimo("report", job.run)
+    job.check_what_is_shown()
 
 
 def test_the_next_job_of_a_chain_goes_on_after_the_warning_signal(
@@ -39,6 +39,7 @@ def test_the_next_job_of_a_chain_goes_on_after_the_warning_signal(
     assert job.end(third).startswith("CANCELLED"), "all is done"
     assert job.steps() == [*range(STEPS)]
     assert job.losses() == undisturbed
+    job.check_what_is_shown()
 
 
 def test_a_job_goes_on_where_nodes_die_first_on_another_then_on_fewer(
@@ -60,4 +61,4 @@ def test_a_job_goes_on_where_nodes_die_first_on_another_then_on_fewer(
     assert slurm.nodes_of(job.job) == nodes[1:], slurm.logs()
     assert job.end() == "COMPLETED 0:0", job.logs()
     assert job.losses() == pytest.approx(undisturbed, rel=1e-5)
-    job.mimo("status", job.run)
+    job.check_what_is_shown()

@@ -49,6 +49,7 @@ def test_an_array_trains_two_recipes_at_once_on_the_same_nodes(
     for job in (first, second):
         assert job.end() == "COMPLETED 0:0", job.logs()
         assert job.losses() == undisturbed
+        job.check_what_is_shown()
 
 
 def test_encoders_train_on_a_node_of_their_own_and_go_on_there(
@@ -64,3 +65,4 @@ def test_encoders_train_on_a_node_of_their_own_and_go_on_there(
     assert job.end() == "COMPLETED 0:0", job.logs()
     assert job.losses() == undisturbed
     assert job.steps() == [*range(STEPS)]
+    job.check_what_is_shown()
