@@ -104,7 +104,8 @@ def initialize_distributed(
     becomes an error of this rank, not a hang.
     """
     local_device(local_rank)
-    os.environ.setdefault("WORLD_SIZE", str(world_size))
+    # Megatron's grids look there; a shell may have left another job's size.
+    os.environ["WORLD_SIZE"] = str(world_size)
     dist.init_process_group(
         backend=backend(),
         init_method=rendezvous if isinstance(rendezvous, str) else None,

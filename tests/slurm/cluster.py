@@ -77,7 +77,9 @@ class Slurm:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # paths of sockets are short
         self._configuration = self._folder / "slurm.conf"
-        self.environment = {**os.environ, "SLURM_CONF": str(self._configuration)}
+        # A shell from which jobs are submitted may itself be a rank of another one.
+        left_over = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+        self.environment = {**os.environ, **left_over, "SLURM_CONF": str(self._configuration)}
         for name in [name for name in self.environment if name.startswith(("SBATCH_", "SLURM_"))]:
             if name != "SLURM_CONF":
                 del self.environment[name]  # of a job that this runs in

@@ -230,6 +230,7 @@ def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path)
 # All that training may print; a notice of a library is none of it.
 CONSOLE = re.compile(
     r"run folder: \S+"
+    r"|startup [\d.]+ s: start and imports .*, first step [\d.]+ \(rank \d\)"
     r"|the run continues from \S+"
     r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+ epoch [\d.]+"
     r" mfu \S+ idle [\d.]+ eta [\d:]+"

@@ -23,6 +23,9 @@ chain="${1:-}" # the file that lists the jobs of a chain, if this is one of them
 mkdir -p "$launch" "$logs" || exit 1
 
 # -------------------------------------------------------------------------- environment
+# SLURM hands on what the submitting shell had set; it may have been in another job.
+unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+unset MIMO_RENDEZVOUS "${!TORCHELASTIC_@}"
 export PATH=/project/.venv/bin:"$PATH"
 export HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 

@@ -33,6 +33,9 @@ chain="${1:-}" # the file that lists the jobs of a chain, if this is one of them
 mkdir -p "$launch" "$logs" || exit 1
 
 # -------------------------------------------------------------------------- environment
+# SLURM hands on what the submitting shell had set; it may have been in another job.
+unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+unset MIMO_RENDEZVOUS "${!TORCHELASTIC_@}"
 module load cuda/12.8 || exit 1
 module load 'nccl tests/2.27' || exit 1
 export PATH=/shared/venv/bin:"$PATH"
