@@ -11,12 +11,12 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -320,12 +320,29 @@ def traced_activities() -> list[torch.profiler.ProfilerActivity]:
 
 
 @functools.cache
-def copy_stream() -> torch.cuda.Stream | None:
+def copy_stream(to: Literal["device", "host"] = "device") -> torch.cuda.Stream | None:
     """The process's queue of the device for copies beside its other work; None without a device.
 
-    One, because memory that is freed stays with the stream that it was allocated on.
+    One each way: a batch does not wait for a checkpoint. No more, because memory that is freed
+    stays with the stream that it was allocated on.
     """
     return torch.cuda.Stream() if has_gpu() else None
+
+
+@contextmanager
+def copying_to_host(stream: torch.cuda.Stream | None, since: Moment) -> Iterator[None]:
+    """Copies inside run beside the device's other work, after that moment; done on leaving.
+
+    For a thread in the background. stream: of `copy_stream`, asked for by the one that computes.
+    """
+    if stream is None:
+        yield
+        return
+    assert isinstance(since, torch.cuda.Event), "a moment of the device's queue"
+    with torch.cuda.stream(stream):
+        stream.wait_event(since)
+        yield
+    stream.synchronize()
 
 
 class Staging:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ SAVE, SYNCED = "torch.save", "torch.save, synced"
 CONTESTANTS = (*OURS, SAVE, SYNCED, "DCP", "DCP async")
 _TIMEOUT_SECONDS = 1800.0
 _LAYER_PARAMETERS = 11.8e6  # of the larger model
+_TOKENS, _WIDTH = 128, 1024  # of products that stand in for a step
 _QUICK = {"hidden_size": 64, "ffn_hidden_size": 176, "num_layers": 2}
 
 
@@ -64,7 +66,7 @@ def recipe_of(directory: Path, optimizer: str, overlap: bool, sizes: Mapping[str
         "data": {
             "sources": [{"path": str(directory / "*.tar")}],  # nothing is read of it
             "tokenizer": str(directory / "tokenizer"),
-            "sequence_length": 128,
+            "sequence_length": _TOKENS,
         },
         "train": {
             "steps": 1,
@@ -116,69 +118,93 @@ class Savers:
             f"{piece.key}[{piece.row},{piece.column}]": piece.values.clone()
             for piece in modules["language"].pieces("save", True)
         }
+        num_weights = sum(p.values.numel() for p in modules["language"].pieces("load", False))
+        self._tokens, self._weights = torch.randn(_TOKENS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
+        self._result = torch.empty(_TOKENS, _WIDTH)
+        self._products = 1 + 3 * num_weights // _WIDTH**2
         self.savers = {
             name: Saver(modules, self.folder / name, recipe)
             for name, recipe in zip(OURS, recipes, strict=True)
         }
 
     def __call__(self, name: str) -> Run:
-        """Save in one way; the seconds that training is blocked, and what else was measured."""
+        """Save in one way: once with nothing beside it, and once before what a step computes."""
+        found = {**self._turn(name, works=False), **self._turn(name, works=True)}
+        return Run(found["stands"], found=found)
+
+    def _turn(self, name: str, works: bool) -> dict[str, Any]:
+        """Of a save: the seconds in all, peak of memory and bytes of files; or what a step loses.
+
+        works: a step follows, which computes and then updates; measured are the seconds that the
+        save makes it stand still, and by which the step is longer for it.
+        """
         self.turn += 1
-        ways: dict[str, Callable[[Path], float]] = {
-            SAVE: partial(self._save, synced=False),
-            SYNCED: partial(self._save, synced=True),
-            "DCP": lambda path: _timed(lambda: dcp.save(dict(self.state), checkpoint_id=path)),
-            "DCP async": self._dcp_async,
-        }
-        save = ways.get(name) or partial(self._ours, self.savers.get(name))
         target, found = self.folder / name, dict[str, Any]()
         barrier()
         if self.rank == 0:
             target.mkdir(parents=True, exist_ok=True)
             os.sync()  # nobody waits for what the one before has left to write
+        if works:
+            barrier()
+            alone = _timed(self._compute)
 
         def act() -> None:
             barrier()  # ranks begin together; to look at their memory took them some time
             started = time.perf_counter()
-            found["stands"] = save(target)
+            way = self._begin(name, target)
+            found["stands"] = time.perf_counter() - started
+            if works:
+                self._compute()
+                found["stands"] += _timed(way.wait_for_copy)
+                found["longer"] = time.perf_counter() - started - alone
+            way.end()
             barrier()
             found["total"] = time.perf_counter() - started
 
         growth = peak_growth(act)
-        found["state"] = sum(t.numel() * t.element_size() for t in self.state.values())
         files = [p for p in target.rglob("*") if p.suffix in (".safetensors", ".pt", ".distcp")]
-        found["files"] = sum(path.stat().st_size for path in files)
+        size = sum(path.stat().st_size for path in files)
         barrier()
         if self.rank == 0:
             shutil.rmtree(target)  # what is not on disk yet never gets there
-        return Run(found.pop("stands"), found={**found, "growth": growth})
+        if works:
+            return {key: found[key] for key in ("stands", "longer")}
+        state = sum(t.numel() * t.element_size() for t in self.state.values())
+        return {"total": found["total"], "growth": growth, "files": size, "state": state}
 
-    def _ours(self, saver: Saver | None, target: Path) -> float:
-        assert saver is not None
-        started = time.perf_counter()
-        saver.begin(Progress(self.turn, 0))
-        saver.publish()
-        stands = time.perf_counter() - started
-        saver.wait()
-        return stands
+    def _compute(self) -> None:
+        """As a step does before its update: 6 operations for each weight and token of a sample."""
+        for _ in range(self._products):
+            torch.mm(self._tokens, self._weights, out=self._result)
 
-    def _save(self, target: Path, synced: bool) -> float:
-        def save() -> None:
-            with (target / f"rank_{self.rank}.pt").open("wb") as file:
-                torch.save(self.state, file)
-                if synced:
-                    file.flush()
-                    os.fsync(file.fileno())
-            barrier()
+    def _begin(self, name: str, target: Path) -> _Way:
+        """Save; what is left to do beside training is in what is returned."""
+        if name in self.savers:
+            saver = self.savers[name]
+            saver.begin(Progress(self.turn, 0))
+            saver.publish()
+            return _Way(saver.wait_for_copy, saver.wait)
+        if name == "DCP":
+            dcp.save(dict(self.state), checkpoint_id=target)
+            return _Way()
+        if name == "DCP async":
+            response: Any = dcp.async_save(dict[str, Tensor](self.state), checkpoint_id=target)
+            return _Way(end=response.result)
+        with (target / f"rank_{self.rank}.pt").open("wb") as file:
+            torch.save(self.state, file)
+            if name == SYNCED:
+                file.flush()
+                os.fsync(file.fileno())
+        barrier()
+        return _Way()
 
-        return _timed(save)
 
-    def _dcp_async(self, target: Path) -> float:
-        started = time.perf_counter()
-        response: Any = dcp.async_save(dict[str, Tensor](self.state), checkpoint_id=target)
-        stands = time.perf_counter() - started
-        response.result()
-        return stands
+@dataclass(frozen=True)
+class _Way:
+    """What is left of a save: before the state may be updated, and until it is complete."""
+
+    wait_for_copy: Callable[[], object] = lambda: None
+    end: Callable[[], object] = lambda: None
 
 
 def _timed(action: Callable[[], Any]) -> float:
@@ -192,6 +218,7 @@ def together(ranks: Sequence[Callable[[], Run]]) -> Run:
     with ThreadPoolExecutor(len(ranks)) as pool:
         runs = [future.result() for future in [pool.submit(rank) for rank in ranks]]
     found = {
+        "longer": max(run.found["longer"] for run in runs),
         "total": max(run.found["total"] for run in runs),
         "growth": max(run.found["growth"] for run in runs),
         "share": max(run.found["growth"] / run.found["state"] for run in runs),
@@ -251,16 +278,20 @@ def main(millions: int, rounds: int, quick: bool, json_path: Path | None, pictur
     report = Report(
         title=f"Saving {state / 2**20:.0f} MiB of weights and Adam's moments, fp32, {RANKS} ranks",
         notes=[
-            "In every way each rank writes its own half into a file. `blocked`: until training "
-            "goes on; `total`: until the save is complete. Ours and DCP also wait until it is on "
-            "disk, as does `torch.save, synced`; `torch.save` does not.",
+            "In every way each rank writes its own half into a file. `total`: until the save is "
+            "complete, with nothing beside it. Ours and DCP also wait until it is on disk, as does "
+            "`torch.save, synced`; `torch.save` does not.",
+            f"`blocked`: how long training stands still for a save that a step of {_TOKENS} tokens "
+            "follows, be it at once or before its update. `step`: by how much that step is longer, "
+            "where the processor computes it that also copies and writes.",
             f"{rounds} rounds after one that is not timed; in every round each runs once, in "
             "another order. Memory is the peak growth of a rank, in the first round too.",
         ],
         contests=contests,
         columns={
             "blocked, s": lambda one, name: f"{one.median(name):.2f}",
-            "total, s": lambda one, name: f"{_total(one, name):.2f}",
+            "step, s": lambda one, name: f"{_median(one, name, 'longer'):+.2f}",
+            "total, s": lambda one, name: f"{_median(one, name, 'total'):.2f}",
             "memory, MiB": lambda one, name: f"{memory[one.name, name] / 2**20:.0f}",
         },
         bounds=bounds,
@@ -268,5 +299,5 @@ def main(millions: int, rounds: int, quick: bool, json_path: Path | None, pictur
     return report.conclude(picture, json_path)
 
 
-def _total(contest: Contest, contestant: str) -> float:
-    return statistics.median(run.found["total"] for run in contest.runs[contestant])
+def _median(contest: Contest, contestant: str, figure: str) -> float:
+    return statistics.median(run.found[figure] for run in contest.runs[contestant])

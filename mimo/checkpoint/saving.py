@@ -3,9 +3,13 @@
 Nothing is gathered. A rank tells the first one how its file ended in a small file beside it; that
 one waits for all of these, adds index and manifest, and gives the folder its name.
 
-A thread writes, not a process. Writing, summing and syncing release Python's lock, so training
-waits for it some microseconds per chunk. A thread needs neither shared memory nor a fork of a
-process that has a device, and it ends with its rank: no run that was killed publishes afterwards.
+A thread writes, not a process. Copying, writing, summing and syncing release Python's lock, so
+training waits for it some microseconds per chunk. A thread needs neither shared memory nor a fork
+of a process that has a device, and it ends with its rank: no run that was killed publishes
+afterwards.
+
+Where all train on, the thread copies the state first, beside the next step's forward and backward
+passes: only an update changes it, and waits for the copy (CheckFreq, Mohan et al., FAST 2021).
 """
 
 from __future__ import annotations
@@ -28,7 +32,15 @@ from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
 from mimo.checkpoint.files import Sum, write_synced
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish
 from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
-from mimo.device import host_memory, local_device, synchronize
+from mimo.device import (
+    Moment,
+    copy_stream,
+    copying_to_host,
+    host_memory,
+    local_device,
+    moment,
+    synchronize,
+)
 from mimo.engines.contract import Module
 from mimo.engines.piece import Piece
 from mimo.recipe.schema import Recipe
@@ -49,17 +61,19 @@ class _OthersFailed(Exception):
 
 @dataclass(eq=False)
 class _Save:
-    """One save on its way. The thread sets ``complete``, ``done`` and, as a rule, ``failure``.
+    """One save on its way. The thread sets all events from ``copied`` to ``done``, and ``failure``.
 
-    begun: on the first rank, the folder is there. complete: all is on disk and only the right name
-    is missing. done: it is over. failure: why it is over, if it failed. given_up: other ranks
-    failed.
+    since: when the pieces were what is to be saved. begun: on the first rank, the folder is there.
+    copied: the pieces may change. complete: all is on disk and only the right name is missing.
+    done: it is over. failure: why it is over, if it failed. given_up: other ranks failed.
     """
 
     progress: Progress
     folder: Path
     pieces: Sequence[Piece] = ()
+    since: Moment = 0.0
     begun: threading.Event = field(default_factory=threading.Event)
+    copied: threading.Event = field(default_factory=threading.Event)
     may_publish: threading.Event = field(default_factory=threading.Event)
     complete: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +96,8 @@ class Saver:
         self._patience_seconds = recipe.bridge.timeout_seconds
         self._save: _Save | None = None
         self.gets_on: Callable[[], None] = lambda: None
-        self._memory, self._publishing_seconds = host_memory(0), 0.0
+        self._memory, self._stream = host_memory(0), copy_stream("host")
+        self._late_seconds = 0.0  # that training stood still for a save after `begin`
         self._indexed, self._index = "", ""  # headers of all files, and the index made of them
 
     def __enter__(self) -> Self:
@@ -103,11 +118,11 @@ class Saver:
     def begin(self, progress: Progress) -> float:
         """Save the modules as they are now; returns the seconds that this took.
 
-        Those that publishing the save before took are among them: its line of metrics was written
-        by then.
+        Those that `wait_for_copy` and `publish` took for the save before are among them: its line
+        of metrics was written by then.
 
-        With `train.async_save` they may be trained on while a copy of them is written, else all is
-        written on return. Nothing is a checkpoint before `publish`.
+        With `train.async_save` they may be trained on at once, but updated only after
+        `wait_for_copy`; else all is written on return. Nothing is a checkpoint before `publish`.
         Raises CheckpointFailed, on all ranks, if this save or the one before fails.
         """
         started = time.perf_counter()
@@ -120,17 +135,26 @@ class Saver:
         self._all_reach(save, save.begun)
         for module in self._modules.values():
             module.settle()
-        pieces = [p for module in self._modules.values() for p in module.pieces("save", True)]
-        if self._recipe.train.async_save:
-            pieces = self._staged(pieces)
-        save.pieces = pieces
-        synchronize()  # the thread has no part in the device's queue
+        save.pieces = [p for one in self._modules.values() for p in one.pieces("save", True)]
+        save.since = moment()
+        if not self._recipe.train.async_save:
+            synchronize()  # the thread has no part in the device's queue
         save.thread = threading.Thread(target=self._run, args=(save,), name="save", daemon=True)
         save.thread.start()
         if not self._recipe.train.async_save:
             self._all_reach(save, save.complete)
-        seconds, self._publishing_seconds = self._publishing_seconds, 0.0
+        seconds, self._late_seconds = self._late_seconds, 0.0
         return seconds + time.perf_counter() - started
+
+    def wait_for_copy(self) -> None:
+        """Return once the modules may be updated; before every update. No collective.
+
+        Where the copy fails, `has_failed` says so and `wait` why.
+        """
+        if self._save is not None and not self._save.copied.is_set():
+            started = time.perf_counter()
+            self._save.copied.wait()
+            self._late_seconds += time.perf_counter() - started
 
     def publish(self) -> None:
         """Let what was begun become a checkpoint; without `train.async_save`, it is on return."""
@@ -139,7 +163,7 @@ class Saver:
             self._save.may_publish.set()
             if not self._recipe.train.async_save:
                 self.wait()
-            self._publishing_seconds = time.perf_counter() - started
+            self._late_seconds += time.perf_counter() - started
 
     def wait(self) -> None:
         """Return once the save in flight, if any, is over.
@@ -151,23 +175,6 @@ class Saver:
             self._save = None
 
     # ------------------------------------------------------------- in the training's thread
-
-    def _staged(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Copies of the pieces in memory that is kept from save to save."""
-        sizes = [p.values.numel() * p.values.element_size() for p in pieces]
-        begins, end = list[int](), 0
-        for size in sizes:
-            begins.append(end)
-            end += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        if len(self._memory) < end:
-            self._memory = host_memory(end)
-        staged = []
-        for piece, begin, size in zip(pieces, begins, sizes, strict=True):
-            values = self._memory[begin : begin + size].view(piece.values.dtype)
-            values = values.view(piece.values.shape)
-            values.copy_(piece.values, non_blocking=True)
-            staged.append(replace(piece, values=values))
-        return staged
 
     def _all_reach(self, save: _Save, event: threading.Event) -> None:
         """Wait until the save has come so far on every rank; raises CheckpointFailed on all.
@@ -217,6 +224,11 @@ class Saver:
     def _run(self, save: _Save) -> None:
         rank = dist.get_rank()
         try:
+            if self._recipe.train.async_save:
+                with copying_to_host(self._stream, save.since):
+                    copies = self._staged(save.pieces)
+                save.pieces = copies
+            save.copied.set()
             self._tell(save, rank, asdict(write_pieces(save.folder, rank, save.pieces)))
             if rank == 0:
                 self._finish(save)
@@ -225,8 +237,26 @@ class Saver:
             with suppress(OSError):
                 self._tell(save, rank, {"failure": _told(error)})
         save.pieces = ()
+        save.copied.set()
         save.complete.set()
         save.done.set()
+
+    def _staged(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Copies of the pieces in memory that is kept from save to save."""
+        sizes = [p.values.numel() * p.values.element_size() for p in pieces]
+        begins, end = list[int](), 0
+        for size in sizes:
+            begins.append(end)
+            end += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        if len(self._memory) < end:
+            self._memory = host_memory(end)
+        staged = []
+        for piece, begin, size in zip(pieces, begins, sizes, strict=True):
+            values = self._memory[begin : begin + size].view(piece.values.dtype)
+            values = values.view(piece.values.shape)
+            values.copy_(piece.values, non_blocking=True)
+            staged.append(replace(piece, values=values))
+        return staged
 
     def _finish(self, save: _Save) -> None:
         """On the first rank: make a checkpoint of the files of all."""

@@ -152,7 +152,7 @@ class Train(Section):
     keep_every: bounds.Steps | None = None
     """Also keep every checkpoint whose step is a multiple of this; null keeps no others."""
     async_save: bool = False
-    """Copy the state to the host's memory and write it while training goes on."""
+    """Copy the state to the host's memory, and write it, while training goes on."""
     step_timeout_seconds: bounds.Seconds | None = None
     """How long a rank may stay in one place (a microbatch, a save, ...) before the run is explained
     as hanging and ends; null: only where it waits for others, shortly before that times out."""

@@ -93,7 +93,8 @@ class Trainer:
                 check_skipped(self.recipe.data, progress, batches.coming_used.samples, dataset)
                 # All ranks hear of it with this step, and the save that then begins raises why.
                 self.ending.own = (SAVE_FAILED,) if self.saver.has_failed else ()
-                result = train_step(step, self.recipe, self.model, batches, observer, times)
+                given = self.recipe, self.model, batches, observer, times
+                result = train_step(step, *given, self.saver.wait_for_copy)
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used, result.is_skipped)
                 skipped = self.progress.skipped_samples, self.progress.skipped_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -32,8 +32,11 @@ def train_step(
     batches: Batches,
     observer: StepObserver,
     times: StepTimes,
+    wait_for_copy: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on the next batch; every rank of the world calls it.
+
+    wait_for_copy: called before modules are updated, of which a copy may be on its way.
 
     On a device the host is ahead of it, and waits for it once: when it reads the norm and the loss.
     A step lasts from asking for its batch until its update is queued; the device still works on
@@ -92,6 +95,9 @@ def train_step(
     observer.at(step, "update")
     is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not is_skipped:
+        asked = time.perf_counter()
+        wait_for_copy()
+        waited += time.perf_counter() - asked
         factor, measured = _clip_factor(train, norm), is_logged(train, step + 1)
         for name, module in model.modules.items():
             rate = learning_rate(train, module.learning_rate, recipe.warmup_steps(name), step)

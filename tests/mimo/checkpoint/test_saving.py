@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -22,15 +22,20 @@ from mimo.checkpoint import folder as folder_of_checkpoints
 from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import Progress, drop_old, latest_checkpoint, publish, to_remove
 from mimo.checkpoint.saving import CheckpointFailed, Saver
-from mimo.checkpoint.tensors import read_index, read_pieces
+from mimo.checkpoint.start import FromScratch
+from mimo.checkpoint.tensors import describe, read, read_index, read_pieces
 from mimo.engines.piece import Piece
 from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
+from mimo.layout.grids import Layout
+from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
+from mimo.train.run_folder import make_run_dir
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import save
+from tests.mimo.model.test_fsdp_runs import FSDP, make
+from tests.mimo.runs import ADAM, LAYOUT, save
 
 ROWS, COLUMNS = 512, 1000
 ASYNC = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
@@ -84,6 +89,17 @@ def assert_intact(checkpoint: Path, value: float | None = None) -> None:
 # ------------------------------------------------------------------- what is written
 
 
+def copy_slowly(seconds: float) -> None:
+    """Let copies of what is saved beside training begin late."""
+    staged = Saver._staged
+
+    def late(self: Saver, pieces: Sequence[Piece]) -> list[Piece]:
+        time.sleep(seconds)
+        return staged(self, pieces)
+
+    Saver._staged = late
+
+
 def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
     """How many tensors' pieces were checked, after each save."""
     checked, gap = 0, tensors._gap
@@ -96,6 +112,7 @@ def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
     # What training stands still for after the line of the step is written.
     folder_of_checkpoints.drop_old = lambda *_: time.sleep(0.3)
     tensors._gap = count
+    copy_slowly(0.1)
     module, checks = Half(rank), []
     saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
     for step in (1, 2, 3):
@@ -107,6 +124,7 @@ def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
         if rank == 0:
             assert not (folder / f"step_{step}").exists(), "it waits to be published"
         if recipe.train.async_save:
+            saver.wait_for_copy()
             module.set(-1)  # trained on
         saver.publish()
         if recipe.train.async_save:
@@ -131,6 +149,46 @@ def test_a_save_is_of_its_moment_has_a_manifest_and_is_checked_once(
         names = {path.name for path in checkpoint.iterdir()}
         assert names >= {"recipe.yaml", "progress.json", "tensors.json", "manifest.json"}
         assert not any(name.startswith("rank_") for name in names)
+
+
+def train_with_slow_copies(rank: int, recipe: Recipe, layout: Layout) -> None:
+    from mimo.train.rank import train_in_world
+
+    copy_slowly(0.5)
+    train_in_world(recipe, layout, recipe.run_dir, FromScratch())
+
+
+BESIDE = {
+    "plain": [],
+    "distributed": ["train.distributed_optimizer=true", "train.ema_decay=0.5"],
+    "gathered during the next pass": [
+        "train.distributed_optimizer=true",
+        "train.overlap_param_gather=true",
+    ],
+    "fsdp": FSDP,
+}
+
+
+@pytest.mark.parametrize("settings", quick_values(BESIDE, "distributed"))
+def test_updates_wait_until_what_is_saved_has_been_copied(
+    run_ranks: RunRanks, tmp_path: Path, settings: list[str]
+) -> None:
+    path, folders = make(tmp_path, "qwen3_vl"), []
+    settings = [*settings, *LAYOUT, *ADAM, "train.save_every=1", "train.steps=3"]
+    for overlap in ("false", "true"):
+        own = [f"train.async_save={overlap}", f"name=overlap_{overlap}"]
+        recipe = load_recipe(path, [*settings, *own, "train.keep_checkpoints=9"])
+        layout = check_recipe(recipe, None)
+        make_run_dir(recipe, resumes=False)
+        run_ranks(train_with_slow_copies, layout.world_size, recipe, layout)
+        folders.append(recipe.run_dir / "checkpoints")
+    for step in (1, 2, 3):
+        expected, got = (
+            read(path, describe(path)) for path in (folder / f"step_{step}" for folder in folders)
+        )
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(got[name], tensor), (step, name)
 
 
 def save_between_steps(rank: int, folder: Path, recipe: Recipe) -> int:
