@@ -105,3 +105,24 @@ def test_staged_tensors_are_on_the_device_when_they_are_used_and_not_overwritten
         del moved  # its memory may be reused, but only after the line above has run
         background.submit(device.Staging(stream).copy, torch.zeros_like(host)).result()
     assert doubled.cpu().equal(host * 2)
+
+
+@pytest.mark.gpu
+def test_copies_to_the_host_are_of_their_moment_and_there_on_leaving() -> None:
+    stream, values = device.copy_stream("host"), torch.zeros(1 << 24, device=device.local_device())
+    memory, busy = (
+        device.host_memory(4 * len(values)),
+        torch.randn(4096, 4096, device=values.device),
+    )
+
+    def copy(since: device.Moment) -> None:
+        with device.copying_to_host(stream, since):
+            memory.view(torch.float32).copy_(values, non_blocking=True)
+
+    with ThreadPoolExecutor(1) as background:
+        for number in range(3):
+            for _ in range(20):
+                busy = busy @ busy / busy.norm()
+            values.fill_(number)  # queued after all that; the host is far ahead
+            background.submit(copy, device.moment()).result()
+            assert memory.view(torch.float32).eq(number).all()
