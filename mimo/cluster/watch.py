@@ -9,9 +9,11 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,15 +240,35 @@ def top(folder: Path, once: bool) -> int:
         return 0
     with (
         suppress(KeyboardInterrupt),
+        _interrupts() as was_interrupted,
         Live(console=console, auto_refresh=False) as live,
         _keys() as q_pressed,
     ):
         while (view := look(folder)).goes_on:
             live.update(_screen(view), refresh=True)
-            if q_pressed():
+            if q_pressed() or was_interrupted():
                 return 0
         live.update(_screen(view), refresh=True)
     return 0
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """What it yields says whether Ctrl-C was pressed, which also interrupts.
+
+    Python drops an interrupt that comes while it collects garbage.
+    """
+    pressed = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

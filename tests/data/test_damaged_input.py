@@ -107,6 +107,7 @@ def test_a_damaged_shard_is_refused_by_name(tmp_path: Path, tokenizer: ChatToken
     assert reason in str(e.value)
 
 
+@pytest.mark.slow
 def test_no_kind_of_bad_sample_takes_much_memory(tmp_path: Path, digits: Path):
     for number, one in enumerate(BAD.values()):
         (tmp_path / f"{number:02}.tar").write_bytes(good(0) + one.members() + END)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from mimo.cluster.watch import facts_of, look, modules_of, status, top
+from mimo.cluster.watch import _interrupts, facts_of, look, modules_of, status, top
 from mimo.errors import InputError
 from mimo.train.incidents import record
 from tests.mimo.report.folders import RECIPE, make_run, say
@@ -211,6 +213,14 @@ def test_top_in_a_terminal_ends_with_a_key_or_with_the_run(tmp_path: Path, ends_
                 break
         assert process.wait(20) == 0, told
     os.close(master)
+
+
+def test_an_interrupt_that_python_drops_is_not_lost() -> None:
+    with _interrupts() as was_interrupted:
+        assert not was_interrupted()
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert was_interrupted()
 
 
 def test_looking_needs_no_torch() -> None:

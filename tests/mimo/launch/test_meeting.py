@@ -167,6 +167,7 @@ def test_all_ranks_learn_that_the_run_folder_is_in_use(
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_one_command_serves_the_first_start_and_later_ones(
     trained: Callable[..., tuple[list[int], list[str]]],
     recipe: Path,

@@ -336,8 +336,6 @@ def check(
     quick(
         LAYOUTS,
         "encoder tp2 with sp",
-        "encoder pp2 to language pp2",
-        "interleaved pp2 vpp2",
         "colocated in groups of two microbatches",
         "unpacked, tp2 with sp, pp2",
         "cp2 tp2 without sp, two lanes",

@@ -261,6 +261,7 @@ def train_spiking(
     train_in_world(recipe, check_recipe(recipe, None), recipe.run_dir, start)
 
 
+@pytest.mark.slow
 def test_a_spike_of_the_loss_is_told_and_its_batch_kept_also_soon_after_a_resume(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

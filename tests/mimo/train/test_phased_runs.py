@@ -101,6 +101,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_phase_of_the_projector_leaves_all_other_weights_as_they_were(
     run_ranks: RunRanks, whole: Path
 ) -> None:

@@ -255,6 +255,7 @@ def test_the_console_shows_our_lines_alone_and_the_log_files_the_rest(recipe: Pa
     assert [path.name for path in logs if "WARNING" in path.read_text()] == []
 
 
+@pytest.mark.slow
 def test_sample_with_more_placeholders_than_images_is_bad_input(recipe: Path) -> None:
     shard = recipe.parent / "train-00000.tar"
     with tarfile.open(shard) as whole, tarfile.open(recipe.parent / "cut.tar", "w") as cut:

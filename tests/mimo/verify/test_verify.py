@@ -68,7 +68,6 @@ def check(verifier: Verifier, cell: Cell) -> None:
     "cell",
     quick_values(
         {cell.name: cell for cell in REPRESENTATIVE},
-        "dp2 → cp2 pp2 · distributed optimizer · gathered late",
         "colocated → tp2 cp2 · adapters · recompute",
     ),
 )
@@ -92,6 +91,7 @@ def test_a_recipe_that_packs_by_tokens_takes_the_steps_of_one_rank(verifier: Ver
     check(verifier, cell)
 
 
+@pytest.mark.slow
 def test_sgd_untied_weights_and_a_rate_per_module_are_those_of_the_recipe(
     verifier: Verifier,
 ) -> None:
@@ -111,6 +111,7 @@ def test_sgd_untied_weights_and_a_rate_per_module_are_those_of_the_recipe(
     assert scaled.encoders["vision"].learning_rate is None
 
 
+@pytest.mark.slow
 def test_in_fp64_errors_are_those_of_fp64(
     run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
