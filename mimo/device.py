@@ -125,24 +125,6 @@ def barrier() -> None:
     dist.barrier(device_ids=None if device.index is None else [device.index])
 
 
-def from_rank_0[T](do: Callable[[], T]) -> T:
-    """What ``do`` returns on rank 0, which alone calls it; every rank of the world calls this.
-
-    What it raises is raised on all ranks.
-    """
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = do()
-        except Exception as error:
-            found[1] = error
-    dist.broadcast_object_list(found, device=local_device())
-    value, error = found
-    if error is not None:
-        raise error
-    return value
-
-
 @dataclass(frozen=True)
 class Memory:
     """A memory that one or more ranks share.

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import accumulate, compress, pairwise, permutations, product
+from operator import mul, sub
+from typing import Any
 
 import numpy as np
 
 _MAX_TRIES = 40_000  # of units changing places: a few seconds
 _MAX_TARGETS = 4
+_MAX_SEARCHED = 16  # nodes
+_MAX_FILLINGS = 500
 _ROUNDING = 1e-9
 
 
@@ -54,11 +58,39 @@ def fits(counts: Mapping[int, int], free: Mapping[int, int]) -> bool:
     """Whether so many units of each size go into so many nodes with each number of free places.
 
     Tries the sizes in every order, the largest first, each into the fullest nodes; of sizes that
-    divide one another the first order is as good as any.
+    divide one another the first order is as good as any. For others a few nodes are searched.
     """
     sizes = sorted((size for size, count in counts.items() if count), reverse=True)
     orders = permutations(sizes) if len(sizes) <= 4 else (sizes,)
-    return any(_fits_in(order, counts, free) for order in orders)
+    if any(_fits_in(order, counts, free) for order in orders):
+        return True
+    nodes = sorted(Counter(free).elements())
+    if len(nodes) > _MAX_SEARCHED or all(large % small == 0 for large, small in pairwise(sizes)):
+        return False
+    return _search(sizes, [counts[size] for size in sizes], nodes)
+
+
+def _search(sizes: Sequence[int], counts: Sequence[int], nodes: Sequence[int]) -> bool:
+    """Whether units fit, by all ways to fill node after node; no after `_MAX_FILLINGS`.
+
+    sizes, counts: of units, beside each other. nodes: free places of each.
+    """
+    room = [*accumulate(reversed(nodes), initial=0)][::-1]  # in a node and those after it
+    tried, waiting = set[tuple[Any, ...]](), [(tuple(counts), 0)]
+    while waiting and len(tried) < _MAX_FILLINGS:
+        left, node = state = waiting.pop()
+        if not any(left):
+            return True
+        if state in tried or sum(map(mul, left, sizes)) > room[node]:
+            continue
+        tried.add(state)
+        most = [min(count, nodes[node] // size) for count, size in zip(left, sizes, strict=True)]
+        for chosen in product(*(range(count + 1) for count in most)):
+            free, rest = nodes[node] - sum(map(mul, chosen, sizes)), tuple(map(sub, left, chosen))
+            # One that leaves room for a unit is never better than the same with that unit.
+            if free >= 0 and not any(map(free.__ge__, compress(sizes, rest))):
+                waiting.append((rest, node + 1))
+    return False
 
 
 def _fits_in(order: Sequence[int], counts: Mapping[int, int], free: Mapping[int, int]) -> bool:

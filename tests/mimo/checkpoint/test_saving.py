@@ -199,6 +199,7 @@ def save_between_steps(rank: int, folder: Path, recipe: Recipe) -> int:
         module.set(step)
         saver.begin(Progress(step, step))  # waits for the one before
         saver.publish()
+        saver.wait_for_copy()
         memories.add(saver._memory.data_ptr())
     with saver:
         pass  # the run ends

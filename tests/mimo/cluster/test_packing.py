@@ -117,6 +117,7 @@ def brute_least(sizes: list[int], places: int) -> int:
 
 @settings(max_examples=100)
 @example([4, 3, 3, 2, 2, 2], 8)  # the largest first needs three
+@example([2, 2, 2, 2, 3, 3], 7)  # any size first needs three
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=6), st.integers(4, 8))
 def test_least_nodes_is_the_least(sizes: list[int], places: int) -> None:
     assert least_nodes(np.array(sizes), places) == brute_least(sorted(sizes), places)
