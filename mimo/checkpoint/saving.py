@@ -61,7 +61,7 @@ class _OthersFailed(Exception):
 
 @dataclass(eq=False)
 class _Save:
-    """One save on its way. The thread sets all events from ``copied`` to ``done``, and ``failure``.
+    """One save on its way. The thread sets ``copied``, ``complete``, ``done``, maybe ``failure``.
 
     since: when the pieces were what is to be saved. begun: on the first rank, the folder is there.
     copied: the pieces may change. complete: all is on disk and only the right name is missing.

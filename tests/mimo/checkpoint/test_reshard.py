@@ -103,7 +103,7 @@ PAIRS = [
     ("megatron dp2", "fsdp tp2 sp"),
     ("fsdp hybrid", "megatron dp2"),
 ]
-QUICK = ["pp2 vpp2 -> one rank", "megatron dp2 -> fsdp hybrid"]
+QUICK = ["megatron dp2 -> fsdp hybrid"]
 
 
 @pytest.fixture(scope="module")

@@ -185,6 +185,7 @@ def drawn_weights(rank: int, path: Path) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 def test_only_adapters_and_the_projector_leave_their_drawn_values(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

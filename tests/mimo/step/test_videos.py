@@ -100,7 +100,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_samples(tmp_path_factory.mktemp("images"), only_images)
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", quick(TOWERS, "qwen3_vl"))
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "2 lanes to pp2"))
 def test_steps_over_images_and_videos_of_one_tower_equal_those_of_one_rank(
     run_ranks: RunRanks, videos: Path, family: str, layout: str
