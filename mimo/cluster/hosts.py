@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,8 @@ def torchrun_lines(
         )
     interface = job.cluster.interface
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
-    variables = {**{name: str(interface) for name in names}, **job.cluster.environment}
+    variables = {"MIMO_JOB_SECRET": secrets.token_hex(16), "HF_HUB_OFFLINE": "1"}
+    variables |= {name: str(interface) for name in names} | job.cluster.environment
     for number, (host, num_ranks) in enumerate(zip(hosts, nodes, strict=True)):
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         words += [

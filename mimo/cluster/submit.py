@@ -47,13 +47,15 @@ def submit_array(jobs: Sequence[Job]) -> list[str]:
             raise InputError(f"two runs of the array are called {job.name}; give each a name")
         if len(job.placement.components) > 1:
             raise InputError(f"{job.name}: SLURM has no arrays of heterogeneous jobs; submit it")
-        groups.setdefault((str(job.folder), *job.directives()), []).append(job)
-    for (_, *directives), group in groups.items():
+        shell = "bash -l" if job.cluster.modules else "bash"  # which knows `module`
+        groups.setdefault((str(job.folder), shell, *job.directives()), []).append(job)
+    for (_, shell, *directives), group in groups.items():
         scripts = [write(job) for job in group]
         first = group[0]
         text = template("array.sh.j2").render(
             runs=[job.run for job in group],
             logs=[job.logs for job in group],
+            shell=shell,
             directives=[
                 f"--job-name={first.name}-array",
                 f"--array=0-{len(group) - 1}",

@@ -214,7 +214,10 @@ def test_each_host_gets_a_line_with_as_many_ranks_as_it_has(folder: Path) -> Non
     lines = [shlex.split(line, comments=True) for line in result.stdout.splitlines()]
     assert len(lines) == 3
     for number, (words, count) in enumerate(zip(lines, (1, 8, 8), strict=True)):
-        assert words[:4] == ["cd", str(folder), "&&", "X=a $(b)"]
+        assert words[:3] == ["cd", str(folder), "&&"]
+        assert words[3] == lines[0][3]
+        assert len(words[3].removeprefix("MIMO_JOB_SECRET=")) == 32
+        assert words[4:6] == ["HF_HUB_OFFLINE=1", "X=a $(b)"]
         assert f"--node-rank={number}" in words
         assert f"--nproc-per-node={count}" in words
         assert "--master-addr=a" in words

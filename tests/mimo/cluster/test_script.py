@@ -85,9 +85,12 @@ def test_a_job_that_is_done_ends_and_is_not_started_again(stage: Stage) -> None:
     assert len(hosts) == 17
 
 
-def test_a_job_that_has_saved_is_requeued_however_often(stage: Stage) -> None:
+@pytest.mark.parametrize("code", [75, 138, 143])
+def test_a_job_that_has_saved_or_not_begun_is_requeued_however_often(
+    stage: Stage, code: int
+) -> None:
     for _ in range(5):
-        assert stage.run(srun=75) == 75
+        assert stage.run(srun=code) == code
     assert stage.calls("scontrol").count("scontrol requeue 7") == 5
 
 

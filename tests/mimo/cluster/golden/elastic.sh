@@ -48,7 +48,8 @@ finish() {
       mapfile -t jobs < <(later_jobs)
       if [ "${#jobs[@]}" -gt 0 ]; then scancel "${jobs[@]}"; fi
       ;;
-    75) # saved, to be continued: by the next job of the chain, or by this one
+    75 | 138 | 143) # saved, or asked to end (SIGUSR1, SIGTERM) before it could say so;
+      # to be continued: by the next job of the chain, or by this one
       if [ -z "$chain" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
       ;;
     *)
