@@ -321,7 +321,8 @@ def copying_to_host(stream: torch.cuda.Stream | None, since: Moment) -> Iterator
         yield
         return
     assert isinstance(since, torch.cuda.Event), "a moment of the device's queue"
-    with torch.cuda.stream(stream):
+    # A new thread's device is the first one, which a stream alone would go back to and so use.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         stream.wait_event(since)
         yield
     stream.synchronize()
@@ -350,8 +351,8 @@ class Staging:
 
     def _moved(self, parts: Sequence[Tensor], stream: torch.cuda.Stream) -> Tensor:
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-        # Also makes the device current, which is another one in a new thread.
-        with torch.cuda.stream(stream):
+        # A new thread's device is the first one, as in `copying_to_host`.
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             # Only from pinned memory does a copy run beside the host's work.
             pinned = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
             torch.cat(list(parts), out=pinned)

@@ -64,8 +64,9 @@ class _Save:
     """One save on its way. The thread sets ``copied``, ``complete``, ``done``, maybe ``failure``.
 
     since: when the pieces were what is to be saved. begun: on the first rank, the folder is there.
-    copied: the pieces may change. complete: all is on disk and only the right name is missing.
-    done: it is over. failure: why it is over, if it failed. given_up: other ranks failed.
+    copied: all pieces are, of which num_copied were so far, and may change. complete: all is on
+    disk and only the right name is missing. done: it is over. failure: why it is over, if it
+    failed. given_up: other ranks failed.
     """
 
     progress: Progress
@@ -78,6 +79,7 @@ class _Save:
     complete: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
+    num_copied: int = 0
     failure: BaseException | None = None
     thread: threading.Thread | None = None
 
@@ -146,15 +148,23 @@ class Saver:
         seconds, self._late_seconds = self._late_seconds, 0.0
         return seconds + time.perf_counter() - started
 
-    def wait_for_copy(self) -> None:
+    def wait_for_copy(self, gets_on: Callable[[], None] = lambda: None) -> float:
         """Return once the modules may be updated; before every update. No collective.
 
+        gets_on: called while one waits and more has been copied. Returns the seconds.
         Where the copy fails, `has_failed` says so and `wait` why.
         """
-        if self._save is not None and not self._save.copied.is_set():
-            started = time.perf_counter()
-            self._save.copied.wait()
-            self._late_seconds += time.perf_counter() - started
+        save, started = self._save, time.perf_counter()
+        if save is None or save.copied.is_set():
+            return 0.0
+        before = save.num_copied
+        while not save.copied.wait(_TURN_SECONDS):
+            if save.num_copied != before:
+                before = save.num_copied
+                gets_on()
+        seconds = time.perf_counter() - started
+        self._late_seconds += seconds
+        return seconds
 
     def publish(self) -> None:
         """Let what was begun become a checkpoint; without `train.async_save`, it is on return."""
@@ -181,11 +191,12 @@ class Saver:
 
         However long it takes, no rank waits for another in a collective call for long.
         """
-        some_are_behind, size = True, -1
+        some_are_behind, done = True, (-1, -1)
         while some_are_behind:
             event.wait(_TURN_SECONDS)
-            before, size = size, _size_of(save.folder / file_of(dist.get_rank()))
-            own = [not event.is_set(), size != before, save.failure is not None]
+            size = _size_of(save.folder / file_of(dist.get_rank()))
+            before, done = done, (save.num_copied, size)
+            own = [not event.is_set(), done != before, save.failure is not None]
             told = torch.tensor(own, dtype=torch.int32, device=local_device())
             dist.all_reduce(told, dist.ReduceOp.MAX)
             some_are_behind, some_grow, some_failed = map(bool, told.tolist())
@@ -226,7 +237,7 @@ class Saver:
         try:
             if self._recipe.train.async_save:
                 with copying_to_host(self._stream, save.since):
-                    copies = self._staged(save.pieces)
+                    copies = self._staged(save)
                 save.pieces = copies
             save.copied.set()
             self._tell(save, rank, asdict(write_pieces(save.folder, rank, save.pieces)))
@@ -241,9 +252,9 @@ class Saver:
         save.complete.set()
         save.done.set()
 
-    def _staged(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _staged(self, save: _Save) -> list[Piece]:
         """Copies of the pieces in memory that is kept from save to save."""
-        sizes = [p.values.numel() * p.values.element_size() for p in pieces]
+        sizes = [p.values.numel() * p.values.element_size() for p in save.pieces]
         begins, end = list[int](), 0
         for size in sizes:
             begins.append(end)
@@ -251,11 +262,12 @@ class Saver:
         if len(self._memory) < end:
             self._memory = host_memory(end)
         staged = []
-        for piece, begin, size in zip(pieces, begins, sizes, strict=True):
+        for piece, begin, size in zip(save.pieces, begins, sizes, strict=True):
             values = self._memory[begin : begin + size].view(piece.values.dtype)
             values = values.view(piece.values.shape)
             values.copy_(piece.values, non_blocking=True)
             staged.append(replace(piece, values=values))
+            save.num_copied += 1
         return staged
 
     def _finish(self, save: _Save) -> None:

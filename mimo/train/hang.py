@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mimo.train.observer import ACTIVITIES
 
@@ -19,7 +19,8 @@ class State:
     """What a rank has last said of itself, ``age_seconds`` ago.
 
     step, activity: as observers are told. doing: what its modules do, "" if nothing.
-    failure: the error that ended it. resident_bytes: of its process.
+    failure: the error that ended it. resident_bytes: of its process. memory: by module and kind,
+    after its first update.
 
     The rest is said in a hang only, and ``told`` is whether it has been. waits, waits_for: what it
     waits for, and the ranks that have to act for it to come. place: the line that it is in.
@@ -34,6 +35,7 @@ class State:
     doing: str = ""
     failure: str = ""
     resident_bytes: int = 0
+    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     told: bool = False
     waits: str = ""
     waits_for: Sequence[int] = ()

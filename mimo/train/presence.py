@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, override
 import psutil
 
 from bridge import BridgeError
+from mimo.engines.contract import Module
 from mimo.errors import InputError
 from mimo.launch.processes import is_consequence
 from mimo.launch.signals import asked
@@ -107,7 +108,7 @@ class Presence(StepObserver):
         self._process, self._trains = psutil.Process(), threading.get_ident()
         self._seen: tuple[object, object] = (None, None)
         self._since = time.monotonic()
-        self._writing = threading.Lock()
+        self._writing, self._memory = threading.Lock(), dict[str, dict[str, int]]()
         self._failing, self._hangs, self._left = (threading.Event() for _ in range(3))
 
     @override
@@ -115,6 +116,12 @@ class Presence(StepObserver):
         """Set where this rank is from now on; costs nothing, because the thread writes it."""
         assert activity in ACTIVITIES, f"{activity!r} is no activity"
         self._place = (step, activity)
+
+    @override
+    def updated(self, step: int, modules: Mapping[str, Module]) -> None:
+        """Note what the modules hold now that they have all, in case this rank is killed."""
+        if self.model is not None and not self._memory:
+            self._memory = self.model.memory()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -164,7 +171,7 @@ class Presence(StepObserver):
             return
         state, facts = self._now(), dict[str, Any]()
         told = f"{state} failed {state.where}"
-        if self.model is not None and not isinstance(error, BridgeError):
+        if self.model is not None:
             facts["memory"] = self.model.memory()
             if _OUT_OF_MEMORY.search(state.failure):  # after other errors it would bury them
                 error.add_note(f"{told}; it holds {memory_in_words(facts['memory'])}")
@@ -316,7 +323,13 @@ class Presence(StepObserver):
 
     def _now(self) -> State:
         (step, activity), resident = self._place, self._process.memory_info().rss
-        now = replace(self._state, step=step, activity=activity, resident_bytes=resident)
+        now = replace(
+            self._state,
+            step=step,
+            activity=activity,
+            resident_bytes=resident,
+            memory=self._memory,
+        )
         if self.model is None or (doing := self.model.doing) is None:
             return replace(now, doing="", batch="")
         what, microbatch = doing

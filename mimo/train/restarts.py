@@ -21,7 +21,7 @@ import psutil
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.launch.processes import RankError
-from mimo.model.memory import in_words
+from mimo.model.memory import in_words, memory_in_words
 from mimo.train.incidents import incidents, record
 from mimo.train.run_files import METRICS, read_states
 
@@ -217,5 +217,8 @@ def say_killed(run_dir: Path, error: RankError) -> None:
     if "SIGKILL" in error.reason:
         text += "; where nobody sent that, the kernel did for lack of memory (see dmesg)"
     text = f"{text}; {state.batch}" if state.batch else text
+    if state.memory:
+        text += f"; after its first update it held {memory_in_words(state.memory)}"
     print(text, file=sys.stderr)
-    record(run_dir, "crash", text, state.step, rank=error.rank, activity=state.activity)
+    facts = {"activity": state.activity, "memory": state.memory}
+    record(run_dir, "crash", text, state.step, rank=error.rank, **facts)

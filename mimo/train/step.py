@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
@@ -32,11 +33,12 @@ def train_step(
     batches: Batches,
     observer: StepObserver,
     times: StepTimes,
-    wait_for_copy: Callable[[], None] = lambda: None,
+    wait_for_copy: Callable[[Callable[[], None]], float] = lambda _: 0.0,
 ) -> StepResult:
     """Train on the next batch; every rank of the world calls it.
 
-    wait_for_copy: called before modules are updated, of which a copy may be on its way.
+    wait_for_copy: called before modules are updated, of which a copy may be on its way, with what
+        it is to call while that gets on; returns the seconds, which are none of the step's.
 
     On a device the host is ahead of it, and waits for it once: when it reads the norm and the loss.
     A step lasts from asking for its batch until its update is queued; the device still works on
@@ -95,9 +97,7 @@ def train_step(
     observer.at(step, "update")
     is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not is_skipped:
-        asked = time.perf_counter()
-        wait_for_copy()
-        waited += time.perf_counter() - asked
+        started += wait_for_copy(partial(observer.at, step, "update"))
         factor, measured = _clip_factor(train, norm), is_logged(train, step + 1)
         for name, module in model.modules.items():
             rate = learning_rate(train, module.learning_rate, recipe.warmup_steps(name), step)

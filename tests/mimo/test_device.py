@@ -77,6 +77,7 @@ def test_what_is_computed_waits_for_the_last_copy_and_keeps_the_memory(
 
     queue: Any = _Queue(told)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "Event", lambda: queue)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queue)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: told.append("keep"))

@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from mimo.checkpoint import folder as folder_of_checkpoints
-from mimo.checkpoint import tensors
+from mimo.checkpoint import saving, tensors
 from mimo.checkpoint.folder import Progress, drop_old, latest_checkpoint, publish, to_remove
 from mimo.checkpoint.saving import CheckpointFailed, Saver
 from mimo.checkpoint.start import FromScratch
@@ -93,9 +94,9 @@ def copy_slowly(seconds: float) -> None:
     """Let copies of what is saved beside training begin late."""
     staged = Saver._staged
 
-    def late(self: Saver, pieces: Sequence[Piece]) -> list[Piece]:
+    def late(self: Saver, save: Any) -> list[Piece]:
         time.sleep(seconds)
-        return staged(self, pieces)
+        return staged(self, save)
 
     Saver._staged = late
 
@@ -215,7 +216,87 @@ def test_the_next_save_and_the_end_of_the_run_wait_for_the_save_before(
         assert_intact(tmp_path / "c" / f"step_{step}", step)
 
 
+def wait_for_a_copy_in_parts(rank: int, folder: Path, recipe: Recipe) -> tuple[int, float, float]:
+    """How often a wait for the copy got on, its seconds, and those that the next save has of it."""
+    told = list[str]()
+
+    def in_parts(self: Saver, save: Any) -> list[Piece]:
+        for _ in range(3):
+            time.sleep(0.7)
+            save.num_copied += 1
+        return save.pieces
+
+    saving._TURN_SECONDS = 0.1
+    Saver._staged = in_parts
+    saver = Saver({"m": Half(rank)}, folder, recipe)  # type: ignore[dict-item]
+    saver.begin(Progress(1, 1))
+    seconds = saver.wait_for_copy(lambda: told.append("on"))
+    saver.publish()
+    saver.wait()
+    return len(told), seconds, saver._late_seconds
+
+
+def test_a_wait_for_a_copy_gets_on_with_it_and_is_counted_for_the_save(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for told, seconds, late in run_ranks(
+        wait_for_a_copy_in_parts, 2, tmp_path / "c", recipe_of(tmp_path, True)
+    ):
+        assert told >= 2
+        assert 1.5 < seconds <= late
+
+
 # ----------------------------------------------------------------------- what fails
+
+
+def save_where_a_copy_fails(rank: int, folder: Path, recipe: Recipe) -> str:
+    """What is told at the save after one whose copy failed on rank 1."""
+    staged = Saver._staged
+
+    def failing(self: Saver, save: Any) -> list[Piece]:
+        if rank == 1 and save.progress.step == 2:
+            raise MemoryError("no pages")
+        return staged(self, save)
+
+    Saver._staged = failing
+    module = Half(rank)
+    module.set(1)
+    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
+    save(saver, Progress(1, 1))
+    saver.begin(Progress(2, 2))
+    saver.wait_for_copy()
+    saver.publish()
+    with pytest.raises(CheckpointFailed) as failed:
+        saver.begin(Progress(3, 3))
+    return str(failed.value)
+
+
+def test_a_copy_that_fails_is_an_error_of_all_ranks_and_harms_no_checkpoint(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    folder = tmp_path / "c"
+    told, other = run_ranks(save_where_a_copy_fails, 2, folder, recipe_of(tmp_path, True))
+    assert told == other
+    assert "rank 1: MemoryError: no pages; the last good checkpoint is " in told
+    assert_intact(folder / "step_1", 1)
+    assert {path.name for path in folder.iterdir()} == {"step_1", "latest"}
+
+
+def fail_while_a_copy_is_made(rank: int, folder: Path, recipe: Recipe) -> None:
+    copy_slowly(0.5)
+    module = Half(rank)
+    module.set(1)
+    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
+    with suppress(ZeroDivisionError), saver:
+        saver.begin(Progress(1, 1))
+        _ = 1 / 0
+
+
+def test_a_copy_comes_to_its_end_where_training_fails_beside_it(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    run_ranks(fail_while_a_copy_is_made, 2, tmp_path / "c", recipe_of(tmp_path, True))
+    assert_intact(tmp_path / "c" / "step_1", 1)
 
 
 def save_with_limit(
