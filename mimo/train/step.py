@@ -97,6 +97,7 @@ def train_step(
     observer.at(step, "update")
     is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not is_skipped:
+        # Its seconds are those of the save, not of the step.
         started += wait_for_copy(partial(observer.at, step, "update"))
         factor, measured = _clip_factor(train, norm), is_logged(train, step + 1)
         for name, module in model.modules.items():

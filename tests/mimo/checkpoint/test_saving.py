@@ -11,32 +11,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import pytest
 import torch
 
 from mimo.checkpoint import folder as folder_of_checkpoints
-from mimo.checkpoint import saving, tensors
+from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import Progress, drop_old, latest_checkpoint, publish, to_remove
 from mimo.checkpoint.saving import CheckpointFailed, Saver
-from mimo.checkpoint.start import FromScratch
-from mimo.checkpoint.tensors import describe, read, read_index, read_pieces
+from mimo.checkpoint.tensors import read_index, read_pieces
 from mimo.engines.piece import Piece
 from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
-from mimo.layout.grids import Layout
-from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
-from mimo.train.run_folder import make_run_dir
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.model.test_fsdp_runs import FSDP, make
-from tests.mimo.runs import ADAM, LAYOUT, save
+from tests.mimo.runs import save
 
 ROWS, COLUMNS = 512, 1000
 ASYNC = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
@@ -61,6 +55,11 @@ class Half:
         if self.rank == 0:
             yield Piece("m.bias", (3,), 0, 0, self.bias.view(3, 1))
         yield Piece("m.weight", (ROWS, COLUMNS), self.row, 0, self.weight)
+
+
+def saver_of(module: Half, folder: Path, recipe: Recipe) -> Saver:
+    """One that saves it as a model's only module."""
+    return Saver({"m": cast("Any", module)}, folder, recipe)
 
 
 def recipe_of(folder: Path, overlap: bool, *settings: str) -> Recipe:
@@ -115,7 +114,7 @@ def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
     tensors._gap = count
     copy_slowly(0.1)
     module, checks = Half(rank), []
-    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
+    saver = saver_of(module, folder, recipe)
     for step in (1, 2, 3):
         if step == 3:
             module.__init__(rank, first_rows=100)
@@ -152,50 +151,10 @@ def test_a_save_is_of_its_moment_has_a_manifest_and_is_checked_once(
         assert not any(name.startswith("rank_") for name in names)
 
 
-def train_with_slow_copies(rank: int, recipe: Recipe, layout: Layout) -> None:
-    from mimo.train.rank import train_in_world
-
-    copy_slowly(0.5)
-    train_in_world(recipe, layout, recipe.run_dir, FromScratch())
-
-
-BESIDE = {
-    "plain": [],
-    "distributed": ["train.distributed_optimizer=true", "train.ema_decay=0.5"],
-    "gathered during the next pass": [
-        "train.distributed_optimizer=true",
-        "train.overlap_param_gather=true",
-    ],
-    "fsdp": FSDP,
-}
-
-
-@pytest.mark.parametrize("settings", quick_values(BESIDE, "distributed"))
-def test_updates_wait_until_what_is_saved_has_been_copied(
-    run_ranks: RunRanks, tmp_path: Path, settings: list[str]
-) -> None:
-    path, folders = make(tmp_path, "qwen3_vl"), []
-    settings = [*settings, *LAYOUT, *ADAM, "train.save_every=1", "train.steps=3"]
-    for overlap in ("false", "true"):
-        own = [f"train.async_save={overlap}", f"name=overlap_{overlap}"]
-        recipe = load_recipe(path, [*settings, *own, "train.keep_checkpoints=9"])
-        layout = check_recipe(recipe, None)
-        make_run_dir(recipe, resumes=False)
-        run_ranks(train_with_slow_copies, layout.world_size, recipe, layout)
-        folders.append(recipe.run_dir / "checkpoints")
-    for step in (1, 2, 3):
-        expected, got = (
-            read(path, describe(path)) for path in (folder / f"step_{step}" for folder in folders)
-        )
-        assert got.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(got[name], tensor), (step, name)
-
-
 def save_between_steps(rank: int, folder: Path, recipe: Recipe) -> int:
     """The staging memory is the same for saves of one size."""
     module, memories = Half(rank), set()
-    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
+    saver = saver_of(module, folder, recipe)
     for step in (1, 2):
         module.set(step)
         saver.begin(Progress(step, step))  # waits for the one before
@@ -216,87 +175,7 @@ def test_the_next_save_and_the_end_of_the_run_wait_for_the_save_before(
         assert_intact(tmp_path / "c" / f"step_{step}", step)
 
 
-def wait_for_a_copy_in_parts(rank: int, folder: Path, recipe: Recipe) -> tuple[int, float, float]:
-    """How often a wait for the copy got on, its seconds, and those that the next save has of it."""
-    told = list[str]()
-
-    def in_parts(self: Saver, save: Any) -> list[Piece]:
-        for _ in range(3):
-            time.sleep(0.7)
-            save.num_copied += 1
-        return save.pieces
-
-    saving._TURN_SECONDS = 0.1
-    Saver._staged = in_parts
-    saver = Saver({"m": Half(rank)}, folder, recipe)  # type: ignore[dict-item]
-    saver.begin(Progress(1, 1))
-    seconds = saver.wait_for_copy(lambda: told.append("on"))
-    saver.publish()
-    saver.wait()
-    return len(told), seconds, saver._late_seconds
-
-
-def test_a_wait_for_a_copy_gets_on_with_it_and_is_counted_for_the_save(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
-    for told, seconds, late in run_ranks(
-        wait_for_a_copy_in_parts, 2, tmp_path / "c", recipe_of(tmp_path, True)
-    ):
-        assert told >= 2
-        assert 1.5 < seconds <= late
-
-
 # ----------------------------------------------------------------------- what fails
-
-
-def save_where_a_copy_fails(rank: int, folder: Path, recipe: Recipe) -> str:
-    """What is told at the save after one whose copy failed on rank 1."""
-    staged = Saver._staged
-
-    def failing(self: Saver, save: Any) -> list[Piece]:
-        if rank == 1 and save.progress.step == 2:
-            raise MemoryError("no pages")
-        return staged(self, save)
-
-    Saver._staged = failing
-    module = Half(rank)
-    module.set(1)
-    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
-    save(saver, Progress(1, 1))
-    saver.begin(Progress(2, 2))
-    saver.wait_for_copy()
-    saver.publish()
-    with pytest.raises(CheckpointFailed) as failed:
-        saver.begin(Progress(3, 3))
-    return str(failed.value)
-
-
-def test_a_copy_that_fails_is_an_error_of_all_ranks_and_harms_no_checkpoint(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
-    folder = tmp_path / "c"
-    told, other = run_ranks(save_where_a_copy_fails, 2, folder, recipe_of(tmp_path, True))
-    assert told == other
-    assert "rank 1: MemoryError: no pages; the last good checkpoint is " in told
-    assert_intact(folder / "step_1", 1)
-    assert {path.name for path in folder.iterdir()} == {"step_1", "latest"}
-
-
-def fail_while_a_copy_is_made(rank: int, folder: Path, recipe: Recipe) -> None:
-    copy_slowly(0.5)
-    module = Half(rank)
-    module.set(1)
-    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
-    with suppress(ZeroDivisionError), saver:
-        saver.begin(Progress(1, 1))
-        _ = 1 / 0
-
-
-def test_a_copy_comes_to_its_end_where_training_fails_beside_it(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
-    run_ranks(fail_while_a_copy_is_made, 2, tmp_path / "c", recipe_of(tmp_path, True))
-    assert_intact(tmp_path / "c" / "step_1", 1)
 
 
 def save_with_limit(
@@ -304,7 +183,7 @@ def save_with_limit(
 ) -> tuple[str, float]:
     """A save, and one while files of a rank may have `limit` bytes: its error, and its seconds."""
     module = Half(rank)
-    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
+    saver = saver_of(module, folder, recipe)
     module.set(1)
     save(saver, Progress(1, 1))
     if rank == limited:
@@ -346,7 +225,7 @@ def test_a_full_disk_is_an_error_of_all_ranks_that_names_file_reason_and_the_goo
 
 def save_where_no_folder_can_be_made(rank: int, folder: Path, recipe: Recipe) -> str:
     module = Half(rank)
-    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
+    saver = saver_of(module, folder, recipe)
     with pytest.raises(CheckpointFailed) as failed:
         save(saver, Progress(1, 1))
     return str(failed.value)
@@ -424,7 +303,7 @@ def test_a_kill_at_any_point_of_publishing_leaves_only_intact_checkpoints(
 
 def save_and_die(rank: int, folder: Path, recipe: Recipe, killed: int, number: int) -> int:
     module = Half(rank)
-    saver = Saver({"m": module}, folder, recipe)  # type: ignore[dict-item]
+    saver = saver_of(module, folder, recipe)
     module.set(1)
     save(saver, Progress(1, 1))
     count = die_at(number if rank == killed else -1, folder)
