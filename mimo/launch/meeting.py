@@ -58,7 +58,7 @@ class Meeting:
         self.store: Store = _open_store(environment, address, self._timeout)
         self._words = PrefixStore("mimo", self.store)
         self._secret = secret_of(self._size)
-        self._rounds = 0
+        self._rounds, self._has_left = 0, False
         self._next_word = 0.0  # of progress, on the monotonic clock
 
     def agree(self, problem: str) -> None:
@@ -211,7 +211,10 @@ class Meeting:
             self.leave()
 
     def leave(self) -> None:
-        """Say that this rank no longer needs the store; rank 0 waits for the others to do so."""
+        """Say, once, that this rank needs the store no more; rank 0 waits until all others do."""
+        if self._has_left:
+            return
+        self._has_left = True
         with suppress(RuntimeError):  # the rank with the store is gone
             here = self._words.add("left", 1)
             deadline = time.monotonic() + _LEAVE_SECONDS

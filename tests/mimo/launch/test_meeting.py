@@ -69,6 +69,27 @@ def meet(port: int) -> tuple[str, float]:
     return answer, time.monotonic() - started
 
 
+def refuse(port: int) -> int:
+    """The exit code of ranks that all leave twice, of which rank 1 is late."""
+    from mimo.launch.ranks import rank_environment
+
+    def wrong() -> None:
+        raise InputError("wrong")
+
+    as_task_of_srun(port)
+    environment = rank_environment()
+    assert environment is not None
+    met, code = Meeting(environment, timeout_seconds=20), 0
+    if environment.rank == 1:
+        time.sleep(1)
+    try:
+        met.from_rank_0(wrong)
+    except Refused as refused:
+        code = refused.exit_code
+    met.leave()
+    return code
+
+
 # -------------------------------------------------------------------------------- tests
 
 
@@ -80,6 +101,10 @@ def test_ranks_meet_at_the_next_port_where_another_program_has_theirs(
         met = run_on_cpu(meet, (port,), RANKS, timeout_seconds=60)
     assert [answer for answer, _ in met] == ["welcome"] * RANKS
     assert max(seconds for _, seconds in met) < 15
+
+
+def test_a_late_rank_hears_why_the_others_leave(run_ranks: RunRanks) -> None:
+    assert run_on_cpu(refuse, (free_port(),), RANKS, timeout_seconds=60) == [2] * RANKS
 
 
 def test_door_and_store_listen_at_the_chosen_address_alone() -> None:
