@@ -16,6 +16,12 @@ class InputError(ValueError):
     exit_code = 2
 
 
+class StartError(InputError):
+    """What keeps a run from starting is outside its input, so another start may work."""
+
+    exit_code = 1
+
+
 class RecipeError(InputError):
     """Everything that is wrong with a recipe, found before any process group exists.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from mimo.errors import InputError
+from mimo.errors import StartError
 
 _MOST_BYTES = 1 << 32
 """Of a JSON file; an index has some 50 for each piece of a tensor."""
@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 32
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
-class Unreadable(InputError):
+class Unreadable(StartError):
     """A file cannot be read for a reason that is not in it: the disk, the network, or rights."""
 
 

@@ -21,7 +21,7 @@ from mimo.cluster.links import Link, Measured, Pair, best_of, measure, pairs_of,
 from mimo.cluster.table import PREFLIGHT, Table
 from mimo.cluster.verdict import Facts, Finding, absent, differences, odd_clocks, skews, slow
 from mimo.device import choose_before_fork, initialize_distributed
-from mimo.errors import InputError
+from mimo.errors import InputError, StartError
 from mimo.hf.recipes import load_phases
 from mimo.launch.meeting import Meeting, Refused
 from mimo.launch.ranks import RankEnv, hosts_of, launch, node_name, rank_environment
@@ -137,7 +137,7 @@ def _check(
             folder.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(prefix=".preflight-", dir=folder)
         except OSError as error:
-            raise InputError(f"{folder}: cannot write there: {error}") from error
+            raise StartError(f"{folder}: cannot write there: {error}") from error
         os.close(descriptor)
         return Path(name)
 

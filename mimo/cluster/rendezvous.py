@@ -12,7 +12,7 @@ from ipaddress import ip_address
 
 import psutil
 
-from mimo.errors import InputError, suggestion
+from mimo.errors import InputError, StartError, suggestion
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000  # below those that systems give to clients
 _APART = 37  # ports of one job before those of the next
@@ -22,7 +22,8 @@ _TRIES = 500
 def address_and_port(interface: str | None) -> tuple[str, int]:
     """Of the interface, or of the one that this host's name leads to; rather IPv4.
 
-    The port follows from the job and how often it was started. Raises InputError without any.
+    The port follows from the job and how often it was started. Raises InputError for no such
+    interface, StartError without a free port.
     """
     address = _address(interface)
     job, start = (int(os.environ.get(f"SLURM_{n}", "0")) for n in ("JOB_ID", "RESTART_COUNT"))
@@ -32,7 +33,7 @@ def address_and_port(interface: str | None) -> tuple[str, int]:
         with suppress(OSError), socket.socket(family) as probe:
             probe.bind((address, port))
             return address, port
-    raise InputError(f"none of {_TRIES} ports of {address} is free for the ranks to meet")
+    raise StartError(f"none of {_TRIES} ports of {address} is free for the ranks to meet")
 
 
 def _address(interface: str | None) -> str:

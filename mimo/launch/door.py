@@ -20,7 +20,7 @@ from ipaddress import ip_address
 
 from torch._C._distributed_c10d import TCPStore
 
-from mimo.errors import InputError
+from mimo.errors import StartError
 
 _NUM_DOORS = 8  # ports to try, starting with the requested one
 _ANSWER_SECONDS = 2.0  # within which a door must answer; other programs may never answer
@@ -77,7 +77,7 @@ def _listener(own: str, port: int) -> socket.socket:
 
 
 def open_store(host: str, port: int, secret: bytes, timeout: datetime.timedelta) -> TCPStore:
-    """A store of this machine, and a door at ``port`` or one of the next. Raises InputError."""
+    """A store of this machine, and a door at ``port`` or one of the next. Raises StartError."""
     own, door = _own_address(host), None
     for candidate in range(port, port + _NUM_DOORS):
         with suppress(OSError):
@@ -133,7 +133,10 @@ def _knock(host: str, port: int, secret: bytes) -> int | None:
 
 
 def find_store(host: str, port: int, secret: bytes, timeout_seconds: float, rank: int) -> int:
-    """The port of the store, as rank 0 gives it at its door, which may not be open yet."""
+    """The port of the store, as rank 0 gives it at its door, which may not be open yet.
+
+    Raises StartError.
+    """
     deadline = time.monotonic() + timeout_seconds
     reason = ""
     while time.monotonic() < deadline:
@@ -148,14 +151,14 @@ def find_store(host: str, port: int, secret: bytes, timeout_seconds: float, rank
         if strangers == _NUM_DOORS:
             raise _all_taken(host, port)
         time.sleep(_POLL_SECONDS)
-    raise InputError(
+    raise StartError(
         f"rank {rank} did not find rank 0 at {host}:{port} within {timeout_seconds:g} s: {reason}; "
         "see whether rank 0 runs there, else set MASTER_ADDR and MASTER_PORT"
     )
 
 
-def _all_taken(host: str, port: int) -> InputError:
-    return InputError(
+def _all_taken(host: str, port: int) -> StartError:
+    return StartError(
         f"ports {port} to {port + _NUM_DOORS - 1} of {host} are taken by other programs, so the "
         "ranks cannot meet there; set MASTER_PORT to a port of that host that is free"
     )

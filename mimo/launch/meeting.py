@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import hmac
+import json
 import os
 import pickle
 import sys
@@ -25,7 +26,7 @@ from urllib.parse import urlsplit
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from mimo.errors import InputError
+from mimo.errors import InputError, StartError
 from mimo.launch.door import find_store, open_store, proof, secret_of
 from mimo.launch.ranks import RankEnv
 
@@ -47,7 +48,7 @@ class Meeting:
     """Brings the ranks of a job together before and after training. All ranks build one, together.
 
     store: with which torch.distributed joins the world.
-    Raises InputError if the ranks do not find each other within ``timeout_seconds``.
+    Raises StartError if the ranks do not find each other within ``timeout_seconds``.
     """
 
     def __init__(self, environment: RankEnv, timeout_seconds: float) -> None:
@@ -61,13 +62,15 @@ class Meeting:
         self._rounds, self._has_left = 0, False
         self._next_word = 0.0  # of progress, on the monotonic clock
 
-    def agree(self, problem: str) -> None:
-        """Collect every rank's ``problem``; each rank calls it, with an empty one if it has none.
+    def agree(self, problem: InputError | None) -> None:
+        """Collect every rank's ``problem``; each rank calls it, with None if it has none.
 
-        Rank 0 prints each different problem once. Raises Refused on all ranks if there is any.
+        Rank 0 prints each different problem once. Raises Refused on all ranks if there is any; its
+        exit code is that of the input's problems, if there are any beside those of the start.
         """
         name = f"problem {self._rounds}"
-        self._words.set(f"{name} {self._rank}", problem)
+        said = (0, "") if problem is None else (problem.exit_code, str(problem))
+        self._words.set(f"{name} {self._rank}", json.dumps(said))
         self.from_rank_0(lambda: self._check_problems(name))
 
     def get_on(self) -> None:
@@ -121,18 +124,20 @@ class Meeting:
         return found
 
     def _check_problems(self, name: str) -> None:
-        """Raise InputError with the problems of all ranks, and the ranks that did not join."""
-        ranks_of = dict[str, list[int]]()
-        absent = f"did not join within {self._timeout.total_seconds():g} s"
-        for rank, text in enumerate(self._found(name)):
-            ranks_of.setdefault(absent if text is None else text, []).append(rank)
-        ranks_of.pop("", None)
+        """Raise one error with the problems of all ranks, and the ranks that did not join."""
+        ranks_of = dict[tuple[int, str], list[int]]()
+        absent = StartError.exit_code, f"did not join within {self._timeout.total_seconds():g} s"
+        for rank, said in enumerate(self._found(name)):
+            exit_code, text = absent if said is None else json.loads(said)
+            ranks_of.setdefault((exit_code, text), []).append(rank)
+        ranks_of.pop((0, ""), None)
         lines = []
-        for text, ranks in ranks_of.items():
+        for (_, text), ranks in ranks_of.items():
             who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
             lines.append(text if len(ranks) == self._size else who + text)
         if lines:
-            raise InputError("\n".join(lines))
+            is_input = any(exit_code == InputError.exit_code for exit_code, _ in ranks_of)
+            raise (InputError if is_input else StartError)("\n".join(lines))
 
     def from_rank_0[T](self, do: Callable[[], T]) -> T:
         """What ``do`` returns on rank 0, the only rank that calls it; every rank calls this.
@@ -260,7 +265,7 @@ def _part_of_attempt(store: Store, beside: Store, rank: int) -> Store:
     try:
         return PrefixStore(words.get(f"answer to {own}").decode(), store)
     except RuntimeError as error:
-        raise InputError(f"rank {rank} did not find rank 0: {error}") from error
+        raise StartError(f"rank {rank} did not find rank 0: {error}") from error
 
 
 def _name_attempt(words: Store, name: str) -> None:

@@ -241,11 +241,11 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
     from mimo.train.startup import STARTING, began_at
 
     STARTING.begin(began_at())
-    job, problem = None, ""
+    job, problem = None, None
     try:
         job = request.check(environment)
     except InputError as error:
-        problem = str(error)
+        problem = error
     from mimo.launch.meeting import Meeting, Refused
 
     STARTING.ends("start and imports")
@@ -304,21 +304,21 @@ def _choose_together(candidates: Sequence[Path], meeting: Meeting, environment: 
     def problems(checkpoint: Path) -> list[str]:
         known, own = meeting.deal(partial(deal, checkpoint))
         if not known:
-            unreadable = ""
+            unreadable = None
             try:
                 known = wrong_checksums(checkpoint, own, lambda _: meeting.get_on())
             except Unreadable as error:
-                unreadable = str(error)
+                unreadable = error
             meeting.agree(unreadable)
             found = meeting.collect("\n".join(known))
             known = [line for lines in found for line in lines.splitlines()]
         return known
 
-    choice, refusal = Choice(), ""
+    choice, refusal = Choice(), None
     try:
         choice = choose(candidates, problems)
     except InputError as error:  # the same on all ranks
-        refusal = str(error)
+        refusal = error
     meeting.agree(refusal)
     return choice
 
@@ -354,7 +354,7 @@ def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
             problems.append(str(error))
         except Exception:  # unexpected, but the others must not wait in vain
             problems.append(traceback.format_exc())
-    meeting.agree("\n".join(problems))
+    meeting.agree(InputError("\n".join(problems)) if problems else None)
     meeting.from_rank_0(lambda: job.phased.each(lambda recipe: check_data(recipe, build_nothing)))
 
 

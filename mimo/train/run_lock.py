@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from mimo.errors import InputError
+from mimo.errors import StartError
 
 _POLL_SECONDS = 0.5
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -33,7 +33,7 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
 
     The lock is on a file beside the folder, because the folder itself may be moved aside.
     patience_seconds: that the holder's last processes may need to end.
-    Raises InputError saying who already holds it, or why the file cannot be written.
+    Raises StartError saying who already holds it, or why the file cannot be written.
     """
     path = _lock_file(run_dir)
     deadline = time.monotonic() + patience_seconds
@@ -42,7 +42,7 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
         while (descriptor := _locked(path, run_dir, time.monotonic() < deadline)) is None:
             time.sleep(_POLL_SECONDS)
     except OSError as error:
-        raise InputError(
+        raise StartError(
             f"{run_dir}: cannot write there: {error}; give another train.run_dir or name"
         ) from error
     try:
@@ -97,7 +97,7 @@ def _locked(path: Path, run_dir: Path, patient: bool) -> int | None:
             os.close(descriptor)
             if patient:
                 return None
-            raise InputError(
+            raise StartError(
                 f"{run_dir}: another job is writing to this run folder"
                 f"{f' ({holder})' if holder else ''}; wait for it, end it, or give another name"
             ) from None

@@ -83,8 +83,10 @@ def test_what_cannot_be_read_is_not_damaged(
         return called(path, *args, **settings)
 
     monkeypatch.setattr(Path, call, fail)
-    with pytest.raises(Unreadable, match=rf"{sick} cannot be read: {os.strerror(code)}; that need"):
+    refusal = rf"{sick} cannot be read: {os.strerror(code)}; that need"
+    with pytest.raises(Unreadable, match=refusal) as found:
         choose(resumable(run_dir))
+    assert found.value.exit_code == 1  # a batch script tries again
 
 
 def test_all_that_is_wrong_is_said_and_sizes_are_known_without_reading(run_dir: Path) -> None:

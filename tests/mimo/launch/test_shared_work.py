@@ -113,7 +113,7 @@ def test_ranks_verify_a_checkpoint_each_its_share_and_go_back_together(
     assert printed[1:] == ["", ""]
 
     codes, printed = trained("--resume", *settings, target=train_from_a_sick_disk)
-    assert codes == [2] * RANKS
+    assert codes == [1] * RANKS  # a batch script tries again
     assert "tensors_1.safetensors cannot be read: Input/output error; that need not" in printed[0]
     assert (checkpoints / "step_2").is_dir(), "nothing was moved"
 

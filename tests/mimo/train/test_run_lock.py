@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.errors import InputError
+from mimo.errors import StartError
 from mimo.generate import quickstart
 from mimo.train import main as job
 from mimo.train.run_lock import keep_lock, run_lock
@@ -52,7 +52,7 @@ def test_a_second_start_is_refused_and_told_who_runs_and_nothing_is_moved(tmp_pa
     run_dir.mkdir(parents=True)
     with held_by_another_process(run_dir) as holder:
         for resume in (False, True):
-            with pytest.raises(InputError, match="another job is writing to this run") as caught:
+            with pytest.raises(StartError, match="another job is writing to this run") as caught:
                 job.main(recipe, [], resume=resume)
             assert str(caught.value).startswith(f"{run_dir}: ")
             assert f"(host {socket.gethostname()}, process {holder.pid}, since " in str(
@@ -67,7 +67,7 @@ def test_a_second_quickstart_is_refused_before_it_writes_data(tmp_path: Path) ->
     folders = [f"train.run_dir={tmp_path}/runs", f"data.directory={tmp_path}/digits"]
     with (
         held_by_another_process(tmp_path / "runs" / "quickstart"),
-        pytest.raises(InputError, match="another job is writing to this run folder"),
+        pytest.raises(StartError, match="another job is writing to this run folder"),
     ):
         quickstart.main(folders)
     assert not (tmp_path / "digits").exists()
@@ -78,7 +78,7 @@ def test_the_lock_ends_with_its_process_also_when_that_is_killed(tmp_path: Path)
     with held_by_another_process(run_dir) as holder:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        with run_lock(run_dir), pytest.raises(InputError), run_lock(run_dir):
+        with run_lock(run_dir), pytest.raises(StartError), run_lock(run_dir):
             pass
     assert not list(run_dir.parent.iterdir()), "a job that ended well leaves nothing"
 
@@ -99,7 +99,7 @@ def test_a_rank_that_outlives_the_launcher_keeps_other_jobs_away_until_it_ends(
                 time.sleep(0.01)
             launcher.kill()
             launcher.wait()
-            with pytest.raises(InputError, match=f"process {launcher.pid},"), run_lock(run_dir):
+            with pytest.raises(StartError, match=f"process {launcher.pid},"), run_lock(run_dir):
                 pass
         finally:
             os.kill(rank, signal.SIGKILL)
@@ -112,14 +112,14 @@ def test_other_runs_beside_it_are_free_and_a_folder_may_be_moved_meanwhile(tmp_p
     (tmp_path / "a").mkdir()
     with run_lock(tmp_path / "a"), run_lock(tmp_path / "b"):
         (tmp_path / "a").rename(tmp_path / "a.1")
-        with pytest.raises(InputError), run_lock(tmp_path / "a"):
+        with pytest.raises(StartError), run_lock(tmp_path / "a"):
             pass
 
 
 def test_a_place_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(InputError, match=r"cannot write there: .*; give another train\.run_dir"),
+        pytest.raises(StartError, match=r"cannot write there: .*; give another train\.run_dir"),
         run_lock(tmp_path / "file" / "a"),
     ):
         pass
