@@ -75,15 +75,14 @@ def _tensor_parallel(layout: Layout) -> Iterator[Pair]:
 
 def _bridges(layout: Layout, node_of: Sequence[str]) -> Iterator[Pair]:
     """Every two nodes of an edge once, by other ranks of theirs each time."""
-    for name, grid in layout.encoders.items():
-        for link in layout.links_of(name):
-            ends = bridge_ends(grid, layout.language, link)
-            senders, receivers = (_by_node(ranks, node_of) for ranks in ends)
-            for i, own in enumerate(senders.values()):
-                for j, others in enumerate(receivers.values()):
-                    a, b = own[j % len(own)], others[i % len(others)]
-                    if a != b:
-                        yield Pair(f"bridge of {link.name}", a, b)
+    every = [link for name in layout.encoders for link in layout.links_of(name)]
+    for link, ends in ((one, ends) for one in every for ends in bridge_ends(layout, one)):
+        senders, receivers = (_by_node(ranks, node_of) for ranks in ends)
+        for i, own in enumerate(senders.values()):
+            for j, others in enumerate(receivers.values()):
+                a, b = own[j % len(own)], others[i % len(others)]
+                if a != b:
+                    yield Pair(f"bridge of {link.name}", a, b)
 
 
 def _nodes(node_of: Sequence[str]) -> Iterator[Pair]:

@@ -173,12 +173,13 @@ def _loads(units: Sequence[range], unit_of: np.ndarray, flows: Traffic, part: Pa
             pairs.append(unit_of[flow.pairs[here] - first])
             num_bytes.append(flow.num_bytes[here])
             continue
-        ends = []
-        for ranks in (flow.senders, flow.receivers):
-            own = unit_of[ranks[(ranks >= first) & (ranks < last)] - first]
-            ends.append(np.bincount(own, minlength=len(units)))
-        gives.append(np.column_stack(ends) * flow.num_bytes)
-        takes.append(np.column_stack(ends[::-1]))
+        for block in flow.ends:
+            ends = []
+            for ranks in block:
+                own = unit_of[ranks[(ranks >= first) & (ranks < last)] - first]
+                ends.append(np.bincount(own, minlength=len(units)))
+            gives.append(np.column_stack(ends) * flow.num_bytes)
+            takes.append(np.column_stack(ends[::-1]))
     sizes = np.array([len(unit) for unit in units])
     return Units(sizes, *map(np.concatenate, (pairs, num_bytes)), *map(np.hstack, (gives, takes)))
 

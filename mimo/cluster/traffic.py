@@ -15,7 +15,7 @@ reduce-scatter, and twice as much for both, an all-reduce. With b bytes of a num
 - dp: gradients of a stage's weights over dp · cp, summed on all ranks; or, with a distributed
   optimizer, scattered, and the weights gathered. FSDP2 gathers weights for each pass.
 - bridge: rows · levels · width · b forward, and as much backward if the encoder learns. Any lane
-  may encode an item, so each sender has an equal share for each receiver.
+  of a block may encode an item, so each sender has an equal share for each receiver.
 
 Rings join ranks in the order of their group, as gloo's do: 16 ranks on two nodes cross between them
 at two of 16 hops. NCCL visits a node's ranks one after another, so that its rings cross at most
@@ -61,25 +61,28 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Bridge:
-    """Each sender with each receiver, of which a rank may be both. num_bytes: of such a pair."""
+    """Each sender with each receiver of its block, of which a rank may be both.
+
+    ends: senders (s,) and receivers (r,) of each block. num_bytes: of a pair.
+    """
 
     kind: str
     name: str
-    senders: np.ndarray
-    receivers: np.ndarray
+    ends: Sequence[tuple[np.ndarray, np.ndarray]]
     num_bytes: float
 
     def total(self) -> float:
         """Bytes between different ranks."""
-        both = len(np.intersect1d(self.senders, self.receivers))
-        return self.num_bytes * (len(self.senders) * len(self.receivers) - both)
+        pairs = (len(a) * len(b) - len(np.intersect1d(a, b)) for a, b in self.ends)
+        return self.num_bytes * sum(pairs)
 
     def across(self, node_of: np.ndarray) -> float:
         """Bytes between ranks on different nodes. node_of: (ranks,)."""
-        size = int(node_of.max()) + 1
-        here = [np.bincount(node_of[own], minlength=size) for own in (self.senders, self.receivers)]
-        inside = int(here[0] @ here[1])
-        return self.num_bytes * (len(self.senders) * len(self.receivers) - inside)
+        size, pairs = int(node_of.max()) + 1, 0
+        for ends in self.ends:
+            here = [np.bincount(node_of[own], minlength=size) for own in ends]
+            pairs += len(ends[0]) * len(ends[1]) - int(here[0] @ here[1])
+        return self.num_bytes * pairs
 
 
 Traffic = Sequence[Pairs | Bridge]
@@ -94,8 +97,8 @@ def traffic(recipe: Recipe, layout: Layout) -> Traffic:
     for name, grid in layout.grids.items():
         found += _Module(recipe, layout, name, grid).pairs()
         found += _sums(recipe, layout, name)
-    for name, grid in layout.encoders.items():
-        found += _bridges(recipe, layout, name, grid)
+    for name in layout.encoders:
+        found += _bridges(recipe, layout, name)
     return [one for one in found if one.total() > 0]
 
 
@@ -215,7 +218,7 @@ def _cut_over_lanes(recipe: Recipe, layout: Layout, grid: GridSpec) -> Iterator[
     yield _each("dp", name, _ring(ranks, 0), summed)
 
 
-def _bridges(recipe: Recipe, layout: Layout, name: str, grid: GridSpec) -> Iterator[Bridge]:
+def _bridges(recipe: Recipe, layout: Layout, name: str) -> Iterator[Bridge]:
     """One for each stage that needs rows of the encoder."""
     language, bridge = layout.language, recipe.bridge
     wire = recipe.train.precision if bridge.wire_dtype == "auto" else bridge.wire_dtype
@@ -223,7 +226,8 @@ def _bridges(recipe: Recipe, layout: Layout, name: str, grid: GridSpec) -> Itera
     row = language_settings(recipe).hidden_size * DTYPES[wire].itemsize
     copies = language.tp * language.cp if bridge.delivery == "replicated" else 1
     for link in layout.links_of(name):
-        senders, receivers = (np.array(end) for end in bridge_ends(grid, language, link))
+        ends = [(np.array(a), np.array(b)) for a, b in bridge_ends(layout, link)]
         times = copies + recipe.encoders[name].trains  # a gradient comes back once
-        num_bytes = rows * row * len(link.levels) * times / (len(senders) * len(receivers))
-        yield Bridge("bridge", link.name, senders, receivers, num_bytes)
+        pairs = sum(len(senders) * len(receivers) for senders, receivers in ends)
+        num_bytes = rows * row * len(link.levels) * times / pairs
+        yield Bridge("bridge", link.name, ends, num_bytes)

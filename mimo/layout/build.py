@@ -3,6 +3,7 @@
 Disjoint encoders come first, then the language model, unless a recipe gives `rank_offset`.
 """
 
+import math
 from dataclasses import replace
 
 from mimo.bounds import MAX_RANKS
@@ -40,6 +41,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     if len(problems) > num_problems:
         raise RecipeError(*problems)
     grids = _place(recipe, grids)
+    blocks = _blocks(grids, recipe.bridge.block_ranks) if len(grids) > 1 else 1
     needed = sum(grid.size for grid in grids.values())
     language = grids[LANGUAGE]
     for name in colocated:  # the language model's ranks, but the encoder's axes
@@ -52,11 +54,23 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
         world_size=world_size or needed,
         colocated=frozenset(colocated),
         links=_links(recipe, language, problems),
+        blocks=blocks,
     )
     problems += layout_problems(recipe, layout)
     if problems:
         raise RecipeError(*problems)
     return layout
+
+
+def _blocks(grids: dict[str, GridSpec], most_ranks: int) -> int:
+    """The fewest blocks of lanes with so few ranks at an end of a bridge; else the most.
+
+    grids: the language model's and those of disjoint encoders.
+    """
+    lanes = math.gcd(*(grid.dp for grid in grids.values()))
+    ranks = max(grid.size // grid.pp for grid in grids.values())
+    possible = [number for number in range(1, lanes + 1) if lanes % number == 0]
+    return next((one for one in possible if ranks <= one * most_ranks), lanes)
 
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:

@@ -13,24 +13,35 @@ import torch
 import torch.distributed as dist
 
 from mimo.device import local_device
-from mimo.layout.grids import GridSpec
+from mimo.layout.grids import GridSpec, Layout
 from mimo.layout.levels import Link
 
 
-def bridge_ends(encoder: GridSpec, language: GridSpec, link: Link) -> tuple[list[int], list[int]]:
-    """Ranks that may send rows over a link, and ranks that may receive them."""
-    senders = [
-        encoder.rank(dp=d, pp=encoder.pp - 1, tp=t)
-        for d in range(encoder.dp)
-        for t in range(encoder.tp)
+def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]:
+    """For each block of lanes, the ranks that may send rows over a link and to which they go."""
+    encoder, language = layout.encoders[link.encoder], layout.language
+    blocks = layout.blocks_of(link.encoder)
+
+    def lanes(grid: GridSpec, block: int) -> range:
+        size = grid.dp // blocks
+        return range(block * size, (block + 1) * size)
+
+    return [
+        (
+            [
+                encoder.rank(dp=d, pp=encoder.pp - 1, tp=t)
+                for d in lanes(encoder, block)
+                for t in range(encoder.tp)
+            ],
+            [
+                language.rank(dp=d, pp=link.stage, cp=c, tp=t)
+                for d in lanes(language, block)
+                for c in range(language.cp)
+                for t in range(language.tp)
+            ],
+        )
+        for block in range(blocks)
     ]
-    receivers = [
-        language.rank(dp=d, pp=link.stage, cp=c, tp=t)
-        for d in range(language.dp)
-        for c in range(language.cp)
-        for t in range(language.tp)
-    ]
-    return senders, receivers
 
 
 def connect_bridge(

@@ -86,6 +86,8 @@ class Layout:
     colocated: names of the encoders that run on the language model's ranks.
     links: for encoders that emit feature levels, one per stage that needs any. They follow from
         the models, so they do not count when layouts are compared.
+    blocks: of lanes, the same number of disjoint encoders and of the language model. Rows go from a
+        block of an encoder's lanes to that block of the language model's alone.
     """
 
     language: GridSpec
@@ -93,10 +95,15 @@ class Layout:
     world_size: int
     colocated: frozenset[str] = frozenset()
     links: dict[str, tuple[Link, ...]] = field(default_factory=dict, compare=False)
+    blocks: int = 1
 
     def links_of(self, encoder: str) -> tuple[Link, ...]:
         """The bridges of an encoder; without levels, one to the language model's first stage."""
         return self.links.get(encoder, (Link(encoder),))
+
+    def blocks_of(self, encoder: str) -> int:
+        """The blocks of lanes between which an encoder's rows do not go."""
+        return 1 if encoder in self.colocated else self.blocks
 
     @property
     def grids(self) -> dict[str, GridSpec]:

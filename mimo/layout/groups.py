@@ -217,20 +217,26 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
             mesh = _mesh(dist.group.WORLD, spec.rank_offset, sizes, timeout)
             if mesh is not None:
                 topology.meshes[name] = mesh
-    for name, spec in layout.encoders.items():
+    for name in layout.encoders:
         for link in layout.links_of(name):
-            _add_bridge(topology, factory, spec, link)
+            for senders, receivers in bridge_ends(layout, link):
+                _add_bridge(topology, factory, link, senders, receivers)
     return topology
 
 
-def _add_bridge(topology: Topology, factory: _GroupFactory, encoder: GridSpec, link: Link) -> None:
-    """Create and connect the groups of one bridge; every rank of the world calls it.
+def _add_bridge(
+    topology: Topology,
+    factory: _GroupFactory,
+    link: Link,
+    senders: Sequence[int],
+    receivers: Sequence[int],
+) -> None:
+    """Create and connect the groups of a bridge's block; every rank of the world calls it.
 
-    One for each way over all ranks of both ends is the least: items are balanced over all lanes of
-    the encoder, so each lane may have rows for any lane of the language model, and no smaller block
-    of lanes keeps to itself. A group for each pair of lanes would be lanes times as many.
+    One for each way over both ends is the least: items are balanced over the encoder's lanes, so
+    each may have rows for any of the language model's. A group for each pair would be lanes times
+    as many. As a rank connects to the whole other end, large ends are cut into blocks of lanes.
     """
-    senders, receivers = bridge_ends(encoder, topology.layout.language, link)
     ends = sorted({*senders, *receivers})
     forward, backward = (
         factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}", bridge_group_options())

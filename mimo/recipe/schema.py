@@ -39,6 +39,10 @@ class Bridge(Section):
     rows to every rank of the lane."""
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     """Dtype of rows and their gradients on the way; `auto` is that of the weights."""
+    block_ranks: bounds.Ranks = 512
+    """Ranks at either end of a bridge that exchange rows with one another, at most, where lanes can
+    be cut into such blocks; a rank connects to all of them, and items are balanced within a
+    block."""
     check: Literal["first_steps", "always", "never"] = "first_steps"
     """When ranks compare their plans of who sends what."""
     timeout_seconds: bounds.Seconds = 600.0

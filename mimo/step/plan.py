@@ -167,12 +167,29 @@ class StepPlanner:
                 if m % self._group_size(name) == 0:
                     group_loads = np.zeros(grid.dp, np.int64)
                 item = own.samples.items_of_media(*self.media[name])
-                cost = own.samples.item_cost[item]
-                lane = assign_items(cost, grid.dp, group_loads, step_loads)
+                lane = self._lanes(name, own.samples, item, group_loads, step_loads)
                 for loads in (group_loads, step_loads):
-                    np.add.at(loads, lane, cost)
+                    np.add.at(loads, lane, own.samples.item_cost[item])
                 own.encoders[name] = PlannedItems(item, lane)
         return planned
+
+    def _lanes(
+        self,
+        encoder: str,
+        samples: GlobalMicrobatch,
+        item: np.ndarray,
+        group_loads: np.ndarray,
+        step_loads: np.ndarray,
+    ) -> np.ndarray:
+        """(k,) the encoder lane of each item, in the block of its sample's language lane."""
+        blocks, lanes = self.layout.blocks_of(encoder), self.layout.encoders[encoder].dp
+        size, cost, found = lanes // blocks, samples.item_cost[item], np.zeros(item.size, np.int64)
+        block = samples.lane[samples.item_sample[item]] // (self.layout.language.dp // blocks)
+        for number, first in enumerate(range(0, lanes, size)):
+            own, here = block == number, slice(first, first + size)
+            given = group_loads[here], step_loads[here]
+            found[own] = first + assign_items(cost[own], size, *given)
+        return found
 
     def _group_size(self, encoder: str) -> int:
         """Microbatches that the encoder encodes in one go, over which its lanes are balanced."""

@@ -31,6 +31,7 @@ _OPTIONS = {
     "recompute": ("language.recompute=full", "encoders.{first}.recompute=full"),
     "selective recompute": ("language.recompute=selective",),
     "replicated": ("bridge.delivery=replicated",),
+    "blocks of lanes": ("bridge.block_ranks=1",),
     "overlap": ("train.overlap_grad_reduce=true",),
     "groups of 3": ("encoders.{first}.encode_group=3",),
     "unpacked": (
@@ -100,6 +101,7 @@ SWEEP = (
     SweepCell("dp3", ""),
     SweepCell("dp2", "dp3", ("clipped",)),
     SweepCell("dp3", "dp2", ("recompute",)),
+    SweepCell("pp2 dp2", "dp4", ("blocks of lanes",)),
     # Tensor and sequence parallelism, on either side.
     SweepCell("tp2", "dp2"),
     SweepCell("tp2 sp", ""),
@@ -269,16 +271,18 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
     data["language"]["engine"] = _grid(LANGUAGE, cell.language).engine
     for name, text in zip(names, cell.encoders, strict=True):
         data["encoders"][name]["engine"] = _grid(name, text).engine
-    data["bridge"]["delivery"], data["data"]["packing"] = "sharded", True
+    data["bridge"] |= {"delivery": "sharded", "block_ranks": 512}
+    data["data"]["packing"] = True
     data["train"] |= dict.fromkeys(_RESET_TRAIN, False) | {"precision": "fp32"}
     source = YamlSource(Path("sweep"), data)
     for override in (text for option in cell.options for text in _OPTIONS[option]):
         source.override(override.format(first=names[0]))
     assert not source.problems, source.problems
-    return Recipe.model_validate(source.data), _sweep_layout(cell, names)
+    found = Recipe.model_validate(source.data)
+    return found, _sweep_layout(cell, names, found.bridge.block_ranks == 1)
 
 
-def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
+def _sweep_layout(cell: SweepCell, names: Sequence[str], in_blocks: bool) -> Layout:
     language, encoders = _grid(LANGUAGE, cell.language), {}
     texts = dict(zip(names, cell.encoders, strict=True))
     colocated = [name for name, text in texts.items() if text.startswith(_COLOCATED)]
@@ -286,7 +290,7 @@ def _sweep_layout(cell: SweepCell, names: Sequence[str]) -> Layout:
         grid = _grid(name, text)
         lanes = language.size // grid.tp if name in colocated else grid.dp
         encoders[name] = replace(grid, dp=lanes)
-    return place(language, encoders, colocated)
+    return place(language, encoders, colocated, in_blocks)
 
 
 def _grid(module: str, text: str) -> GridSpec:

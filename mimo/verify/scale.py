@@ -124,7 +124,13 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "shuffle_block": workload.block,
         "max_skipped_samples": 0,
     }
-    data["bridge"] |= {"wire_dtype": "auto", "check": "always", "timeout_seconds": 60.0}
+    disjoint = [grid for name, grid in layout.grids.items() if name not in layout.colocated]
+    data["bridge"] |= {
+        "wire_dtype": "auto",
+        "check": "always",
+        "timeout_seconds": 60.0,
+        "block_ranks": -(-max(grid.size // grid.pp for grid in disjoint) // layout.blocks),
+    }
     scaled = _validated(data)
     placed = check_recipe(scaled, None)
     assert placed == layout, f"{placed} was built, not {layout}"

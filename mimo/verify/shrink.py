@@ -7,6 +7,7 @@ several layouts, each with some of the parallel axes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations, product
@@ -55,11 +56,16 @@ def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
     return "non-dividing, " + ("more" if encoder_lanes > language_lanes else "fewer")
 
 
-def place(language: GridSpec, encoders: dict[str, GridSpec], colocated: Collection[str]) -> Layout:
+def place(
+    language: GridSpec,
+    encoders: dict[str, GridSpec],
+    colocated: Collection[str],
+    in_blocks: bool = False,
+) -> Layout:
     """A layout of these grids without gaps.
 
     Disjoint modules stand in the order of their offsets; where these are equal, encoders come
-    first.
+    first. in_blocks: with the fewest blocks of lanes above one, if there can be any.
     """
     grids, start = {**encoders, LANGUAGE: language}, 0
     disjoint = [name for name in grids if name not in colocated]
@@ -69,7 +75,8 @@ def place(language: GridSpec, encoders: dict[str, GridSpec], colocated: Collecti
     language = grids.pop(LANGUAGE)
     for name in colocated:
         grids[name] = replace(grids[name], rank_offset=language.rank_offset)
-    return Layout(language, grids, start, frozenset(colocated))
+    layout = Layout(language, grids, start, frozenset(colocated))
+    return replace(layout, blocks=_fewest_blocks(layout)) if in_blocks else layout
 
 
 def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
@@ -101,7 +108,7 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
             return None
         copies = _replicas(layout.encoders[name], lanes) or 1
         encoders[name] = replace(encoders[name], dp=lanes, dp_replicate=copies)
-    return place(language, encoders, layout.colocated)
+    return place(language, encoders, layout.colocated, layout.blocks > 1)
 
 
 def shrink(layout: Layout) -> Layout:
@@ -118,7 +125,7 @@ def shrink(layout: Layout) -> Layout:
         encoders = {name: _shrink_encoder(layout, name, candidate) for name in layout.encoders}
         fitting = {name: grid for name, grid in encoders.items() if grid is not None}
         if len(fitting) == len(encoders):
-            placed = place(candidate, fitting, layout.colocated)
+            placed = place(candidate, fitting, layout.colocated, layout.blocks > 1)
             found[placed.world_size, sum(sizes), sizes] = placed
     return found[min(found)]  # the layout's own sizes are among them
 
@@ -156,10 +163,13 @@ def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec |
     grid = layout.encoders[name]
     kind = lane_ratio(grid.dp, layout.language.dp)
 
+    blocks = 1 if layout.blocks_of(name) == 1 else _fewest_blocks(layout)
+
     def is_alike(tp: int, dp: int) -> bool:
         same_axes = (tp > 1, dp > 1) == (grid.tp > 1, grid.dp > 1)
         is_cut_alike = _replicas(grid, dp) is not None
-        return same_axes and is_cut_alike and lane_ratio(dp, language.dp) == kind
+        is_in_blocks = math.gcd(dp, language.dp) % blocks == 0
+        return same_axes and is_cut_alike and is_in_blocks and lane_ratio(dp, language.dp) == kind
 
     def of(tp: int, dp: int) -> GridSpec:
         return replace(grid, tp=tp, dp=dp, dp_replicate=_replicas(grid, dp) or 1)
@@ -173,6 +183,13 @@ def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec |
     if not lanes:
         return None
     return replace(of(tp, lanes[0]), cp=cp, pp=pp, vpp=min(grid.vpp, 2))
+
+
+def _fewest_blocks(layout: Layout) -> int:
+    """Above one, if the lanes of the disjoint modules can be cut into blocks at all."""
+    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
+    lanes = math.gcd(layout.language.dp, *(grid.dp for grid in disjoint)) if disjoint else 1
+    return next((number for number in range(2, lanes + 1) if lanes % number == 0), 1)
 
 
 def _replicas(grid: GridSpec, lanes: int) -> int | None:

@@ -120,12 +120,24 @@ def test_every_sender_has_rows_for_every_receiver(path: Path) -> None:
     overrides = ("encoders.vision.grid={tp: 2, dp: 2}", "language.grid={tp: 2, cp: 2, pp: 2}")
     bridge = flows(path, *overrides)["bridge vision"]
     assert isinstance(bridge, Bridge)
-    assert bridge.senders.tolist() == [0, 1, 2, 3]
-    assert bridge.receivers.tolist() == [4, 5, 6, 7]  # not the second stage
+    ((senders, receivers),) = bridge.ends
+    assert senders.tolist() == [0, 1, 2, 3]
+    assert receivers.tolist() == [4, 5, 6, 7]  # not the second stage
     assert bridge.total() == 2 * ROWS
     assert bridge.across(np.array([0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1])) == ROWS
     copies = totals(path, *overrides, "bridge.delivery=replicated")["bridge vision"]
     assert copies == (4 + 1) * ROWS
+
+
+def test_a_sender_has_rows_for_the_receivers_of_its_block_alone(path: Path) -> None:
+    overrides = ("encoders.vision.grid.dp=4", "language.grid={tp: 2, dp: 2}")
+    overrides += ("train.micro_batch_size=2", "bridge.block_ranks=2")
+    bridge = flows(path, *overrides)["bridge vision"]
+    assert isinstance(bridge, Bridge)
+    ends = [[ranks.tolist() for ranks in block] for block in bridge.ends]
+    assert ends == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert bridge.total() == 2 * ROWS
+    assert bridge.across(np.array([0, 0, 1, 1, 0, 0, 1, 1])) == 0, "a block fits a node"
 
 
 def test_rows_that_stay_on_a_rank_are_not_sent(path: Path) -> None:

@@ -124,6 +124,16 @@ def test_first_messages_are_bounded_by_the_pairs_of_a_layout(
     assert run_ranks(first_messages, 1, LARGE, rank) == [expected]
 
 
+def test_a_rank_connects_to_its_own_block_of_lanes_alone(run_ranks: RunRanks) -> None:
+    layout = replace(LARGE, blocks=4)
+    assert run_ranks(first_messages, 1, layout, 0) == [
+        {"bridge.vision.0.forward": 56, "bridge.vision.0.backward": 56}
+    ]
+    ((sizes, num_asked),) = run_ranks(groups_of_a_rank, 1, layout, 0)
+    assert sizes == [32 + 56, 32 + 56, 128]
+    assert num_asked == 1652 + 2 * 3
+
+
 @pytest.mark.parametrize(
     ("rank", "sizes"),
     [

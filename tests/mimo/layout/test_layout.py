@@ -82,6 +82,28 @@ def test_one_missing_dp_is_derived_from_the_world_size(path: Path) -> None:
     assert layout.encoders["vision"].dp == 3
 
 
+@pytest.mark.parametrize(
+    ("lanes", "language", "most", "blocks"),
+    [
+        (4, "dp: 2", 512, 1),
+        (4, "dp: 2", 2, 2),  # as many lanes of the encoder
+        (4, "{dp: 4, tp: 2}", 4, 2),  # as many ranks of the language model
+        (4, "{dp: 4, tp: 2, pp: 2}", 4, 2),  # of one of its stages
+        (4, "dp: 2", 1, 2),  # no more blocks than lanes of either
+        (3, "dp: 2", 1, 1),
+        (6, "dp: 4", 1, 2),
+    ],
+)
+def test_ends_with_many_ranks_are_cut_into_the_fewest_blocks_of_lanes(
+    path: Path, lanes: int, language: str, most: int, blocks: int
+) -> None:
+    grid = language if language.startswith("{") else f"{{{language}}}"
+    overrides = [f"encoders.vision.grid.dp={lanes}", f"language.grid={grid}"]
+    overrides += ["train.global_batch_size=4", f"bridge.block_ranks={most}"]
+    layout = build_layout(load_recipe(path, overrides))
+    assert layout.blocks_of("vision") == layout.blocks == blocks
+
+
 def test_a_world_of_one_rank_holds_a_language_model_alone(path: Path) -> None:
     layout = build_layout(load_recipe(path, ["encoders={}", "language.grid={}"]), 1)
     assert ranks(layout) == {"language": (0, 0)}

@@ -21,6 +21,7 @@ from data.media.images import ImageProcessor
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from mimo.bench.bridge_planning import DrawnIndex
+from mimo.layout.connections import bridge_ends
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link
 from mimo.step.plan import PlannedMicrobatch, StepPlan, StepPlanner
@@ -73,17 +74,21 @@ def _same_lane(grid: GridSpec, one: int, other: int) -> bool:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     colocated, encoder_tp = draw(st.booleans()), draw(st.sampled_from([1, 2, 4]))
-    tp, cp, pp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2], [1, 3]))
+    tp, cp, pp, dp = (
+        draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2], [1, 2, 3])
+    )
     size = tp * cp * pp * dp
     if colocated:
         encoder_tp = max(n for n in (1, 2, 4) if n <= encoder_tp and size % n == 0)
-    lanes = size // encoder_tp if colocated else draw(st.sampled_from([1, 2, 5]))
+    lanes = size // encoder_tp if colocated else draw(st.sampled_from([1, 3, 4, 5]))
     encoder = GridSpec("vision", tp=encoder_tp, sp=encoder_tp > 1 and draw(st.booleans()), dp=lanes)
     offset = 0 if colocated else encoder.size
     sp = tp > 1 and draw(st.booleans())
     language = GridSpec(LANGUAGE, tp=tp, sp=sp, cp=cp, pp=pp, dp=dp, rank_offset=offset)
     together = frozenset(["vision"]) if colocated else frozenset()
-    layout = Layout(language, {"vision": encoder}, size + offset, together, {"vision": LINKS[:pp]})
+    possible = [n for n in (1, 2, 3) if lanes % n == dp % n == 0 and not (colocated and n > 1)]
+    links, blocks = {"vision": LINKS[:pp]}, draw(st.sampled_from(possible))
+    layout = Layout(language, {"vision": encoder}, size + offset, together, links, blocks)
     packed = draw(st.booleans())
     return Case(
         layout,
@@ -105,10 +110,17 @@ def test_a_rank_plans_for_its_lanes_what_the_plan_for_all_ranks_says(
     for link in case.layout.links_of("vision"):
         one_by_one = planned_one_by_one(case, link, everything.microbatches)
         senders, receivers = case.ends(link, rank)
+        block_of = {
+            rank: block
+            for block, ends in enumerate(bridge_ends(case.layout, link))
+            for rank in (*ends[0], *ends[1])
+        }
         for got, full, expected in zip(
             own.bridges[link], everything.bridges[link], one_by_one, strict=True
         ):
             assert got.digest == full.digest == expected.digest
+            for one, other in zip(full.source_rank, full.destination_rank, strict=True):
+                assert block_of[int(one)] == block_of[int(other)]
             assert got.held_rows.tolist() == expected.held_rows.tolist()
             assert got.source_parts == expected.source_parts
             for lane in range(case.layout.encoders["vision"].dp):

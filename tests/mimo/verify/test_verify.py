@@ -38,6 +38,7 @@ MEGATRON = [cell for cell in SWEEP if "fsdp" not in cell.name]
 REPRESENTATIVE = [
     SweepCell("dp2", "dp3", ("clipped",)),
     SweepCell("dp3", "dp2", ("recompute",)),
+    SweepCell("pp2 dp2", "dp4", ("blocks of lanes",)),
     SweepCell("tp2 cp2 sp", "tp2 sp", ("recompute",)),
     SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "gathered late")),
     SweepCell("tp2 sp dp2", "tp2 dp2", ("replicated",)),

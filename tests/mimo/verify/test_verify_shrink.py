@@ -66,7 +66,8 @@ def layouts(
     offsets = {name: number for number, name in enumerate(draw(st.permutations(names)))}
     for name in encoders.keys() & offsets.keys():
         encoders[name] = replace(encoders[name], rank_offset=offsets[name])
-    return place(replace(language, rank_offset=offsets[LANGUAGE]), encoders, colocated)
+    language = replace(language, rank_offset=offsets[LANGUAGE])
+    return place(language, encoders, colocated, in_blocks=draw(st.booleans()))
 
 
 def ratios(layout: Layout) -> dict[str, str]:
@@ -86,6 +87,7 @@ def test_a_shrunk_layout_keeps_every_kind_and_is_not_larger(layout: Layout) -> N
     assert small.colocated == layout.colocated
     assert ratios(small) == ratios(layout)
     assert disjoint_order(small) == disjoint_order(layout)
+    assert (small.blocks > 1) == (layout.blocks > 1)
     for name, grid in layout.grids.items():
         own = small.grids[name]
         assert (own.sp, own.vpp > 1) == (grid.sp, grid.vpp > 1)
