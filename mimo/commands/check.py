@@ -51,6 +51,8 @@ def _print_layout(recipe: "Recipe", layout: "Layout", phase: str) -> None:
         number = "as many samples as fit"
     limit = "" if rows is None else f" and {rows:,} rows"
     print(f"microbatch of a lane: {number}, up to {recipe.longest_microbatch:,} tokens{limit}")
+    if layout.blocks > 1:
+        print(f"bridges: rows stay within each of {layout.blocks} blocks of lanes")
 
 
 def _print_memory(recipe: "Recipe", layout: "Layout") -> None:
