@@ -105,6 +105,8 @@ def _noted(job: Job, number: str, kind: str, script: Path) -> str:
         "kind": kind,
         "script": str(script),
     }
-    with (job.launch / "jobs.jsonl").open("a", encoding="utf-8") as file:
-        print(json.dumps(line), file=file)
+    with (job.launch / "jobs.jsonl").open("a+", encoding="utf-8") as file:
+        file.seek(0)
+        if f'"job_id": "{number}"' not in file.read():  # else the job has begun and said so itself
+            print(json.dumps(line), file=file)
     return number
