@@ -112,7 +112,9 @@ ranks preflight "$recipe" || finish $?
 # What a rank prints goes to its node, and from there to the run every ten seconds and at its end.
 rank=(bash -c '
   log="$logs/rank_$SLURM_PROCID.log" own="$MIMO_LOCAL_LOGS/mimo-$UID-$SLURM_JOB_ID"
-  mkdir -m 700 -p "$own" && own="$own/rank_$SLURM_PROCID" && touch "$own".{log,taken} || exit 1
+  mkdir -m 700 -p "$own" || exit 1
+  own="$own/rank_$SLURM_PROCID"
+  touch "$log" "$own.log" "$own.taken"
 
   take() { # what is new; an earlier start here may have been killed before it took all
     local from to
