@@ -34,6 +34,7 @@ _JOIN_SECONDS = 120.0  # how far apart ranks may come: containers start slowly
 _ROUNDS_SECONDS = 30.0  # after which no more pairs begin to talk
 _TALK_SECONDS = 60.0  # after which a rank that still talks is stuck
 _NAMED_TALKS = 5
+_LISTS_OF_COMPONENTS = "SLURM_JOB_NODELIST_HET_GROUP_"
 
 
 def main(path: Path, overrides: Sequence[str], num_ranks: int | None = None) -> int:
@@ -103,12 +104,18 @@ def _meet(meeting: Meeting, problem: str) -> Table:
         if all(text == problem for _, text in present.values()) and problem:
             raise InputError(problem)
         node_of = {rank: node for rank, (node, _) in present.items()}
-        listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-        findings = [*absent(node_of, [*hosts_of(listed)], len(said))]
+        findings = [*absent(node_of, _hosts(), len(said))]
         findings += [Finding(text, node) for node, text in present.values() if text]
         return Table([node_of.get(rank, "") for rank in range(len(said))], findings)
 
     return meeting.from_rank_0(judge)
+
+
+def _hosts() -> list[str]:
+    """Of the job, if SLURM says them: in a heterogeneous one each component has a list."""
+    lists = [os.environ[one] for one in sorted(os.environ) if one.startswith(_LISTS_OF_COMPONENTS)]
+    lists.append(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
+    return [*dict.fromkeys(host for one in lists for host in hosts_of(one))]
 
 
 def _conclude(table: Table, run_dir: Path | None) -> int:

@@ -6,6 +6,7 @@ that knows no quotes. `python -m pytest tests/mimo/cluster` compares whole scrip
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -104,6 +105,7 @@ class Job:
         return template("job.sh.j2").render(
             job=self,
             cluster=self.cluster,
+            script=json.dumps(str(self.launch / "job.sh")),
             components=[*self._components()],
             container=Container(self.phased, self.folder),
             path=None if inside else bin,

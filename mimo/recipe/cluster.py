@@ -22,9 +22,23 @@ def _line(text: str) -> str:
     return text
 
 
+# What job scripts, SLURM, torchrun and bash itself go by; a test reads the scripts for it.
+_OTHERS = re.compile(
+    r"SLURMD?_.*|TORCHELASTIC_.*|BASH.*|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID"
+    r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|MIMO_(JOB_SECRET|BEGAN|RENDEZVOUS|OVERRIDES|NODE_OF_RANK)"
+    r"|run|launch|logs|recipe|chain|number|container|jobs|failures|overrides|nodes|entry|i"
+    r"|rank|ranks_of_\w+|meeting|code|runs|log|own|from|to|taker"
+)
+
+
 def _variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError("an environment variable has letters, digits and '_' only")
+    if name == "PATH":
+        raise ValueError("ranks would not find `mimo`; use cluster.venv or cluster.modules")
+    if _OTHERS.fullmatch(name):
+        raise ValueError("job scripts, SLURM or bash need this variable; leave it out or rename it")
     return name
 
 
@@ -113,7 +127,7 @@ class Cluster(Section):
     modules: Annotated[tuple[Line, ...], Field(strict=False, max_length=100)] = ()
     """Environment modules to load, in this order."""
     environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
-    """Environment variables of all ranks."""
+    """Environment variables of all ranks; none that job scripts or SLURM use themselves."""
     interface: Interface | None = None
     """Network interface, such as `ib0`, by which ranks meet and, without faster ways, talk; null
     for the one that the nodes' names lead to."""
@@ -121,8 +135,8 @@ class Cluster(Section):
     """Folder of the output of jobs and ranks, in a folder of the run's name; null for `launch` in
     the run folder."""
     local_logs: bounds.PathText | None = None
-    """Folder on each node where ranks write their logs first; one rank of a node takes them to the
-    run folder now and then. Null writes them there directly."""
+    """Folder on each node where ranks write logs and output first, which are taken to the run's
+    folders every ten seconds and when a rank ends. Null writes them there directly."""
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
     """How long before its time is up the job is told to save and leave: for a step and a
     checkpoint."""

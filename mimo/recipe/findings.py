@@ -29,9 +29,10 @@ def descriptions(
     for details in error.errors():
         own: Location = tuple(details["loc"])
         if own and own[-1] == "[key]":
-            own, message = own[:-1], f"a key is a string; got {shown(details['input'])}"
-        else:
-            message = _message(details, own, model, is_recipe=not base)
+            own = own[:-1]
+        message = _message(details, own, model, is_recipe=not base)
+        if details["type"] == "string_type" and own != details["loc"]:
+            message = f"a key is a string; got {shown(details['input'])}"
         yield problem((*base, *own), message)
 
 

@@ -146,6 +146,10 @@ def test_a_submitted_job_is_noted_with_its_number(slurm: Path) -> None:
     noted = json.loads((script.parent / "jobs.jsonl").read_text())
     assert noted.pop("time").startswith("20")
     assert noted == {"job_id": "41", "kind": "job", "script": str(script)}
+    with (slurm / "bin/sbatch").open("a") as file:  # a job that begins at once
+        file.write(f"""echo '{{"job_id": "42"}}' >>{script.parent}/jobs.jsonl\n""")
+    assert launch("--submit").exit_code == 0
+    assert (script.parent / "jobs.jsonl").read_text().splitlines()[1:] == ['{"job_id": "42"}']
 
 
 def test_links_of_a_chain_wait_for_each_other(slurm: Path) -> None:
@@ -170,11 +174,12 @@ def test_an_array_is_of_runs_that_ask_for_the_same(slurm: Path) -> None:
     text = (runs / "tiny/launch/array.sh").read_text()
     assert "#SBATCH --array=0-2\n" in text
     assert "#SBATCH --qos=high\n" in (runs / "other4/launch/array.sh").read_text()
-    (runs / "other3/launch/job.sh").write_text('echo "$0 of $SLURM_ARRAY_TASK_ID"')
-    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "51"}
+    (runs / "other3/launch/job.sh").write_text('echo "$0 is $2"')
+    numbers = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "51"}
+    environment = {**os.environ, **numbers}
     subprocess.run(["bash", runs / "tiny/launch/array.sh"], env=environment, check=True)
     said = (runs / "other3/launch/job_51.out").read_text()
-    assert said == f"{runs}/other3/launch/job.sh of 2\n"
+    assert said == f"{runs}/other3/launch/job.sh is 41_2\n"
 
 
 @pytest.mark.parametrize(

@@ -280,11 +280,23 @@ def test_a_node_that_cannot_read_the_recipe_is_named_and_a_wrong_recipe_is_bad_i
     assert (folder / "printed_0").read_text().count("did you mean 'steps'") == 1
 
 
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"STEP_NODELIST": "node[1-2]"},
+        {f"JOB_NODELIST_HET_GROUP_{n}": f"node{n + 1}" for n in range(2)},
+    ],
+    ids=["job", "heterogeneous"],
+)
 def test_a_node_that_never_starts_is_named_within_the_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lists: dict[str, str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(preflight, "_JOIN_SECONDS", 0.3)
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-2]")
+    for name, nodes in {"STEP_NODELIST": "node1", **lists}.items():
+        monkeypatch.setenv(f"SLURM_{name}", nodes)
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     environment = RankEnv(0, 2, 0, f"file://{folder / 'store'}")
     assert preflight.be_a_rank(folder / "tiny.yaml", [], environment) == 1

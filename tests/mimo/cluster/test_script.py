@@ -5,7 +5,9 @@ Real jobs on a real SLURM are in the tests of mark `slurm`.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +15,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from mimo.cluster.script import Form, Job, write
+from mimo.cluster.submit import array_scripts
 from mimo.errors import RecipeError
+from mimo.recipe.cluster import Cluster
 from tests.mimo.cluster.jobs import SEVENTEEN, job_of
+from tests.mimo.cluster.test_golden import GOLDEN
 
 _STAND_INS = {
     "mimo": 'echo "mimo $*" >>calls; case $1 in rendezvous) echo 10.0.0.1 20037 ;; esac\n'
@@ -68,7 +74,7 @@ def stage(tmp_path: Path) -> Stage:
 
 def stage_of(folder: Path, site: str, form: Form = "fixed") -> Stage:
     bin = folder / "bin"
-    bin.mkdir()
+    bin.mkdir(parents=True)
     for name, text in _STAND_INS.items():
         (bin / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin / name).chmod(0o755)
@@ -158,6 +164,43 @@ def test_a_job_for_which_no_layout_fits_the_nodes_ends(tmp_path: Path) -> None:
     assert not stage.calls("srun")
 
 
+def test_a_job_that_was_submitted_by_hand_notes_itself_once(tmp_path: Path) -> None:
+    stage = stage_of(tmp_path / 'a "b" %s \\c', f"{{preflight: false, log_dir: '{tmp_path}'}}")
+    for arguments in ((), (), ("", "6_1")):
+        assert stage.run(*arguments) == 0
+    noted = map(json.loads, (stage.job.launch / "jobs.jsonl").read_text().splitlines())
+    first, task = [(one.pop("time")[:2], one) for one in noted]
+    script = str(stage.job.launch / "job.sh")
+    assert first == ("20", {"job_id": "7", "kind": "job", "script": script})
+    assert task == ("20", {"job_id": "6_1", "kind": "job", "script": script})
+
+
+def test_what_ranks_print_goes_to_the_node_first_and_to_the_run_in_time_and_once(
+    tmp_path: Path,
+) -> None:
+    stage = stage_of(tmp_path, "{preflight: false, local_logs: node}")
+    script, log = stage.job.launch / "job.sh", stage.job.launch / "rank_3.log"
+    script.write_text(script.read_text().replace("read -rt 10", "read -rt 0.1"))
+    srun, mimo = stage.folder / "bin/srun", stage.folder / "bin/mimo"
+    srun.write_text('#!/bin/bash\nuntil [ $1 = bash ]; do shift; done; SLURM_PROCID=3 exec "$@"')
+
+    def train(text: str) -> int:
+        rank = f"[ $1 = train ] || exit 0; echo out; echo error >&2; {text}"
+        mimo.write_text(f"#!/bin/bash\n[ $1 = rendezvous ] && echo a 1; {rank}\n")
+        return stage.run()
+
+    is_seen = f"for i in {{1..300}}; do grep -sq out {log} && echo seen && break; sleep 0.1; done"
+    assert train(f"kill -USR1 $PPID; kill -TERM $PPID; {is_seen}; exit 75") == 75
+    said = "out\nerror\nseen\n"
+    assert log.read_text() == said, "signals are the rank's alone, its exit code is srun's"
+    assert train("kill -KILL $$") == 137
+    said += "out\nerror\n"
+    assert log.read_text() == said
+    assert train("kill -KILL $PPID $$") == 137, "all of the step, as at the end of scancel"
+    assert train("exit 0") == 0
+    assert log.read_text() == said + "out\nerror\n" * 2, "what was left is taken later, once"
+
+
 # ------------------------------------------------------------------------------- quoting
 
 _PRINTABLE = st.text(st.characters().filter(str.isprintable), min_size=1, max_size=60)
@@ -209,6 +252,22 @@ def test_nothing_but_a_word_becomes_a_directive(key: str, value: str, tmp_path: 
 def test_no_run_has_a_name_that_bash_or_slurm_could_act_on(name: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="name"):
         job_of(tmp_path, [f"name={_as_yaml(name)}"])
+
+
+def test_no_variable_that_a_script_uses_is_set_by_a_recipe(job: Job, tmp_path: Path) -> None:
+    texts = [path.read_text() for path in GOLDEN.glob("*.sh")]
+    texts += [text for _, text in array_scripts([job])]
+    found = re.findall(r"(?<!\\)\$\{?[#!]?([A-Za-z_]\w*)|^ *(\w+)=", "\n".join(texts), re.M)
+    used = {name for names in found for name in names if name}
+    assert {"chain", "meeting", "from", "ranks_of_all", "SLURM_JOB_ID"} <= used
+    used -= {"MIMO_LOCAL_LOGS"}  # whose value is as good as that of cluster.local_logs
+    for name in {*used, "MASTER_ADDR", "MIMO_JOB_SECRET", "RANK", "IFS", "BASH_ENV"}:
+        with pytest.raises(ValidationError, match="need this variable|ranks would not find"):
+            Cluster(environment={name: "x"})
+    usual: dict[str, str] = dict.fromkeys(("http_proxy", "OMP_NUM_THREADS", "runs_of"), "x")
+    assert Cluster(environment=usual).environment == usual
+    with pytest.raises(RecipeError, match=r"site.yaml:1: cluster\.environment\.run: job scripts"):
+        job_of(tmp_path, site="environment: {run: x}")
 
 
 @pytest.mark.parametrize("option", ["--nodes=9", "--ntas=4", "--array=0-9", "--wrap=id"])

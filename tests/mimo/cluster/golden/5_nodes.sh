@@ -21,7 +21,8 @@
 #SBATCH --mail-type=FAIL
 #SBATCH --exclude=gpu[003,017]
 
-set -uo pipefail
+set -o pipefail # not -u: bash before 4.4 takes an empty array for an unset one
+: "${SLURM_JOB_ID:?is not set: give this script to sbatch}"
 
 # ------------------------------------------------------------------------------ folders
 cd /project || exit 1 # relative paths of the recipe begin here
@@ -29,8 +30,15 @@ run=/project/runs/tiny
 launch="$run/launch"
 logs='/scratch/mimo logs/tiny'
 recipe="$launch/recipe.yaml"
-chain="${1:-}" # the file that lists the jobs of a chain, if this is one of them
+chain="$1" # the file that lists the jobs of a chain, if this is one of them
 mkdir -p "$launch" "$logs" || exit 1
+
+# `mimo status` knows jobs from this list, where one that was submitted by hand is not yet.
+number="${2:-$SLURM_JOB_ID}" # of a task of an array: the array's and its own
+if ! grep -qsF "\"job_id\": \"$number\"" "$launch/jobs.jsonl"; then
+  printf '{"time": "%s", "job_id": "%s", "kind": "job", "script": %s}\n' \
+    "$(date +%FT%T%z)" "$number" '"/project/runs/tiny/launch/job.sh"' >>"$launch/jobs.jsonl"
+fi
 
 # -------------------------------------------------------------------------- environment
 # SLURM hands on what the submitting shell had set; it may have been in another job.
@@ -101,7 +109,31 @@ echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB
 ranks preflight "$recipe" || finish $?
 
 # Not srun's --output: it miscounts the ranks of heterogeneous jobs.
-rank=(bash -c 'exec "$@" >>"$logs/rank_$SLURM_PROCID.log" 2>&1' rank)
+# What a rank prints goes to its node, and from there to the run every ten seconds and at its end.
+rank=(bash -c '
+  log="$logs/rank_$SLURM_PROCID.log" own="$MIMO_LOCAL_LOGS/mimo-$UID-$SLURM_JOB_ID"
+  mkdir -m 700 -p "$own" || exit 1
+  own="$own/rank_$SLURM_PROCID"
+  touch "$log" "$own.log" "$own.taken"
+
+  take() { # what is new; an earlier start here may have been killed before it took all
+    local from to
+    from=$(<"$own.taken") to=$(wc -c <"$own.log")
+    ((to > from)) || return
+    tail -c "+$((from + 1))" "$own.log" | head -c "$((to - from))" >>"$log" || return
+    echo "$to" >"$own.taken"
+  }
+
+  trap : TERM USR1 # SLURM sends them to the rank as well, which ends as it likes
+  coproc taker { trap "" TERM USR1; while read -rt 10; [ $? -gt 128 ]; do take; done; }
+  "$@" >>"$own.log" 2>&1
+  code=$?
+  trap "" TERM USR1
+  eval "exec ${taker[1]}>&-" # which ends the taker
+  wait
+  take
+  exit "$code"
+' rank)
 MIMO_BEGAN=$(date +%s.%N)
 export logs MIMO_BEGAN
 ranks train "$recipe" --resume

@@ -11,7 +11,8 @@
 #SBATCH --signal=USR1@300
 #SBATCH --requeue
 
-set -uo pipefail
+set -o pipefail # not -u: bash before 4.4 takes an empty array for an unset one
+: "${SLURM_JOB_ID:?is not set: give this script to sbatch}"
 
 # ------------------------------------------------------------------------------ folders
 cd /project || exit 1 # relative paths of the recipe begin here
@@ -19,8 +20,15 @@ run=/project/runs/tiny
 launch="$run/launch"
 logs="$launch"
 recipe="$launch/recipe.yaml"
-chain="${1:-}" # the file that lists the jobs of a chain, if this is one of them
+chain="$1" # the file that lists the jobs of a chain, if this is one of them
 mkdir -p "$launch" "$logs" || exit 1
+
+# `mimo status` knows jobs from this list, where one that was submitted by hand is not yet.
+number="${2:-$SLURM_JOB_ID}" # of a task of an array: the array's and its own
+if ! grep -qsF "\"job_id\": \"$number\"" "$launch/jobs.jsonl"; then
+  printf '{"time": "%s", "job_id": "%s", "kind": "job", "script": %s}\n' \
+    "$(date +%FT%T%z)" "$number" '"/project/runs/tiny/launch/job.sh"' >>"$launch/jobs.jsonl"
+fi
 
 # -------------------------------------------------------------------------- environment
 # SLURM hands on what the submitting shell had set; it may have been in another job.
