@@ -53,7 +53,9 @@ def waits_for(run: Run) -> str:
     if not was_submitted(run):
         return ""
     view = look(run.run_dir)
-    return next(iter(view.jobs[-1:]), "a job") if view.goes_on else ""
+    # Not whoever has the lock: of a job that was killed on its node, the file still tells.
+    goes_on = view.may_be_queued or any(one.alive for one in view.runs)
+    return next(iter(view.jobs[-1:]), "a job") if goes_on else ""
 
 
 def was_submitted(run: Run) -> bool:
@@ -67,6 +69,7 @@ def collect(run: Run, path: Path) -> Outcome | None:
         return Outcome(run, [], job=job)
     outcome = make_ready(run, path)
     if outcome is None and was_submitted(run):
-        message = f"its job ended before the run did; see {run.run_dir / LAUNCH}, and --submit it"
+        see = f"see `mimo status {run.run_dir}`"
+        message = f"its job ended before the run did; {see}, and --submit it"
         return Outcome(run, run.records(), message)
     return outcome

@@ -117,6 +117,9 @@ def test_a_job_that_ended_too_early_is_told_and_submitted_again_alone(
 ) -> None:
     assert submit(file) == 0
     trained(file, "one")
+    # It was killed, so nobody has removed this.
+    lock = file.parent / "runs" / "made" / ".two.1.lock"
+    lock.write_text("host elsewhere, process 1, since now, SLURM job 12")
     assert main(file, []) == 1
     assert "its job ended before the run did" in capsys.readouterr().out
     assert submit(file) == 0
