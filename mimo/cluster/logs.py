@@ -18,11 +18,10 @@ from pathlib import Path
 
 from mimo.checkpoint.folder import phase_folders
 from mimo.cluster.watch import look, plain
-from mimo.errors import InputError, RecipeError
+from mimo.errors import InputError
 from mimo.launch.processes import looks_like_a_consequence
-from mimo.recipe.source import read_yaml
+from mimo.report.jobs import job_folders
 from mimo.train.incidents import INCIDENTS
-from mimo.train.run_files import LAUNCH
 
 _MERGED_BYTES = 16 * 2**20  # of all files together, as each line is kept until it has its place
 _LEAST_BYTES = 2**14  # of a file
@@ -75,7 +74,7 @@ class _File:
 
 def _files(folder: Path, rank: int | None) -> list[_File]:
     """All that ranks and jobs of a run have written so far, or that one of its ranks has."""
-    folders = dict.fromkeys([folder, *phase_folders(folder).values(), *_job_folders(folder)])
+    folders = dict.fromkeys([folder, *phase_folders(folder).values(), *job_folders(folder)])
     found = []
     for path in sorted(path for one in folders for path in one.glob("*rank_*.*")):
         name = _RANK.fullmatch(path.name)
@@ -85,22 +84,6 @@ def _files(folder: Path, rank: int | None) -> list[_File]:
         found += [_File(one, None) for where in folders for one in sorted(where.glob("job_*.out"))]
         found += [_File(where / INCIDENTS, None) for where in folders]
     return [file for file in found if file.path.exists()]
-
-
-def _job_folders(folder: Path) -> list[Path]:
-    """Where jobs write: in the run folder, or where `cluster.log_dir` says."""
-    own = folder / LAUNCH
-    try:
-        section = read_yaml(own / "recipe.yaml").data.get("cluster")
-    except (RecipeError, InputError):  # no job was launched, or one is just being
-        return [own]
-    given = section.get("log_dir") if isinstance(section, dict) else None
-    if not isinstance(given, str):
-        return [own]
-    # Jobs begin in the folder that relative paths, that of the run among them, begin in.
-    # Each run has a folder of its own there.
-    places = (above / given / folder.name for above in folder.resolve().parents)
-    return [own, *(place for place in places if place.is_dir())]
 
 
 def _stamped(file: _File, with_rest: bool) -> Iterator[tuple[float, str, str]]:

@@ -30,9 +30,9 @@ from rich.text import Text
 
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import InputError
+from mimo.report.jobs import jobs_of, last_words
 from mimo.report.page import number, percent
-from mimo.report.runs import TIMES, RunData, read_runs
-from mimo.train.run_files import LAUNCH, json_lines
+from mimo.report.runs import TIMES, RunData, begun_runs
 from mimo.train.run_lock import holder
 
 _NEWEST_BYTES = 4 * 2**20  # of metrics: some thousand steps
@@ -41,23 +41,41 @@ _SHOWN_JOBS = 10
 _SQUEUE_SECONDS = 10.0
 _REFRESH_SECONDS = 5.0
 _TEXT_LENGTH = 300
-_TO_DO = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED")
+_SAID_LINES = 3  # of a job's output: its last one is the exit code
+# States that a job does not leave; in all others, such as COMPLETING, it may come back.
+_ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+)
 
 
 @dataclass(frozen=True)
 class View:
-    """One look at a run. runs: of its phases, if it has any. jobs: a line for each."""
+    """One look at a run. runs: of its phases, if it has any. jobs: a line for each.
+
+    is_queued: whether SLURM has a job to do; None where it does not say.
+    """
 
     folder: Path
     runs: Sequence[RunData]
     jobs: Sequence[str]
     holder: str
-    is_queued: bool
+    is_queued: bool | None
 
     @property
     def goes_on(self) -> bool:
         """Whether there may be more to see soon."""
-        return self.is_queued or bool(self.holder) or any(run.alive for run in self.runs)
+        return self.may_be_queued or bool(self.holder) or any(run.alive for run in self.runs)
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Where SLURM does not say, a run that has not ended may."""
+        return not self.has_ended if self.is_queued is None else self.is_queued
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of its steps are done."""
+        return bool(self.runs) and all(run.state == "ended" for run in self.runs)
 
     @property
     def now(self) -> RunData | None:
@@ -68,25 +86,20 @@ class View:
 
 def look(folder: Path) -> View:
     """Read a run's folder, and ask SLURM if it is here. Raises InputError if no run is there."""
-    try:
-        runs = read_runs(folder, _NEWEST_BYTES)
-    except InputError:
-        if not (folder / LAUNCH).is_dir():  # else a job is about to begin it
-            raise
-        runs = []
-    jobs, is_queued = _jobs(json_lines(folder / LAUNCH / "jobs.jsonl")[-_SHOWN_JOBS:])
+    runs = begun_runs(folder, _NEWEST_BYTES)
+    jobs, is_queued = _jobs(jobs_of(folder)[-_SHOWN_JOBS:])
     return View(folder, runs, jobs, holder(folder), is_queued)
 
 
-def _jobs(submitted: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool]:
-    """A line for each job, and whether SLURM still has one to do."""
+def _jobs(submitted: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool | None]:
+    """A line for each job, and whether SLURM still has one to do, if it says."""
     ids = [str(one.get("job_id")) for one in submitted]
-    rows = _queue(ids)
+    rows = _queue(ids) if ids else []
     lines = []
     for job, one in zip(ids, submitted, strict=True):
         name = f"{job} ({one.get('kind')})"
-        if rows is None:
-            lines.append(f"{name}: submitted {one.get('time')}; no SLURM here to ask")
+        if isinstance(rows, str):
+            lines.append(f"{name}: submitted {one.get('time')}; {rows}")
             continue
         own = [row for row in rows if re.split(r"[_+]", row[0])[0] == re.split(r"[_+]", job)[0]]
         for number_of, state, so_far, left, where in own:
@@ -94,24 +107,41 @@ def _jobs(submitted: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool]:
             lines.append(f"{number_of} ({one.get('kind')}): {state}{more}, {where}")
         if not own:
             lines.append(f"{name}: no longer in the queue")
-    return lines, any(row[1] in _TO_DO for row in rows or ())
+    if isinstance(rows, str):
+        return lines, None
+    return lines, any(row[1] not in _ENDED for row in rows)
 
 
-def _queue(ids: Sequence[str]) -> list[list[str]] | None:
-    """Of each job that SLURM still knows: its number, state, time, time left, nodes or reason."""
-    if not ids or shutil.which("squeue") is None:
-        return None
+def _queue(ids: Sequence[str]) -> list[list[str]] | str:
+    """Of each job that SLURM still knows: its number, state, time, time left, nodes or reason.
+
+    Or else, in words, why it does not say.
+    """
+    if shutil.which("squeue") is None:
+        return "no SLURM here to ask"
     ask = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}"]
+    ask.append("--format=%i|%T|%M|%L|%R")
     try:
-        told = subprocess.run(
-            [*ask, "--format=%i|%T|%M|%L|%R"],
-            capture_output=True,
-            text=True,
-            timeout=_SQUEUE_SECONDS,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    rows = (line.strip().split("|", 4) for line in told.splitlines())
+        told = subprocess.run(ask, capture_output=True, text=True, timeout=_SQUEUE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"SLURM did not answer within {_SQUEUE_SECONDS:g} s"
+    except OSError as error:
+        return f"squeue cannot be run: {error.strerror}"
+    if told.returncode != 0:
+        # SLURM has forgotten jobs that ended minutes ago. A single one, and with some versions one
+        # of several, is then an error.
+        if "Invalid job id" not in told.stderr:
+            return f"SLURM does not say: {(told.stderr.splitlines() or ['no reason'])[0]}"
+        if len(ids) == 1:
+            return []
+        found = list[list[str]]()
+        for one in ids:
+            rows = _queue([one])
+            if isinstance(rows, str):
+                return rows
+            found += rows
+        return found
+    rows = (line.strip().split("|", 4) for line in told.stdout.splitlines())
     return [row for row in rows if len(row) == 5]
 
 
@@ -126,6 +156,7 @@ def facts_of(view: View) -> Iterator[tuple[str, str]]:
         yield from (("phase", f"{run.title}: {_state(run)}") for run in view.runs)
     if (run := view.now) is None:
         yield "state", f"no rank has started yet{f' ({view.holder})' if view.holder else ''}"
+        yield from _said(view)
         return
     yield "state", _state(run)
     if view.holder:
@@ -150,6 +181,14 @@ def facts_of(view: View) -> Iterator[tuple[str, str]]:
     yield "restarts", str(sum(one.get("kind") == "restart" for one in run.incidents))
     for last in run.incidents[-1:]:
         yield "last incident", f"{last.get('time')} {last.get('kind')}: {last.get('text')}"
+    yield from _said(view)
+
+
+def _said(view: View) -> Iterator[tuple[str, str]]:
+    """How the newest job's output ends, where there may be no job any more but steps to do."""
+    if not (view.is_queued or view.has_ended) and (found := last_words(view.folder, _SAID_LINES)):
+        path, lines = found
+        yield from ((path.name, line) for line in lines)
 
 
 def _state(run: RunData) -> str:

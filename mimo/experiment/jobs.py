@@ -8,32 +8,43 @@ from pathlib import Path
 from mimo.cluster.script import Job, prepare
 from mimo.cluster.submit import submit as submit_one
 from mimo.cluster.submit import submit_array
-from mimo.cluster.watch import LAUNCH, look
+from mimo.cluster.watch import look
 from mimo.errors import InputError
 from mimo.experiment.runs import Outcome, Run, make_ready
+from mimo.train.run_files import LAUNCH
 
 
 def submit(runs: Sequence[Run], path: Path, cluster: Path | None) -> list[Outcome]:
-    """Submit what is neither done nor in the queue; returns the outcomes of what cannot be.
+    """Submit what is not done and cannot be in the queue; returns the outcomes of what is refused.
 
-    path: of the recipe. cluster: a file of `cluster:` keys. Raises InputError if SLURM refuses.
+    path: of the recipe. cluster: a file of `cluster:` keys.
     """
-    jobs, refused = list[Job](), list[Outcome]()
+    groups, refused = dict[tuple[str, ...], dict[Run, Job]](), list[Outcome]()
     for run in runs:
-        if waits_for(run):
+        if waiting := waits_for(run):
+            print(f"{run.name}: not submitted again; {waiting}")
             continue
         if (known := make_ready(run, path)) is not None:
             refused += [known] if known.error else []
             continue
         try:
-            jobs.append(prepare(run.recipe_file, [], cluster, "fixed"))
+            job = prepare(run.recipe_file, [], cluster, "fixed")
+            # SLURM may refuse some nodes, and has no arrays of heterogeneous jobs.
+            alone = run.name if len(job.placement.components) > 1 else ""
+            kind = (alone, *job.directives())
         except InputError as error:
             refused.append(Outcome(run, [], str(error).splitlines()[0]))
-    # SLURM has no arrays of heterogeneous jobs.
-    alike = [job for job in jobs if len(job.placement.components) == 1]
-    numbers = dict(zip([job.name for job in alike], submit_array(alike), strict=True))
-    for job in jobs:
-        print(f"{job.name}: job {numbers.get(job.name) or submit_one(job)}")
+            continue
+        groups.setdefault(kind, {})[run] = job
+    for (alone, *_), jobs in groups.items():
+        own = [*jobs.values()]
+        try:
+            numbers = [submit_one(own[0])] if alone else submit_array(own)
+        except InputError as error:
+            refused += [Outcome(run, [], str(error).splitlines()[0]) for run in jobs]
+            continue
+        for run, number in zip(jobs, numbers, strict=True):
+            print(f"{run.name}: job {number}")
     return refused
 
 
@@ -42,7 +53,9 @@ def waits_for(run: Run) -> str:
     if not was_submitted(run):
         return ""
     view = look(run.run_dir)
-    return next(iter(view.jobs[-1:]), "a job") if view.goes_on else ""
+    # Not whoever has the lock: of a job that was killed on its node, the file still tells.
+    goes_on = view.may_be_queued or any(one.alive for one in view.runs)
+    return next(iter(view.jobs[-1:]), "a job") if goes_on else ""
 
 
 def was_submitted(run: Run) -> bool:
@@ -56,6 +69,7 @@ def collect(run: Run, path: Path) -> Outcome | None:
         return Outcome(run, [], job=job)
     outcome = make_ready(run, path)
     if outcome is None and was_submitted(run):
-        message = f"its job ended before the run did; see {run.run_dir / LAUNCH}, and --submit it"
+        see = f"see `mimo status {run.run_dir}`"
+        message = f"its job ended before the run did; {see}, and --submit it"
         return Outcome(run, run.records(), message)
     return outcome

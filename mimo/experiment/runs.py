@@ -26,6 +26,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from mimo.cluster.watch import plain
 from mimo.errors import EXIT_CONTINUE, RecipeError
 from mimo.experiment.schema import Layout
 from mimo.hf.recipes import load_recipe
@@ -128,16 +129,18 @@ def make_ready(run: Run, path: Path) -> Outcome | None:
     return Outcome(run, records) if len(records) == recipe.train.steps else None
 
 
-def outcome_of(run: Run, code: int) -> Outcome:
-    """Of a run that has ended with an exit code."""
-    if code == 0:
-        return Outcome(run, run.records())
+def outcome_of(run: Run, code: int, steps: int) -> Outcome:
+    """Of a run that has ended with an exit code. steps: that it should have done."""
+    records = run.records()
+    if code in (0, EXIT_CONTINUE):
+        early = f"it ended with exit code {code} after {len(records)} of {steps} steps"
+        return Outcome(run, records, early if len(records) != steps else "")
     told = run.errors.read_text(encoding="utf-8", errors="replace") if run.errors.exists() else ""
     lines = [line for line in told.splitlines() if line.strip()]
     # Wrong input is told in one line per problem. A failed rank's traceback ends with the cause.
     causes = [line for line in lines if line.startswith("rank ")]
     line = (lines[:1] if code == 2 else causes[-1:] or lines[-1:]) or [f"exit code {code}"]
-    return Outcome(run, run.records(), line[0][:_MAX_ERROR])
+    return Outcome(run, records, plain(line[0], _MAX_ERROR))
 
 
 class Interrupted(Exception):
@@ -163,7 +166,7 @@ def run_here(
             if outcome is None:
                 bar.reset(task, description=title, total=steps)
                 began = time.monotonic()
-                outcome = outcome_of(run, _train(run, bar, task))
+                outcome = outcome_of(run, _train(run, bar, task), steps)
                 took = f"{time.monotonic() - began:.0f} s"
             else:
                 took = "before"
@@ -189,14 +192,14 @@ def _train(run: Run, bar: Progress, task: TaskID) -> int:
                 if asked:
                     child.terminate()  # it finishes its step, and saves
                 child.wait()
-                code = EXIT_CONTINUE if asked else child.returncode
+                is_asked = bool(asked)
         except Signalled:
             child.terminate()
             child.wait()
-            code = EXIT_CONTINUE
-    if code == EXIT_CONTINUE:
+            is_asked = True
+    if is_asked:
         raise Interrupted(f"{run.name} was interrupted; the same command goes on from there")
-    return code
+    return child.returncode
 
 
 def _steps(metrics: Path) -> int:

@@ -9,11 +9,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mimo.report.jobs import jobs_of, last_words
 from mimo.report.page import Part, Section, Table, number, percent, render, write
 from mimo.report.pictures import Picture, data_url, lines, shares
-from mimo.report.runs import TIMES, Curve, RunData, read_runs
+from mimo.report.runs import TIMES, Curve, RunData, begun_runs
+from mimo.train.run_files import LAUNCH
 
-_MAX_ROWS = 200  # of incidents: the newest
+_MAX_ROWS = 200  # of incidents, and of a job's output: the newest
 _MAX_PICTURE_BYTES = 32 * 2**20
 
 # Families of metrics: section, title of the picture, unit, pattern of the names. The first that
@@ -185,6 +187,17 @@ def _environment(run: RunData) -> Section:
     return Section("Environment", tables=tables, note=note)
 
 
+def _jobs(folder: Path) -> Section:
+    """Jobs that were submitted, and how the output of the newest one ends."""
+    columns = ("job_id", "kind", "time", "script")
+    rows = [_cells(one, columns) for one in jobs_of(folder)[-_MAX_ROWS:]]
+    tables = [Table(columns, rows, words=True)]
+    if found := last_words(folder, _MAX_ROWS):
+        path, lines = found
+        tables.append(Table((f"the end of {path}",), [(line,) for line in lines], words=True))
+    return Section("Jobs", tables=tables)
+
+
 def _cells(record: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     return ["" if record.get(name) is None else str(record[name]) for name in names]
 
@@ -210,9 +223,12 @@ def part_of(run: RunData, with_title: bool) -> Part:
 
 def main(run: Path, page: Path | None) -> int:
     """`mimo report`: write the page of a run."""
-    runs = read_runs(run)
+    runs = begun_runs(run)
     parts = [part_of(one, with_title=len(runs) > 1) for one in runs]
     if len(runs) > 1 and (answers := _predictions(run)).says_something:
         parts.append(Part("The whole job", {}, [answers]))
+    if not runs or (run / LAUNCH).is_dir():
+        tiles = {} if runs else {"state": "no rank has started"}
+        parts.append(Part("", tiles, [_jobs(run)]))
     write(page or run / "report.html", render(f"Run {run.resolve().name}", parts))
     return 0

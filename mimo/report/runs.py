@@ -26,7 +26,7 @@ from mimo.recipe.source import read_yaml
 from mimo.train.environment import starts_of
 from mimo.train.hang import State
 from mimo.train.incidents import incidents
-from mimo.train.run_files import METRICS, read_states
+from mimo.train.run_files import LAUNCH, METRICS, read_states
 
 TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
 """Metrics of where time goes: the mean over a module's ranks, or the largest."""
@@ -121,6 +121,16 @@ def read_runs(folder: Path, newest_bytes: int | None = None) -> list[RunData]:
     name = folder.resolve().name
     titles = {one: f"{name}/{one.name}" if one != folder else name for one in found}
     return [_read_run(one, title, newest_bytes) for one, title in titles.items()]
+
+
+def begun_runs(folder: Path, newest_bytes: int | None = None) -> list[RunData]:
+    """The same, and none where a job was launched whose ranks have not started."""
+    try:
+        return read_runs(folder, newest_bytes)
+    except InputError:
+        if not (folder / LAUNCH).is_dir():
+            raise
+        return []
 
 
 def _read_run(folder: Path, title: str, newest_bytes: int | None) -> RunData:

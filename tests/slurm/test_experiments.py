@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,19 @@ def test_layouts_run_as_an_array_and_a_later_call_compares_them(
     told = command_in(slurm, "experiment", file, *NODES_OF_TWO, "--submit")
     folder = tmp_path / "runs" / "placed"
     for run in ("lanes.1", "stages.1"):
-        text = (folder / run / "launch" / "jobs.jsonl").read_text()
-        job = Launched(slurm, folder / run, [json.loads(text)["job_id"]])
+        jobs = folder / run / "launch" / "jobs.jsonl"
+        job = Launched(slurm, folder / run, [json.loads(jobs.read_text())["job_id"]])
         assert job.job in told
         assert job.end() == "COMPLETED 0:0", job.logs()
+        job.check_what_is_shown()
+        jobs.write_text('{"job_id": "999999", "kind": "array"}\n')
+        assert "999999 (array): no longer in the queue" in job.mimo("status", job.run)
+        jobs.write_text(f'{jobs.read_text()}{{"job_id": "{job.job}", "kind": "array"}}\n')
+        shown = job.mimo("status", job.run)
+        assert "999999 (array): no longer in the queue" in shown
+        assert re.search(rf"{job.job} \(array\): COMPLETED.*\n.*state +ended", shown), shown
+        assert "[rank 0]" in job.mimo("logs", job.run)
+        assert job.job in (job.run / "report.html").read_text()
     told = command_in(slurm, "experiment", file, *NODES_OF_TWO)
     assert "2 of 2 layouts follow the losses of lanes" in told
     with (folder / "results.csv").open() as lines:

@@ -84,6 +84,15 @@ def test_logs_of_jobs_are_found_where_the_recipe_puts_them(
     assert printed(capsys) == ["[rank 0] elsewhere"]
 
 
+def test_of_a_job_that_ended_before_its_ranks_began_its_own_output_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "job_7.out").write_text("x.yaml:3: no\nexit code 2 at noon\n")
+    assert logs(tmp_path, None, follow=False) == 0
+    assert printed(capsys) == ["[job 7] x.yaml:3: no", "[job 7] exit code 2 at noon"]
+
+
 def test_only_the_end_of_huge_files_is_merged(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

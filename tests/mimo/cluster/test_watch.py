@@ -36,9 +36,14 @@ def facts(folder: Path) -> dict[str, str]:
 
 def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     """A squeue that says so."""
+    squeue_does(folder, monkeypatch, f"cat <<'END'\n{said}\nEND")
+
+
+def squeue_does(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
+    """A squeue that runs so."""
     (folder / "bin").mkdir()
     program = folder / "bin" / "squeue"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
+    program.write_text(f"#!/bin/sh\n{lines}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
 
@@ -167,6 +172,75 @@ def test_without_slurm_the_folder_alone_tells(
     assert facts(run)["job"] == "6 (train): submitted now; no SLURM here to ask"
     assert facts(run)["state"] == "ended"
     assert not look(run).goes_on
+
+
+@pytest.mark.parametrize(
+    ("state", "goes_on"),
+    [
+        *((state, True) for state in ("PENDING", "COMPLETING", "REQUEUE_HOLD", "SPECIAL_EXIT")),
+        *((state, True) for state in ("STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED", "NEW")),
+        *((state, False) for state in ("COMPLETED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL")),
+    ],
+)
+def test_a_job_goes_on_in_every_state_but_those_that_it_ends_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, goes_on: bool
+) -> None:
+    submitted(tmp_path / "run", "7")
+    squeue(tmp_path, monkeypatch, f"7|{state}|0:00|1:00:00|node1")
+    assert look(tmp_path / "run").goes_on == goes_on
+
+
+INVALID = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+LOST = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+
+
+def test_a_job_that_slurm_has_forgotten_is_gone_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As versions do that refuse several jobs for one that they do not know.
+    known = "*--jobs=7\\ *) echo '7|PENDING|0:00|1:00:00|(Priority)' ;;"
+    squeue_does(tmp_path, monkeypatch, f'case "$*" in {known} *) {INVALID} ;; esac')
+    submitted(tmp_path / "run", "6")
+    assert look(tmp_path / "run").jobs == ["6 (train): no longer in the queue"]
+    assert not look(tmp_path / "run").goes_on
+    submitted(tmp_path / "run", "6", "7")
+    lines = ["6 (train): no longer in the queue", "7 (train): PENDING, (Priority)"]
+    assert look(tmp_path / "run").jobs == lines
+    assert look(tmp_path / "run").goes_on
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        (LOST, "SLURM does not say: slurm_load_jobs error: Unable to contact slurm controller"),
+        ("exec sleep 60", "SLURM did not answer within 0.5 s"),
+    ],
+)
+def test_where_slurm_does_not_say_a_run_may_be_queued_unless_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, told: str
+) -> None:
+    monkeypatch.setattr("mimo.cluster.watch._SQUEUE_SECONDS", 0.5)
+    squeue_does(tmp_path, monkeypatch, does)
+    submitted(tmp_path / "run", "7")
+    view = look(tmp_path / "run")
+    assert view.jobs == [f"7 (train): submitted now; {told}"]
+    assert (view.is_queued, view.goes_on) == (None, True)
+    assert not look(make_run(tmp_path / "run")).goes_on
+
+
+def test_how_the_output_of_a_job_ends_is_told_once_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    submitted(run, "7")
+    (run / "launch" / "job_7.out").write_text("a\nb\nx.yaml:3: no\n\nexit code 2 at noon\n")
+    squeue(tmp_path, monkeypatch, "7|RUNNING|0:01|1:00|node1")
+    assert "job_7.out" not in facts(run)
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{INVALID}\n")
+    said = [value for name, value in facts_of(look(run)) if name == "job_7.out"]
+    assert said == ["b", "x.yaml:3: no", "exit code 2 at noon"]
+    make_run(run)
+    assert "job_7.out" not in facts(run), "it has ended well"
 
 
 def test_a_folder_without_a_run_is_an_input_error(tmp_path: Path) -> None:

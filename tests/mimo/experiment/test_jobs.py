@@ -80,11 +80,46 @@ def test_runs_are_submitted_as_one_array_and_their_results_collected_later(
     assert "2 of 2 layouts follow" in capsys.readouterr().out
 
 
+def test_where_slurm_does_not_say_nothing_is_submitted_again_and_what_is_done_is_collected(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(file) == 0
+    squeue = file.parent / "bin" / "squeue"
+    squeue.write_text("#!/bin/sh\necho 'error: no controller' >&2\nexit 1\n")
+    trained(file, "one")
+    capsys.readouterr()
+    assert submit(file) == 0
+    assert len(submitted(file)) == 1
+    said = capsys.readouterr().out
+    assert "two.1: not submitted again; 12_1 (array): submitted" in said
+    assert "SLURM does not say: error: no controller" in said
+    assert "one.1" not in said
+    assert main(file, []) == EXIT_CONTINUE
+    assert "1 of 2 layouts follow the losses of one" in capsys.readouterr().out
+
+
+def test_a_layout_that_slurm_refuses_does_not_keep_the_others_away(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(file.read_text().replace("{dp: 2}", "{dp: 2, tp: 2}"))  # of more ranks
+    sbatch = file.parent / "bin" / "sbatch"
+    refuses = "then echo 'too many' >&2; exit 1; fi"
+    text = sbatch.read_text().replace("#!/bin/sh", f"#!/bin/sh\nif grep -q made/one $2; {refuses}")
+    sbatch.write_text(text)
+    assert submit(file) == 1
+    told = capsys.readouterr()
+    assert told.out.startswith("two.1: job 12_0\n")
+    assert "one.1: sbatch refused" in told.err
+
+
 def test_a_job_that_ended_too_early_is_told_and_submitted_again_alone(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(file) == 0
     trained(file, "one")
+    # It was killed, so nobody has removed this.
+    lock = file.parent / "runs" / "made" / ".two.1.lock"
+    lock.write_text("host elsewhere, process 1, since now, SLURM job 12")
     assert main(file, []) == 1
     assert "its job ended before the run did" in capsys.readouterr().out
     assert submit(file) == 0

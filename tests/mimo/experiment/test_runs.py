@@ -141,7 +141,7 @@ def test_a_layout_that_fails_is_a_row_on_the_page_with_its_log_and_the_others_go
         if run.layout.name == "one":
             trains(run)
             return 0
-        run.errors.write_text("Traceback ...\n  line 1\nrank 2 died of exit code 9\n")
+        run.errors.write_text("Traceback ...\n  line 1\nrank 2 died of <exit code> 9\n")
         return 1
 
     use(monkeypatch, started, failing)
@@ -150,11 +150,11 @@ def test_a_layout_that_fails_is_a_row_on_the_page_with_its_log_and_the_others_go
     assert started == ["one.1", "two.1"]
     one, two, bad = rows(file)
     assert (one["state"], one["problem"]) == ("follows", "")
-    assert (two["state"], two["problem"]) == ("failed", "rank 2 died of exit code 9")
+    assert (two["state"], two["problem"]) == ("failed", "rank 2 died of <exit code> 9")
     assert bad["state"] == "failed"
     assert "language.grid" in bad["problem"]
     page = (folder_of(file) / "index.html").read_text()
-    assert "rank 2 died of exit code 9" in page
+    assert "rank 2 died of &lt;exit code&gt; 9" in page
     assert str(folder_of(file) / "logs" / "two.1.err") in page
 
 
@@ -173,6 +173,30 @@ def test_the_error_of_a_run_is_one_line_of_what_it_said(
     use(monkeypatch, [], lambda run: (run.errors.write_text(told) and code) or code)
     assert main(file, ["train.seed=7"]) == 1
     assert rows(file)[0]["problem"] == error
+
+
+@pytest.mark.parametrize(("code", "steps"), [(0, 7), (EXIT_CONTINUE, 7), (0, 0)])
+def test_a_run_that_ends_early_is_a_row_with_its_steps_and_is_gone_on_with(
+    file: Path,
+    started: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    steps: int,
+) -> None:
+    def early(run: Run) -> int:
+        trains(run, steps if run.name == "two.2" else STEPS)
+        return code if run.name == "two.2" else 0
+
+    with monkeypatch.context() as patch:
+        use(patch, started, early)
+        assert main(file, []) == 1
+    one, two = rows(file)
+    assert one["state"] == "follows"
+    told = f"it ended with exit code {code} after {steps} of 20 steps"
+    assert (two["state"], two["runs"], two["problem"]) == ("failed", "1", told)
+    started.clear()
+    assert main(file, []) == 0
+    assert started == ["two.2"]
 
 
 def test_without_its_reference_nothing_is_said_to_follow(

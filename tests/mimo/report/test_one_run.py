@@ -159,6 +159,32 @@ def test_a_run_that_has_not_done_a_step_has_a_page_too(tmp_path: Path) -> None:
     assert "stopped after step 0" in page
 
 
+@pytest.mark.parametrize("log_dir", ["launch", "logs"])
+def test_a_run_of_which_no_rank_has_started_has_a_page_that_says_why(
+    tmp_path: Path, log_dir: str
+) -> None:
+    launch = tmp_path / "run" / "launch"
+    launch.mkdir(parents=True)
+    (launch / "jobs.jsonl").write_text('{"time": "noon", "job_id": "7", "kind": "job"}\n')
+    logs = launch
+    if log_dir == "logs":
+        (launch / "recipe.yaml").write_text("cluster: {log_dir: logs}\n")
+        logs = tmp_path / "logs" / "run"
+        logs.mkdir(parents=True)
+    (logs / "job_7.out").write_text(f"x.yaml:3: {HOSTILE}\nexit code 2 at noon\n")
+    assert main(tmp_path / "run", None) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert sections(page) == ["Jobs"]
+    for text in ("no rank has started", "<td>7</td>", "job_7.out", "exit code 2 at noon"):
+        assert text in page
+    assert "x.yaml:3: &lt;script&gt;" in page
+    make_run(tmp_path / "run")
+    assert main(tmp_path / "run", None) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert sections(page)[-1] == "Jobs"
+    assert "no rank has started" not in page
+
+
 def test_a_job_of_phases_has_one_page(tmp_path: Path) -> None:
     for name in ("phase_1_projector", "phase_2_all"):
         make_run(tmp_path / "job" / name)
