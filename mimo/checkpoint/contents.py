@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mimo.checkpoint.folder import Progress, read_progress
-from mimo.checkpoint.sharing import read_shared
+from mimo.checkpoint.sharing import from_rank_0, read_shared
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.checkpoint.tensors import StoredTensor, averages, read_index
 from mimo.engines.contract import Module
@@ -46,9 +46,13 @@ def with_masters(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece
 def stored_at(start: Start) -> Index:
     """The tensors that a run begins with: the model need not draw those, and `begin` reads them.
 
-    Raises InputError for a checkpoint that cannot be read.
+    Rank 0 reads the index; every rank of the world calls this.
+    Raises InputError, on all of them, for a checkpoint that cannot be read.
     """
-    return {} if isinstance(start, FromScratch) else read_index(start.checkpoint)
+    if isinstance(start, FromScratch):
+        return {}
+    checkpoint = start.checkpoint
+    return from_rank_0(lambda: read_index(checkpoint))
 
 
 def begin(
@@ -126,7 +130,7 @@ def load_checkpoint(
     average: without optimizers, the moving average of the weights in their place.
     Raises ValueError if the checkpoint does not fit the model.
     """
-    progress = read_progress(checkpoint)
+    progress = from_rank_0(lambda: read_progress(checkpoint))
     if not with_optimizer:
         _load_weights(modules, checkpoint, stored, average, gets_on)
         return progress

@@ -1,8 +1,9 @@
 """Reading a checkpoint where several ranks want the same of it: each byte once, then exchanged.
 
-Ranks with equal weights take turns in the order of the files: of as many turns as there are ranks
-each reads one, and an all-gather gives all of them to all. What a rank wants alone, such as its
-share of a distributed optimizer, it reads alone.
+What says where the tensors are, rank 0 reads and checks for all. Ranks with equal weights take
+turns in the order of the files: of as many turns as there are ranks each reads one, and an
+all-gather gives all of them to all. What a rank wants alone, such as its share of a distributed
+optimizer, it reads alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,24 @@ _TURN_BYTES = 1 << 20
 _ROUND_BYTES = 1 << 26
 """That all ranks together read at a time, of which each has a copy; fewer in a turn if many."""
 _ALIGNMENT = 8
+
+
+def from_rank_0[T](do: Callable[[], T]) -> T:
+    """What ``do`` returns on rank 0, which alone calls it; every rank of the world calls this.
+
+    What it raises is raised on all ranks.
+    """
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = do()
+        except Exception as error:
+            found[1] = error
+    dist.broadcast_object_list(found, device=local_device())
+    value, error = found
+    if error is not None:
+        raise error
+    return value
 
 
 def read_shared(

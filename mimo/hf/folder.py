@@ -45,6 +45,10 @@ class WeightsFolder:
         if problems:
             raise RecipeError(*problems)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the open file, so that rank 0 can send what it has found to other ranks."""
+        return vars(self) | {"_open_path": None, "_open": None}
+
     def _read_header(self, file: Path) -> list[str]:
         try:
             reader = self._reader(file)

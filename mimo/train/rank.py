@@ -6,17 +6,17 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from data.index.samples import Index
 from mimo.checkpoint.contents import begin, stored_at
+from mimo.checkpoint.sharing import from_rank_0
 from mimo.checkpoint.start import FromScratch, Start
 from mimo.device import (
     barrier,
@@ -158,7 +158,8 @@ def _train(
     saves: ExitStack,
 ) -> int:
     # If the weights come from one of our checkpoints, the initial ones need not be read.
-    initial = initial_weights(recipe) if isinstance(start, FromScratch) else None
+    scratch = isinstance(start, FromScratch)
+    initial = from_rank_0(lambda: initial_weights(recipe)) if scratch else None
     stored = stored_at(start)
     trainer = Trainer(recipe, topology, run_dir, initial, stored)
     presence.model = trainer.model
@@ -223,7 +224,7 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
         indexes = open_indexes(recipe, split, *text_and_media)
         return pickle.dumps(indexes)
 
-    found = _from_rank_0(find)
+    found = from_rank_0(find)
     try:
         indexes = indexes or pickle.loads(found)
     except (OSError, ValueError) as error:
@@ -231,24 +232,6 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
     if failed := sum_over_world([float(bool(problem))])[0]:
         raise InputError(problem or f"data.{split}: {failed:g} ranks cannot open its index")
     return dataset_of(recipe, split, indexes, *text_and_media) if indexes else None
-
-
-def _from_rank_0[T](do: Callable[[], T]) -> T:
-    """What ``do`` returns on rank 0, which alone calls it; every rank of the world calls this.
-
-    What it raises is raised on all ranks.
-    """
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = do()
-        except Exception as error:
-            found[1] = error
-    dist.broadcast_object_list(found, device=local_device())
-    value, error = found
-    if error is not None:
-        raise error
-    return value
 
 
 def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.hf.recipes import load_recipe
+from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.launch.ranks import launch
+from mimo.layout.grids import Layout
+from mimo.model.recipe_checks import check_recipe
+from mimo.recipe.schema import Recipe
+from mimo.train.main import PRELOAD
+from mimo.train.run_folder import make_run_dir
 from tests import language_steps
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job
+from tests.mimo import tiny
+from tests.mimo.checkpoint.manifests import small_checkpoint
+from tests.mimo.model.test_fsdp_runs import make
+from tests.mimo.runs import LAYOUT
 
 SIZES = {"hidden_size": 128, "ffn_hidden_size": 512, "vocab_multiple": 4096}
 SAVED = Job(optimizer="adam", settings=SIZES, learning_rate=0.01)
@@ -88,3 +103,75 @@ def test_a_file_that_ends_while_it_is_read_is_said_by_all_that_wait_for_it(
     run_ranks(language_steps.save_and_go_on, 1, replace(SAVED, steps=2), tmp_path, 1)
     for said in run_ranks(fails_in_the_middle, 2, tmp_path):
         assert "tensors_0.safetensors: the file is cut off" in said
+
+
+# -------------------------------------------------------------------------- what rank 0 reads
+
+
+def train_noting_files(
+    rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Start
+) -> tuple[set[str], list[str]]:
+    """Train; the files opened of the folder in Hugging Face format, and those of the checkpoint."""
+    from mimo.hf.folder import WeightsFolder
+    from mimo.train.rank import train_in_world
+
+    initial, own = set[str](), list[str]()
+    reader = WeightsFolder._reader  # Python does not see what safetensors opens
+
+    def noted(folder: WeightsFolder, file: Path) -> Any:
+        initial.add(file.name)
+        return reader(folder, file)
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(start, Resume):
+            path = Path(str(args[0]))
+            own.extend([path.name] if path.parent == start.checkpoint else [])
+
+    WeightsFolder._reader = noted  # type: ignore[method-assign]
+    sys.addaudithook(look)
+    train_in_world(recipe, layout, run_dir, start)
+    return initial, own
+
+
+@pytest.mark.slow
+def test_ranks_open_only_files_with_their_weights_and_rank_0_alone_the_index(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    path = make(tmp_path, "qwen3_vl")
+    write_tiny(TinyCheckpoint("qwen3_vl", shard_size="100KB"), tmp_path / "base")
+    apart = "encoders.vision={placement: disjoint, grid: {dp: 1}}"
+    of_runs = []
+    for steps, start in ((1, FromScratch()), (2, Resume(tmp_path / "runs/run/checkpoints/step_1"))):
+        recipe = load_recipe(path, [apart, f"train.steps={steps}"])
+        layout, run_dir = check_recipe(recipe, None), make_run_dir(recipe, steps > 1)
+        given = (recipe, layout, run_dir, start)
+        of_runs.append(run_ranks(train_noting_files, layout.world_size, *given))
+    scratch, resumed = of_runs
+    every = {file.name for file in (tmp_path / "base").glob("*.safetensors")}
+    first, *others = [initial for initial, _ in scratch]
+    assert first == every
+    assert all(initial and initial < every for initial in others)
+    first, *others = [[name for name in own if name.endswith(".json")] for _, own in resumed]
+    assert sorted(first) == ["progress.json", "tensors.json"]
+    assert others == [[], []]
+    assert not any(initial for initial, _ in resumed)
+    assert all(own for _, own in resumed), "tensors are read by all"
+
+
+@pytest.mark.parametrize("name", ["tensors.json", "progress.json"])
+def test_a_broken_file_that_rank_0_reads_ends_all_ranks_with_one_message(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    tiny.write_samples(tmp_path)
+    recipe = load_recipe(tiny.write_recipe(tmp_path), LAYOUT)
+    layout, run_dir = check_recipe(recipe, None), make_run_dir(recipe, resumes=False)
+    checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
+    (checkpoint / name).write_text("{")
+    args = (recipe, layout, run_dir, Resume(checkpoint))
+    assert launch("mimo.train.rank:run_rank", args, layout.world_size, PRELOAD, run_dir) == 2
+    said = capfd.readouterr().err
+    assert said.count("is damaged") == 1, said
+    assert name in said
+    errors = [path.read_text() for path in run_dir.glob("error_rank_*.txt")]
+    assert errors
+    assert all("is damaged" in error for error in errors), "no rank lost another"
