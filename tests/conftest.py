@@ -31,6 +31,7 @@ PRELOAD = (
     "transformers.tokenization_utils_tokenizers",
     *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Png", "Ppm")),
     "tests.conftest",
+    "tests.mimo.runs",
     "tests.mimo.tiny",
 )
 
