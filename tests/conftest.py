@@ -1,6 +1,7 @@
 """Fixtures: real ranks for a test's function, in a tenth of a second."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Workers take file after file: the longest ones first, or one of them is the last, alone.
+    seconds = Counter[Path]()
+    for item in items:
+        seconds[item.path] += 5 * (item.get_closest_marker("slow") is not None)
+        seconds[item.path] += 120 * (item.get_closest_marker("slurm") is not None)
+    items.sort(key=lambda item: -seconds[item.path])
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
