@@ -5,8 +5,9 @@
 VENV := .venv
 STAMP := $(VENV)/.installed
 SOURCES := mimo bridge data encoders tests
-# Two at a time: much of a test is waiting for ranks. A file's tests share what they set up.
-PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+# Two at a time: much of a test is waiting for ranks. A file's tests share what they set up, and
+# files start in the order of `tests/conftest.py`.
+PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1,6 +1,7 @@
 """Fixtures: real ranks for a test's function, in a tenth of a second."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,28 @@ from mimo.engines.megatron.notices import WARNINGS
 from mimo.launch.ranks import rank_environment, run_on_cpu, warm_up_on_cpu
 
 RunRanks = Callable[..., list[Any]]
+
+# What ranks of tests import. Once, before they are forked, as it takes a small one longer than to
+# train: the engines, all families, and the tests' own helpers with what these import.
+PRELOAD = (
+    "mimo.engines.megatron.preload",
+    "mimo.engines.megatron.api",
+    "mimo.train.rank",
+    "mimo.verify.run",
+    "mimo.verify.reference",
+    "mimo.model.fsdp",
+    *(f"encoders.{name}" for name in ("gemma3", "qwen3_vl", "qwen_vl", "whisper")),
+    *(f"mimo.languages.{name}" for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3")),
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("gemma3", "qwen2_5_vl", "qwen3_vl", "siglip")
+    ),
+    "transformers.tokenization_utils_tokenizers",
+    *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Png", "Ppm")),
+    "tests.conftest",
+    "tests.mimo.runs",
+    "tests.mimo.tiny",
+)
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("untimed", deadline=None)
@@ -29,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Workers take file after file: the longest ones first, or one of them is the last, alone.
+    seconds = Counter[Path]()
+    for item in items:
+        seconds[item.path] += 5 * (item.get_closest_marker("slow") is not None)
+        seconds[item.path] += 120 * (item.get_closest_marker("slurm") is not None)
+    items.sort(key=lambda item: -seconds[item.path])
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
@@ -47,15 +76,7 @@ def run_ranks() -> RunRanks:
     the CPU. `function` is at the top level of its module; arguments and results are pickled.
     A rank's exception fails the test with its traceback, a hang with the stacks of every rank.
     """
-    warm_up_on_cpu(
-        [
-            "mimo.engines.megatron.preload",
-            "mimo.train.rank",
-            "transformers",
-            "pytest",
-            "torch.distributed",
-        ]
-    )
+    warm_up_on_cpu(PRELOAD)
 
     def run(
         function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60

@@ -3,6 +3,7 @@
 A process that has initialised CUDA must not fork: its children could not use the device.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -33,3 +34,5 @@ if _names:
     # Modules that were kept from being imported here: ranks may import them.
     for _name in [name for name, module in sys.modules.items() if module is None]:
         del sys.modules[_name]
+    # What was imported stays: no collection of a rank looks through it, and copies its pages.
+    gc.freeze()

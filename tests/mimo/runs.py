@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typer.testing import CliRunner, Result
+
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.cli import app
 from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
@@ -37,6 +40,11 @@ def mimo(*arguments: object, timeout: float = 120) -> subprocess.CompletedProces
     )
     assert not job.leftovers(), done.stderr
     return done
+
+
+def mimo_here(run_ranks: RunRanks, *arguments: object) -> Result:
+    """The command line in this process, whose ranks need no imports: ten seconds less."""
+    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def command(*arguments: object) -> list[str]:

@@ -17,7 +17,7 @@ from PIL import Image
 from mimo.errors import InputError
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import corrupt, mimo, run
+from tests.mimo.runs import corrupt, mimo, mimo_here, run
 
 
 @pytest.fixture
@@ -281,9 +281,10 @@ def _generate_from_bad_input(rank: int, folder: Path) -> None:
         Generator(folder).answer([replace(request, name="sample 'a' of b.tar")], 1)
 
 
-@pytest.mark.slow
-def test_generate_without_a_checkpoint_says_what_to_give(tmp_path: Path) -> None:
-    done = mimo("generate", tmp_path, "--prompt", "what is this ?")
-    assert done.returncode == 2
+def test_generate_without_a_checkpoint_says_what_to_give(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    done = mimo_here(run_ranks, "generate", tmp_path, "--prompt", "what is this ?")
+    assert done.exit_code == 2
     assert "no checkpoint" in done.stderr
     assert "Traceback" not in done.stderr

@@ -253,9 +253,13 @@ def undisturbed(folder: Path):
     return of
 
 
+def num_lines(file: Path) -> int:
+    return file.read_text().count("\n") if file.exists() else 0
+
+
 @contextmanager
 def killing_from_outside(kills: list[Kill], run_dir: Path) -> Iterator[None]:
-    """Send SIGKILL to ranks of jobs that run inside, some time after each of their lives began."""
+    """Send SIGKILL to ranks of jobs that run inside, so many steps after their lives began."""
     over = threading.Event()
 
     def kill_each() -> None:
@@ -264,7 +268,14 @@ def killing_from_outside(kills: list[Kill], run_dir: Path) -> Iterator[None]:
             while not (pid.exists() and pid.read_text()):
                 if over.wait(0.005):
                     return
-            if kill.where == "outside" and not over.wait(0.2 + kill.moment):
+            if kill.where != "outside":
+                continue
+            noted = run_dir / f"samples_{kill.rank}.jsonl"
+            last = num_lines(noted) + kill.steps
+            while num_lines(noted) < last:
+                if over.wait(0.002):
+                    return
+            if not over.wait(0.05 * kill.moment):
                 with suppress(ProcessLookupError):
                     os.kill(int(pid.read_text()), signal.SIGKILL)
 

@@ -19,10 +19,9 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
 from mimo.train.run_folder import make_run_dir
-from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, mimo, run
+from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, mimo, mimo_here, run
 
 
 @pytest.fixture
@@ -219,11 +218,12 @@ def test_several_validation_sources_have_the_losses_that_each_has_alone(
     assert min(one, other) < both["validation_loss"] < max(one, other)
 
 
-@pytest.mark.slow
-def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(recipe: Path) -> None:
+def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
     corrupt(recipe)
-    done = mimo("train", recipe, "data.max_skipped_samples=0")
-    assert done.returncode == 1
+    done = mimo_here(run_ranks, "train", recipe, "data.max_skipped_samples=0")
+    assert done.exit_code == 1
     assert "data.max_skipped_samples" in done.stderr
 
 
@@ -255,16 +255,17 @@ def test_the_console_shows_our_lines_alone_and_the_log_files_the_rest(recipe: Pa
     assert [path.name for path in logs if "WARNING" in path.read_text()] == []
 
 
-@pytest.mark.slow
-def test_sample_with_more_placeholders_than_images_is_bad_input(recipe: Path) -> None:
+def test_sample_with_more_placeholders_than_images_is_bad_input(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
     shard = recipe.parent / "train-00000.tar"
     with tarfile.open(shard) as whole, tarfile.open(recipe.parent / "cut.tar", "w") as cut:
         for member in whole:
             if member.name != "sample0003.2.png":
                 cut.addfile(member, whole.extractfile(member))
     (recipe.parent / "cut.tar").rename(shard)
-    done = mimo("train", recipe)
-    assert done.returncode == 2, done.stderr
+    done = mimo_here(run_ranks, "train", recipe)
+    assert done.exit_code == 2, done.stderr
     assert "sample0003" in done.stderr
     assert "3" in done.stderr
     assert "Traceback" not in done.stderr
@@ -289,13 +290,12 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize(
-    "override",
-    quick(BAD_INPUT, "train.stepps=3", "language.grid.tp=3"),
-)
-def test_bad_input_ends_with_one_message_and_exit_code_2(recipe: Path, override: str) -> None:
-    done = mimo("train", recipe, override)
-    assert done.returncode == 2, done.stderr
+@pytest.mark.parametrize("override", BAD_INPUT)
+def test_bad_input_ends_with_one_message_and_exit_code_2(
+    run_ranks: RunRanks, recipe: Path, override: str
+) -> None:
+    done = mimo_here(run_ranks, "train", recipe, override)
+    assert done.exit_code == 2, done.stderr
     for text in BAD_INPUT[override]:
         assert text in done.stderr
     assert "Traceback" not in done.stderr
