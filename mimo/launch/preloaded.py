@@ -3,6 +3,7 @@
 A process that has initialised CUDA must not fork: its children could not use the device.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -36,3 +37,4 @@ if _names:
         del sys.modules[_name]
     # What was imported stays: no collection of a rank looks through it, and copies its pages.
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries report what is left over

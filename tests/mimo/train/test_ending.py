@@ -102,7 +102,7 @@ def test_a_second_signal_ends_a_run_that_hangs_in_a_save_and_its_last_checkpoint
     run_dir = recipe.parent / "runs" / "tiny"
 
     def send() -> None:
-        while not (run_dir / "checkpoints" / "latest").exists():
+        while not (run_dir / "checkpoints" / "step_2").exists():  # the next one hangs
             time.sleep(0.01)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
