@@ -41,6 +41,21 @@ def submit_array(jobs: Sequence[Job]) -> list[str]:
     Raises InputError.
     """
     numbers: dict[str, str] = {}
+    for group, text in array_scripts(jobs):
+        scripts = [write(job) for job in group]
+        array = group[0].launch / "array.sh"
+        array.write_text(text, encoding="utf-8")
+        number = _sbatch(array)
+        for index, (job, script) in enumerate(zip(group, scripts, strict=True)):
+            numbers[job.name] = _noted(job, f"{number}_{index}", "array", script)
+    return [numbers[job.name] for job in jobs]
+
+
+def array_scripts(jobs: Sequence[Job]) -> list[tuple[list[Job], str]]:
+    """The jobs of each array, one for each kind of nodes, and its script; writes nothing.
+
+    Raises InputError for jobs that cannot be in an array.
+    """
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         if job.name in {other.name for group in groups.values() for other in group}:
@@ -49,26 +64,22 @@ def submit_array(jobs: Sequence[Job]) -> list[str]:
             raise InputError(f"{job.name}: SLURM has no arrays of heterogeneous jobs; submit it")
         shell = "bash -l" if job.cluster.modules else "bash"  # which knows `module`
         groups.setdefault((str(job.folder), shell, *job.directives()), []).append(job)
-    for (_, shell, *directives), group in groups.items():
-        scripts = [write(job) for job in group]
-        first = group[0]
-        text = template("array.sh.j2").render(
-            runs=[job.run for job in group],
-            logs=[job.logs for job in group],
-            shell=shell,
-            directives=[
-                f"--job-name={first.name}-array",
-                f"--array=0-{len(group) - 1}",
-                *first.output("array_%A_%a.out"),
-                *directives,
-            ],
-        )
-        array = first.launch / "array.sh"
-        array.write_text(text, encoding="utf-8")
-        number = _sbatch(array)
-        for index, (job, script) in enumerate(zip(group, scripts, strict=True)):
-            numbers[job.name] = _noted(job, f"{number}_{index}", "array", script)
-    return [numbers[job.name] for job in jobs]
+    return [(group, _array(group, *asked[1:])) for asked, group in groups.items()]
+
+
+def _array(group: Sequence[Job], shell: str, *directives: str) -> str:
+    first = group[0]
+    return template("array.sh.j2").render(
+        runs=[job.run for job in group],
+        logs=[job.logs for job in group],
+        shell=shell,
+        directives=[
+            f"--job-name={first.name}-array",
+            f"--array=0-{len(group) - 1}",
+            *first.output("array_%A_%a.out"),
+            *directives,
+        ],
+    )
 
 
 def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
