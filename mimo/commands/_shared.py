@@ -22,6 +22,9 @@ NumRanksOption = Annotated[
     int | None,
     typer.Option(min=1, max=MAX_RANKS, help="Ranks of the job; default: what the grids need."),
 ]
+ClusterOption = Annotated[
+    Path | None, typer.Option(help="A file with keys of `cluster:`, laid over the recipe's.")
+]
 EmaOption = Annotated[
     bool, typer.Option("--ema", help="The moving average of the weights (train.ema_decay).")
 ]

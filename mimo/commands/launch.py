@@ -1,5 +1,6 @@
 """`mimo launch`: from a recipe to a running job; and what its script runs before the ranks."""
 
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mimo.commands._shared import OverridesArgument, RecipeArgument
+from mimo.commands._shared import ClusterOption, OverridesArgument, RecipeArgument
 from mimo.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="A file with keys of `cluster:`, laid over the recipe's.")
-    ] = None,
+    cluster: ClusterOption = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job to SLURM.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script; write nothing.")
@@ -46,8 +45,9 @@ def launch(
     ] = None,
 ) -> int | None:
     """Write the batch script of a recipe, submit it; without SLURM, train here."""
-    from mimo.cluster.hosts import torchrun_lines
+    from mimo.cluster.hosts import torchrun_lines, variables_of
     from mimo.cluster.script import Form, prepare
+    from mimo.cluster.submit import array_scripts
 
     given = overrides or []
     others = [Path(one) for one in given if "=" not in one] if array else []
@@ -58,26 +58,35 @@ def launch(
         raise InputError("--chain and --array submit jobs: add --submit, or --dry-run to see them")
     if chain and array:
         raise InputError("--chain and --array: a chain is of one recipe; leave one of them out")
+    if dry_run and submit:
+        raise InputError("--dry-run and --submit: to see the script, or to submit it; leave one")
     if hosts is not None and (submit or hetjob or elastic or chain or array):
         raise InputError("--hosts is for hosts without SLURM: leave the options of jobs out")
     form: Form = "heterogeneous" if hetjob else "elastic" if elastic else "fixed"
     jobs = [prepare(path, given, cluster, form) for path in (recipe, *others)]
     job = jobs[0]
-    if hosts is not None:
-        for line in torchrun_lines(job, hosts.split(","), recipe, given):
-            print(line)
-    elif explain or dry_run:
+    if explain:
         for one in jobs:
-            print(one.placement_text if explain else one.text, end="")
+            print(one.placement_text, end="")
+    if hosts is not None:
+        for line in torchrun_lines(job, hosts.split(","), recipe, given, cluster):
+            print(line)
+    elif dry_run:
+        scripts = [one.text for one in jobs]
+        scripts += [text for _, text in array_scripts(jobs)] if array else []
+        print("".join(scripts), end="")
     elif submit:
         _submit(jobs, chain, array)
+    elif explain:
+        pass
     elif shutil.which("sbatch") is not None:
         _write(job)
     else:
         from mimo.train.main import main as train
 
         print("there is no SLURM here: training on this machine", flush=True)
-        return train(recipe, given)
+        os.environ.update(variables_of(job.cluster))
+        return train(recipe, given, site=cluster)
     return None
 
 

@@ -5,7 +5,12 @@ from typing import Annotated
 
 import typer
 
-from mimo.commands._shared import NumRanksOption, OverridesArgument, RecipeArgument
+from mimo.commands._shared import (
+    ClusterOption,
+    NumRanksOption,
+    OverridesArgument,
+    RecipeArgument,
+)
 
 
 def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> int | None:
@@ -30,6 +35,7 @@ def train(
         int,
         typer.Option(min=0, help="How often all ranks start again when one of them fails."),
     ] = 0,
+    cluster: ClusterOption = None,
 ) -> int | None:
     """Train a recipe on this machine, or as one rank of a torchrun or srun job."""
     from mimo.train.main import main as run
@@ -41,6 +47,7 @@ def train(
         resume=resume,
         resume_from=resume_from,
         max_restarts=max_restarts,
+        site=cluster,
     )
 
 

@@ -77,10 +77,14 @@ def main(
     resume: bool = False,
     resume_from: Path | None = None,
     max_restarts: int = 0,
+    site: Path | None = None,
 ) -> int:
-    """`mimo train`: run the recipe on this machine, or be one rank of a torchrun or srun job."""
+    """`mimo train`: run the recipe on this machine, or be one rank of a torchrun or srun job.
+
+    site: a file whose keys lie over the recipe's `cluster:`.
+    """
     began = time.monotonic()
-    request = Request(path, overrides, num_ranks, resume, resume_from)
+    request = Request(path, overrides, num_ranks, resume, resume_from, site)
     environment = rank_environment()
     if environment is not None:
         if max_restarts:
@@ -104,6 +108,7 @@ class Request:
     num_ranks: int | None = None
     resume: bool = False
     resume_from: Path | None = None
+    site: Path | None = None
 
     def check(self, environment: RankEnv | None) -> Job:
         """Check everything that needs no ranks. Raises RecipeError with all problems.
@@ -112,7 +117,8 @@ class Request:
         the ranks have met, so that only one of them looks at the shards.
         """
         ranks = environment.world_size if environment else self.num_ranks
-        phased = load_phases(self.path, self.overrides)
+        sections = None if self.site is None else {"cluster": self.site}
+        phased = load_phases(self.path, self.overrides, sections)
         layouts = phased.each(lambda recipe: check_recipe(recipe, ranks))
         num_ranks = max(layout.world_size for layout in layouts)
         if environment is None and (note := choose_before_fork(num_ranks)) is not None:

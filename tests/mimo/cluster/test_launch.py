@@ -122,12 +122,26 @@ def test_a_script_is_written_beside_the_recipe_as_launched(slurm: Path) -> None:
 def test_without_slurm_the_same_command_trains_here(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = []
-    monkeypatch.setattr("mimo.train.main.main", lambda *given: called.append(given) or 75)
-    result = launch("train.steps=7")
-    assert result.exit_code == 75
-    assert called == [(Path("tiny.yaml"), [*WIDE, "train.steps=7"])]
+    monkeypatch.setenv("TOLD", "")  # and so is put back
+    site, called = Path("site.yaml"), []
+
+    def train(*given: object, site: Path) -> int:
+        called.append((*given, site, os.environ["TOLD"]))
+        return 75
+
+    monkeypatch.setattr("mimo.train.main.main", train)
+    site.write_text("environment: {TOLD: of site}")
+    result = launch("train.steps=7", "--cluster=site.yaml")
+    assert result.exit_code == 75, result.output
+    assert called == [(Path("tiny.yaml"), [*WIDE, "train.steps=7"], site, "of site")]
     assert "training on this machine" in result.stdout
+
+
+def test_ranks_on_hosts_read_the_site_as_well(folder: Path) -> None:
+    (folder / "site.yaml").write_text("restarts: many")
+    result = CliRunner().invoke(app, ["train", "tiny.yaml", "--cluster=site.yaml"])
+    assert result.exit_code == 2
+    assert "site.yaml:1: cluster.restarts: " in result.stderr
 
 
 def test_without_slurm_nothing_is_submitted(folder: Path) -> None:
@@ -137,6 +151,12 @@ def test_without_slurm_nothing_is_submitted(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- submit
+
+
+def test_a_job_can_be_explained_and_submitted_at_once(slurm: Path) -> None:
+    told = launch("--explain", "--submit").stdout
+    assert told.startswith(launch("--explain").stdout)
+    assert "submitted 41;" in told
 
 
 def test_a_submitted_job_is_noted_with_its_number(slurm: Path) -> None:
@@ -167,13 +187,20 @@ def test_an_array_is_of_runs_that_ask_for_the_same(slurm: Path) -> None:
     for number, more in enumerate(["", "", "cluster: {qos: high}\n"], start=2):
         text = (slurm / "tiny.yaml").read_text().replace("name: tiny", f"name: other{number}")
         (slurm / f"{number}.yaml").write_text(text + more)
-    result = launch("--submit", "--array", "2.yaml", "3.yaml", "4.yaml")
+    recipes = ("--array", "2.yaml", "3.yaml", "4.yaml")
+    shown = launch("--dry-run", *recipes).stdout
+    result = launch("--submit", *recipes)
     assert result.exit_code == 0, result.output
     assert "submitted 41_0, 41_1, 41_2, 42_0" in result.stdout
     runs = slurm / "runs"
-    text = (runs / "tiny/launch/array.sh").read_text()
-    assert "#SBATCH --array=0-2\n" in text
-    assert "#SBATCH --qos=high\n" in (runs / "other4/launch/array.sh").read_text()
+    jobs = [
+        (runs / name / "launch/job.sh").read_text()
+        for name in ("tiny", "other2", "other3", "other4")
+    ]
+    arrays = [(runs / name / "launch/array.sh").read_text() for name in ("tiny", "other4")]
+    assert shown == "".join([*jobs, *arrays])
+    assert "#SBATCH --array=0-2\n" in arrays[0]
+    assert "#SBATCH --qos=high\n" in arrays[1]
     (runs / "other3/launch/job.sh").write_text('echo "$0 is $2"')
     numbers = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "51"}
     environment = {**os.environ, **numbers}
@@ -189,6 +216,7 @@ def test_an_array_is_of_runs_that_ask_for_the_same(slurm: Path) -> None:
         (["--chain=2"], "add --submit"),
         (["--hetjob", "--elastic", "--submit"], "fixed number of nodes"),
         (["--hosts=a", "--submit"], "hosts without SLURM"),
+        (["--dry-run", "--submit"], "to see the script, or to submit it"),
         (["--submit", "--array", "--hetjob"], "no arrays of heterogeneous jobs"),
     ],
 )
@@ -213,20 +241,59 @@ def test_what_slurm_says_to_a_job_that_it_refuses_is_shown(slurm: Path) -> None:
 # ------------------------------------------------------------------------------- --hosts
 
 
-def test_each_host_gets_a_line_with_as_many_ranks_as_it_has(folder: Path) -> None:
-    result = launch(*SEVENTEEN, "--hosts=a,b,c", "cluster.environment={X: 'a $(b)'}")
+def lines_of(result: Result) -> list[list[str]]:
+    """The words of each host's line."""
     assert result.exit_code == 0, result.output
-    lines = [shlex.split(line, comments=True) for line in result.stdout.splitlines()]
+    return [shlex.split(line, comments=True) for line in result.stdout.splitlines()]
+
+
+def test_each_host_gets_a_line_with_as_many_ranks_as_it_has(folder: Path) -> None:
+    given = (*SEVENTEEN, "--hosts=a,b,c", "cluster.environment={X: 'a $(b)'}")
+    lines, other = lines_of(launch(*given)), lines_of(launch(*given))[0]
     assert len(lines) == 3
     for number, (words, count) in enumerate(zip(lines, (1, 8, 8), strict=True)):
         assert words[:3] == ["cd", str(folder), "&&"]
-        assert words[3] == lines[0][3]
+        assert words[3] == lines[0][3] != other[3]
         assert len(words[3].removeprefix("MIMO_JOB_SECRET=")) == 32
-        assert words[4:6] == ["HF_HUB_OFFLINE=1", "X=a $(b)"]
-        assert f"--node-rank={number}" in words
+        assert "X=a $(b)" in words
+        assert f"--rdzv-conf=rank={number}" in words
         assert f"--nproc-per-node={count}" in words
-        assert "--master-addr=a" in words
+        assert len({*words} & {f"--rdzv-endpoint=a:{port}" for port in range(20000, 30000)}) == 1
         assert words[-1] == "cluster.environment={X: 'a $(b)'}"
+
+
+def test_lines_of_hosts_say_what_the_script_of_a_job_says(folder: Path) -> None:
+    Path("site.yaml").write_text(
+        "{venv: env, modules: [cuda/12, 'my gcc'], cpus_per_rank: 6, local_logs: /tmp/my logs, "
+        "interface: ib0, environment: {HF_HUB_OFFLINE: '0'}}"
+    )
+    (words,) = lines_of(launch("--hosts=a", "--cluster=site.yaml"))
+    modules = ["module", "load", "cuda/12", "&&", "module", "load", "my gcc", "&&"]
+    assert words[:11] == ["cd", str(folder), "&&", *modules]
+    variables = dict(word.split("=") for word in words[: words.index("-m")] if "=" in word)
+    del variables["MIMO_JOB_SECRET"]
+    assert variables == {
+        "HF_HUB_OFFLINE": "0",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "OMP_NUM_THREADS": "6",
+        "MIMO_LOCAL_LOGS": "/tmp/my logs",
+    }
+    assert words[words.index("-m") - 1] == f"{folder}/env/bin/python"
+    assert words[-2:] == ["--cluster", "site.yaml"]
+
+
+def test_hosts_start_apptainer_but_not_a_container_that_only_srun_knows(folder: Path) -> None:
+    image = "cluster.container={image: x.sif, runtime: "
+    (words,) = lines_of(launch("--hosts=a", f"{image}apptainer}}"))
+    at = words.index("apptainer")
+    assert words[at : at + 3] == ["apptainer", "exec", f"--pwd={folder}"]
+    assert words[words.index("x.sif") :][:3] == ["x.sif", "python", "-m"]
+    result = launch("--hosts=a", f"{image}pyxis}}")
+    assert result.exit_code == 2
+    assert "cluster.container.runtime: got 'pyxis'" in result.stderr
 
 
 def test_another_number_of_hosts_is_refused(folder: Path) -> None:

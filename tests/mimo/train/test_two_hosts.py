@@ -1,7 +1,8 @@
 """Training across two hosts, by the commands that `mimo launch --hosts` prints.
 
 The encoder and one lane of the language model are on the first host, the other lane on the second.
-Together they train as one host does; with the link between them cut, both end and say so.
+Together they train as one host does; with the link between them cut, both end and say so. Nothing
+listens at another address than that of the link.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mimo.hf.recipes import load_recipe
 from mimo.train.incidents import incidents
 from tests.conftest import RunRanks
 from tests.hosts import INTERFACE, Host, two_hosts
@@ -21,7 +23,7 @@ from tests.mimo.runs import LAYOUT, metrics, mimo, run
 from tests.ranks import MarkedJob
 
 pytestmark = pytest.mark.slow
-CLUSTER = ["cluster.gpus_per_node=0", "cluster.ranks_per_node=2", f"cluster.interface={INTERFACE}"]
+SITE = f"{{gpus_per_node: 0, ranks_per_node: 2, interface: {INTERFACE}}}"
 TIMEOUT_SECONDS = 6
 
 
@@ -36,7 +38,9 @@ def start(
 ) -> list[subprocess.Popen[bytes]]:
     """One job of three ranks."""
     names = ",".join(host.name for host in hosts)
-    told = mimo("launch", recipe, *LAYOUT, *CLUSTER, *overrides, "--hosts", names)
+    site = recipe.with_name("site.yaml")
+    site.write_text(SITE)
+    told = mimo("launch", recipe, *LAYOUT, *overrides, "--cluster", site, "--hosts", names)
     lines = told.stdout.splitlines()
     assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["2"], ["1"]], told
     return [
@@ -63,6 +67,7 @@ def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path
         for name in ("one", "two")
     )
     assert one == two
+    assert load_recipe(tmp_path / "runs/two/recipe.yaml").cluster.interface == INTERFACE
 
 
 def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
@@ -76,6 +81,7 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
             ended = [log_of(recipe, h).read_text() for h in hosts if agents[0].poll() is not None]
             assert not ended, ended
             time.sleep(0.1)
+        listening = [host.listens_at() for host in hosts]
         hosts[1].cut()
         cut = time.monotonic()
         try:
@@ -85,6 +91,7 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
                 agent.kill()
         assert time.monotonic() - cut < TIMEOUT_SECONDS + 30
         told = [log_of(recipe, host).read_text() for host in hosts]
+    assert listening == [{"01004D0A"}, {"02004D0A"}]  # 10.77.0.1, 10.77.0.2
     assert codes == [1, 1]
     assert not job.leftovers()
     origin = "no message gets through between first (rank 0, 1) and second (rank 2)"
