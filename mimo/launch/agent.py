@@ -57,5 +57,5 @@ if __name__ == "__main__":
     try:
         main()
     except InputError as error:
-        print(f"the hosts do not meet (--rdzv-endpoint): {error}", file=sys.stderr)
+        print(f"{error} (of hosts: --rdzv-endpoint in each one's line)", file=sys.stderr)
         sys.exit(error.exit_code)
