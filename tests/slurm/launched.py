@@ -69,7 +69,8 @@ class Launched:
         Yields what says whether SLURM has sent the rank a signal since.
         """
         self.wait_for_step(step)
-        rank = self.slurm.rank_processes(job or self.job)[0]
+        number = self.slurm.job(job or self.job)["JobId"]  # that of an array's task
+        rank = self.slurm.rank_processes(number)[0]
         rank.suspend()
 
         def has_signal() -> bool:

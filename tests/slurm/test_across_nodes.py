@@ -62,7 +62,10 @@ def test_an_array_trains_two_recipes_at_once_on_the_same_nodes(
     both = launch(slurm, recipe, other, same_nodes, "--array", "--submit")
     first = replace(both, jobs=both.jobs[:1])
     second = replace(both, jobs=both.jobs[1:], run=both.run.with_name("other"))
-    with first.held(0), second.held(0):
+    slurm.wait_for(lambda: first.steps() or second.steps(), 120)
+    ahead, behind = (first, second) if first.steps() else (second, first)
+    with ahead.held(0):
+        behind.wait_for_step(0)
         assert first.runs(first.job)
         assert second.runs(second.job)
     for job in (first, second):
