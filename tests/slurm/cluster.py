@@ -210,6 +210,11 @@ class Slurm:
 
     def ranks_of(self, number: str) -> dict[int, str]:
         """The nodes of a job's ranks that run now."""
+        found = self.rank_processes(number)
+        return {rank: found[rank].environ()["SLURMD_NODENAME"] for rank in sorted(found)}
+
+    def rank_processes(self, number: str) -> dict[int, psutil.Process]:
+        """A job's ranks that run now."""
         found = {}
         for process in self._processes():
             with suppress(psutil.Error):
@@ -217,8 +222,8 @@ class Slurm:
                 # srun has the variables of the batch script, which is no rank.
                 own = number in (env.get("SLURM_JOB_ID"), env.get("SLURM_HET_JOB_ID"))
                 if own and "SLURM_SRUN_COMM_PORT" in env:
-                    found[int(env["SLURM_PROCID"])] = env["SLURMD_NODENAME"]
-        return dict(sorted(found.items()))
+                    found[int(env["SLURM_PROCID"])] = process
+        return found
 
     def processes_of(self, number: str) -> list[str]:
         """What still runs of a job on any node."""

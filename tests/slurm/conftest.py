@@ -14,9 +14,8 @@ from typing import NoReturn
 import pytest
 
 from tests.conftest import RunRanks
-from tests.mimo.runs import metrics, run
 from tests.slurm.cluster import Slurm
-from tests.slurm.launched import LAYOUT, tiny
+from tests.slurm.launched import losses_without_slurm
 
 _PACKAGES = {"sbatch": "slurm-wlm", "munged": "munge", "shellcheck": "shellcheck"}
 
@@ -71,9 +70,7 @@ def slurm(started: Slurm) -> Iterator[Slurm]:
 @pytest.fixture(scope="session")
 def undisturbed(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses by step of the same run without SLURM."""
-    recipe = tiny(tmp_path_factory.mktemp("undisturbed"))
-    run(run_ranks, recipe, *LAYOUT)
-    return {line["step"]: line["loss"] for line in metrics(recipe)}
+    return losses_without_slurm(run_ranks, tmp_path_factory.mktemp("undisturbed"))
 
 
 def _give_up(reason: str) -> NoReturn:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGUSR1
 
-from tests.mimo.runs import command
+import psutil
+
+from tests.conftest import RunRanks
+from tests.mimo.runs import command, metrics, run
 from tests.mimo.tiny import write_recipe, write_samples
 from tests.slurm.cluster import Slurm
 
-STEPS = 150
+STEPS = 60
 LAYOUT = ["language.grid.dp=2", "train.micro_batch_size=2", f"train.steps={STEPS}"]
 """Three ranks: the encoder's, then two lanes of the language model."""
 NODES_OF_TWO = [
@@ -57,6 +62,30 @@ class Launched:
         """Until it has been trained."""
         self._wait(lambda: max(self.steps(), default=-1) >= step)
 
+    @contextmanager
+    def held(self, step: int, job: str | None = None) -> Iterator[Callable[[], bool]]:
+        """After a step rank 0 stands still, and so the run: it does not end before what comes.
+
+        Yields what says whether SLURM has sent the rank a signal since.
+        """
+        self.wait_for_step(step)
+        number = self.slurm.job(job or self.job)["JobId"]  # that of an array's task
+        rank = self.slurm.rank_processes(number)[0]
+        rank.suspend()
+
+        def has_signal() -> bool:
+            if rank.status() != psutil.STATUS_STOPPED:  # a preempted one is also told to go on
+                return True
+            told = Path(f"/proc/{rank.pid}/status").read_text()
+            (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", told, re.MULTILINE)
+            return bool(int(pending, 16) & 1 << (SIGUSR1 - 1))
+
+        try:
+            yield has_signal
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                rank.resume()
+
     def wait_for_start(self, number: int, job: str) -> None:
         """Until a job runs that was put into the queue again so often."""
         self._wait(lambda: int(self.slurm.job(job)["Restarts"]) >= number and self.runs(job))
@@ -80,6 +109,12 @@ class Launched:
         for name in ("status", "logs", "report"):
             assert self.mimo(name, self.run), name
 
+    def preflight(self) -> list[str]:
+        """The node of each rank by the look at the nodes before the last start; all were fit."""
+        table = json.loads((self.launch / "preflight.json").read_text())
+        assert table["ok"], table
+        return table["nodes"]
+
     def logs(self) -> str:
         """All that jobs and ranks have printed."""
         paths = sorted(path for path in self.launch.iterdir() if path.suffix in (".out", ".log"))
@@ -101,6 +136,13 @@ def tiny(folder: Path) -> Path:
     """A recipe with data in the folder."""
     write_samples(folder)
     return write_recipe(folder)
+
+
+def losses_without_slurm(run_ranks: RunRanks, folder: Path, *overrides: str) -> dict[int, float]:
+    """By step, of the same run on this machine."""
+    recipe = tiny(folder)
+    run(run_ranks, recipe, *LAYOUT, *overrides)
+    return {line["step"]: line["loss"] for line in metrics(recipe)}
 
 
 def launch(slurm: Slurm, recipe: Path, *arguments: str | Path) -> Launched:

@@ -16,9 +16,10 @@ def test_a_preempted_job_saves_and_goes_on_when_there_are_nodes_again(
     slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     job = launch(slurm, tiny(tmp_path), "--submit")
-    job.wait_for_step(10)
-    urgent = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null"]
-    slurm.command("sbatch", *urgent, "--wrap=sleep 1")
+    with job.held(10) as has_signal:
+        urgent = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null"]
+        slurm.command("sbatch", *urgent, "--wrap=sleep 1")
+        slurm.wait_for(has_signal, 30)
     job.wait_for_start(1, job.job)
     assert "exit code 75" in job.logs()
     assert job.end() == "COMPLETED 0:0", job.logs()
@@ -27,13 +28,17 @@ def test_a_preempted_job_saves_and_goes_on_when_there_are_nodes_again(
     job.check_what_is_shown()
 
 
-def test_the_next_job_of_a_chain_goes_on_after_the_warning_signal(
+def test_the_next_job_of_a_chain_goes_on_after_the_warning_signal_and_no_other_comes_between(
     slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    job = launch(slurm, tiny(tmp_path), "--chain", "3", "--submit")
+    job = launch(slurm, tiny(tmp_path), "cluster.restarts=0", "--chain", "3", "--submit")
     first, second, third = job.jobs
-    job.wait_for_step(10)
-    slurm.command("scancel", "--signal=USR1", first)  # what `--signal=USR1@...` sends
+    with job.held(10, first) as has_signal:
+        between = slurm.command("sbatch", "--parsable", job.launch / "job.sh").strip()
+        assert job.end(between) == "FAILED 1:0", job.logs()
+        assert "another job is writing to this run folder" in job.logs()
+        slurm.command("scancel", "--signal=USR1", first)  # what `--signal=USR1@...` sends
+        slurm.wait_for(has_signal, 30)
     assert job.end(first) == "FAILED 75:0", job.logs()
     assert job.end(second) == "COMPLETED 0:0", job.logs()
     assert job.end(third).startswith("CANCELLED"), "all is done"
@@ -45,7 +50,8 @@ def test_the_next_job_of_a_chain_goes_on_after_the_warning_signal(
 def test_a_job_goes_on_where_nodes_die_first_on_another_then_on_fewer(
     slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    job = launch(slurm, tiny(tmp_path), "train.save_every=10", "--elastic", "--submit")
+    options = ["train.save_every=10", "cluster.preflight=true", "--elastic"]
+    job = launch(slurm, tiny(tmp_path), *options, "--submit")
     job.wait_for_step(12)
     _, second = slurm.nodes_of(job.job)
     slurm.kill_node(second)
@@ -53,7 +59,7 @@ def test_a_job_goes_on_where_nodes_die_first_on_another_then_on_fewer(
     nodes = slurm.nodes_of(job.job)
     assert len(nodes) == 2
     assert second not in nodes
-    job.wait_for_step(40)
+    job.wait_for_step(30)
     for node in {*NODES} - {*nodes, second}:
         slurm.command("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
     slurm.kill_node(nodes[0])  # where the script runs
@@ -61,4 +67,5 @@ def test_a_job_goes_on_where_nodes_die_first_on_another_then_on_fewer(
     assert slurm.nodes_of(job.job) == nodes[1:], slurm.logs()
     assert job.end() == "COMPLETED 0:0", job.logs()
     assert job.losses() == pytest.approx(undisturbed, rel=1e-5)
+    assert job.preflight() == nodes[1:] * 2
     job.check_what_is_shown()

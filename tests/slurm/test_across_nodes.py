@@ -1,0 +1,94 @@
+"""Jobs across several nodes, from a look at the nodes to the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunRanks
+from tests.slurm.cluster import NODES, Slurm
+from tests.slurm.launched import STEPS, launch, losses_without_slurm, tiny
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def test_a_recipe_trains_across_two_nodes_as_it_does_on_one(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    job = launch(slurm, tiny(tmp_path), "cluster.preflight=true", "--submit")
+    job.wait_for_step(0)
+    first, second = slurm.nodes_of(job.job)
+    assert slurm.ranks_of(job.job) == {0: first, 1: first, 2: second}
+    assert job.end() == "COMPLETED 0:0", job.logs()
+    assert job.losses() == undisturbed
+    assert job.preflight() == [first, first, second]
+    assert {path.name for path in job.launch.glob("rank_*.log")} == {
+        f"rank_{rank}.log" for rank in range(3)
+    }
+    assert f"step {STEPS}/{STEPS}" in job.mimo("logs", job.run)
+    assert f"{STEPS} of {STEPS}" in job.mimo("status", job.run)
+    job.mimo("report", job.run)
+
+
+def test_a_recipe_trains_across_four_nodes_and_goes_on_after_its_time_limit(
+    slurm: Slurm, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    lanes = "encoders.vision.grid.dp=2"
+    # SLURM counts minutes and looks at the time twice in each: it warns 50 to 80 s after the start.
+    nodes = ["cluster.ranks_per_node=1", "cluster.time_limit='2'", "cluster.signal_seconds=40"]
+    job = launch(slurm, tiny(tmp_path), lanes, *nodes, "--submit")
+    undisturbed = losses_without_slurm(run_ranks, tmp_path / "undisturbed", lanes)
+    with job.held(5) as is_warned:
+        assert slurm.ranks_of(job.job) == dict(enumerate(NODES))
+        status = job.mimo("status", job.run)
+        assert "running" in status.lower(), status
+        slurm.wait_for(is_warned, 90)
+    job.wait_for_start(1, job.job)
+    assert "exit code 75" in job.logs()
+    assert job.end() == "COMPLETED 0:0", job.logs()
+    assert job.steps() == [*range(STEPS)]
+    assert job.losses() == undisturbed
+    job.check_what_is_shown()
+
+
+def test_an_array_trains_two_recipes_at_once_on_the_same_nodes(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    recipe, other = tiny(tmp_path), tmp_path / "other.yaml"
+    other.write_text(recipe.read_text().replace("name: tiny", "name: other"))
+    same_nodes = "cluster.options=['--nodelist=node1,node2']"
+    both = launch(slurm, recipe, other, same_nodes, "--array", "--submit")
+    first = replace(both, jobs=both.jobs[:1])
+    second = replace(both, jobs=both.jobs[1:], run=both.run.with_name("other"))
+    slurm.wait_for(lambda: first.steps() or second.steps(), 120)
+    ahead, behind = (first, second) if first.steps() else (second, first)
+    with ahead.held(0):
+        behind.wait_for_step(0)
+        assert first.runs(first.job)
+        assert second.runs(second.job)
+    for job in (first, second):
+        assert job.end() == "COMPLETED 0:0", job.logs()
+        assert job.losses() == undisturbed
+        job.check_what_is_shown()
+
+
+def test_encoders_train_on_a_node_of_their_own_and_go_on_there(
+    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    job = launch(slurm, tiny(tmp_path), "cluster.preflight=true", "--hetjob", "--submit")
+    with job.held(10) as has_signal:
+        ranks = slurm.ranks_of(job.job)
+        assert [*ranks] == [0, 1, 2]
+        assert ranks[0] != ranks[1] == ranks[2]
+        slurm.command("scancel", "--signal=USR1", job.job)
+        slurm.wait_for(has_signal, 30)
+    job.wait_for_start(1, job.job)
+    assert job.end() == "COMPLETED 0:0", job.logs()
+    assert job.losses() == undisturbed
+    assert job.steps() == [*range(STEPS)]
+    encoders, *language = job.preflight()
+    assert encoders not in language
+    assert len({*language}) == 1
+    job.check_what_is_shown()
