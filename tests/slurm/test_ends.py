@@ -34,3 +34,10 @@ def test_a_wrong_recipe_fails_before_any_rank_starts(slurm: Slurm, tmp_path: Pat
     assert job.end() == "FAILED 2:0", job.logs()
     assert "sdg" in (job.launch / f"job_{number}.out").read_text()
     assert not [*job.launch.glob("rank_*.log")]
+    problem = "train.optimizer: should be 'adam' or 'sgd'; got 'sdg'"
+    status = job.mimo("status", job.run)
+    assert "no rank has started yet" in status
+    assert problem in status
+    assert problem in job.mimo("logs", job.run)
+    job.mimo("report", job.run)
+    assert "no rank has started" in (job.run / "report.html").read_text()
