@@ -221,6 +221,7 @@ class Slurm:
                 env = process.environ()
                 # srun has the variables of the batch script, which is no rank.
                 own = number in (env.get("SLURM_JOB_ID"), env.get("SLURM_HET_JOB_ID"))
+                own = own and process.name().startswith(("mimo", "python"))  # not the shell's own
                 if own and "SLURM_SRUN_COMM_PORT" in env:
                     found[int(env["SLURM_PROCID"])] = process
         return found
