@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mimo.checkpoint.files import reading
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
 
@@ -131,13 +132,17 @@ def _difference(piece: Piece, tensor: StoredTensor) -> str:
 
 
 def opened(folder: Path, name: str) -> Any:
-    """A file of the folder to read from; not one elsewhere, by a link. Raises InputError."""
+    """A file of the folder to read from; not one elsewhere, by a link.
+
+    Raises Unreadable where the file system is to blame, else InputError.
+    """
 
     def opener(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW)
 
     try:
-        return open(folder / name, "rb", buffering=0, opener=opener)
+        with reading(folder / name):
+            return open(folder / name, "rb", buffering=0, opener=opener)
     except OSError as error:
         raise InputError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
 

@@ -23,7 +23,7 @@ from mimo.checkpoint.reading import Part, opened, parts_of, place_of, read_piece
 from mimo.checkpoint.tensors import StoredTensor
 from mimo.device import local_device
 from mimo.engines.piece import Piece
-from mimo.errors import InputError
+from mimo.errors import InputError, StartError
 from mimo.hf.folder import shards_of
 
 _TURN_BYTES = 1 << 20
@@ -102,14 +102,14 @@ def _in_turns(
     most = max((sum(map(_room, turn)) for turn in turns), default=0)
     host = torch.empty(most, dtype=torch.uint8)
     arrived = torch.empty(most * group.size(), dtype=torch.uint8, device=local_device())
-    num_bytes, problem = 0, ""
+    num_bytes, problem = 0, None
     with ExitStack() as files:
         name, file = "", None
         for round_ in itertools.batched(turns, group.size()):
             room = max(sum(map(_room, turn)) for turn in round_)
             own = round_[group.rank()] if group.rank() < len(round_) else ()
             try:
-                for part, raw in () if problem else _places(own, host):
+                for part, raw in _places(own, host) if problem is None else ():
                     if part.stored.file != name:
                         files.close()
                         file = files.enter_context(opened(folder, part.stored.file))
@@ -117,17 +117,18 @@ def _in_turns(
                     part.read(file, raw)
                     num_bytes += part.num_bytes
             except InputError as error:
-                problem = str(error)  # the others wait in all rounds that follow
+                problem = error  # the others wait in all rounds that follow
             every = arrived[: room * group.size()]
             dist.all_gather_into_tensor(every, host[:room].to(every.device), group=group)
             gets_on()
             for turn, of_rank in zip(round_, every.split(room), strict=False):
                 for part, raw in _places(turn, of_rank):
                     part.hand_out(raw)
-    problems: list[Any] = [None] * group.size()
-    dist.all_gather_object(problems, problem, group=group)
-    if any(problems):
-        raise InputError("\n".join(sorted({one for one in problems if one})))
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, problem, group=group)
+    if problems := [one for one in found if one is not None]:
+        may_go_away = all(isinstance(one, StartError) for one in problems)
+        raise (StartError if may_go_away else InputError)("\n".join(sorted({*map(str, problems)})))
     return num_bytes
 
 

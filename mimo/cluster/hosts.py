@@ -9,11 +9,10 @@ from pathlib import Path
 
 from mimo.cluster.containers import Container
 from mimo.cluster.placement import Placement, in_order
+from mimo.cluster.rendezvous import FIRST_PORT, NUM_PORTS
 from mimo.cluster.script import Job
 from mimo.errors import InputError, RecipeError
 from mimo.recipe.cluster import Cluster
-
-_FIRST_PORT, _NUM_PORTS = 20000, 10000  # below those that systems give to clients
 
 
 def torchrun_lines(
@@ -47,7 +46,7 @@ def torchrun_lines(
     before += [*_python(job), "-m", "mimo.launch.agent", f"--nnodes={len(hosts)}"]
     before += ["--rdzv-backend=mimo"]
     # The door tries the next ports if this one is taken by then.
-    endpoint = f"{hosts[0]}:{_FIRST_PORT + secrets.randbelow(_NUM_PORTS)}"
+    endpoint = f"{hosts[0]}:{FIRST_PORT + secrets.randbelow(NUM_PORTS)}"
     after = ["-m", "mimo.cli", "train", str(recipe), *overrides]
     after += ["--cluster", str(site)] if site is not None else []
     for number, (host, num_ranks) in enumerate(zip(hosts, nodes, strict=True)):

@@ -14,7 +14,7 @@ import psutil
 
 from mimo.errors import InputError, StartError, suggestion
 
-_FIRST_PORT, _NUM_PORTS = 20000, 10000  # below those that systems give to clients
+FIRST_PORT, NUM_PORTS = 20000, 10000  # below those that systems give to clients
 _APART = 37  # ports of one job before those of the next
 _TRIES = 500
 
@@ -28,7 +28,7 @@ def address_and_port(interface: str | None) -> tuple[str, int]:
     address = _address(interface)
     job, start = (int(os.environ.get(f"SLURM_{n}", "0")) for n in ("JOB_ID", "RESTART_COUNT"))
     for number in range(_TRIES):
-        port = _FIRST_PORT + (job * _APART + start + number) % _NUM_PORTS
+        port = FIRST_PORT + (job * _APART + start + number) % NUM_PORTS
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with suppress(OSError), socket.socket(family) as probe:
             probe.bind((address, port))

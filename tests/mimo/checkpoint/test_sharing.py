@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,8 +78,8 @@ def test_replicas_read_an_equal_share_each_and_get_the_same_bits(
         assert together == pytest.approx(alone - equal + equal / replicas, rel=0.12)
 
 
-def fails_in_the_middle(rank: int, folder: Path) -> str:
-    """What a rank says of a file that is cut off where another rank reads it."""
+def fails_in_the_middle(rank: int, folder: Path, cut: bool) -> tuple[int, str]:
+    """Exit code and words of a rank about a file that is cut off, or that rank 0's disk loses."""
     from mimo.checkpoint.contents import resumed
     from mimo.checkpoint.sharing import read_shared
     from mimo.checkpoint.tensors import read_index
@@ -85,24 +89,31 @@ def fails_in_the_middle(rank: int, folder: Path) -> str:
     index = read_index(folder)
     pieces = resumed(module.pieces("load", with_optimizer=True), index, 1)
     torch.distributed.barrier()
-    if rank == 0:
+    if rank == 0 and cut:
         (file,) = folder.glob("tensors_0.safetensors")
-        with file.open("r+b") as cut:
-            cut.truncate(file.stat().st_size // 2)
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size // 2)
     torch.distributed.barrier()
+    lost = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    sick = mock.patch.object(os, "open", side_effect=lost) if rank == 0 and not cut else ExitStack()
     try:
-        read_shared(folder, index, pieces, module.replicas)
+        with sick:
+            read_shared(folder, index, pieces, module.replicas)
     except InputError as error:
-        return str(error)
-    return ""
+        return error.exit_code, str(error)
+    return 0, ""
 
 
 def test_a_file_that_ends_while_it_is_read_is_said_by_all_that_wait_for_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     run_ranks(language_steps.save_and_go_on, 1, replace(SAVED, steps=2), tmp_path, 1)
-    for said in run_ranks(fails_in_the_middle, 2, tmp_path):
+    for code, said in run_ranks(fails_in_the_middle, 2, tmp_path, False):
+        assert "tensors_0.safetensors cannot be read: Stale file handle; that need not" in said
+        assert code == 1, "a batch script tries again"
+    for code, said in run_ranks(fails_in_the_middle, 2, tmp_path, True):
         assert "tensors_0.safetensors: the file is cut off" in said
+        assert code == 2
 
 
 # -------------------------------------------------------------------------- what rank 0 reads
