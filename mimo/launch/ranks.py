@@ -1,5 +1,6 @@
 """Ranks: started here on one machine, or found in the environment of torchrun or srun."""
 
+import atexit
 import os
 import re
 import signal
@@ -179,6 +180,21 @@ def hosts_of(nodes: str) -> Iterator[str]:
 def node_name() -> str:
     """This machine's: the one that SLURM knows it by, else the host's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def end_at_once(exit_code: int) -> int:
+    """Where its interpreter would wind down, this process ends instead; returns the exit code.
+
+    Threads of backends may not wind down in time, and have aborted ranks that were done.
+    """
+
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    atexit.register(end)
+    return exit_code
 
 
 def _report(failure: RanksFailed, log_dir: Path | None) -> int:

@@ -36,7 +36,7 @@ from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.hf.initial import initial_weights
 from mimo.hf.recipes import load_phases
 from mimo.launch.processes import RankError, end_with_failed_thread, exit_code_of, warm_up
-from mimo.launch.ranks import RankEnv, launch, rank_environment
+from mimo.launch.ranks import RankEnv, end_at_once, launch, rank_environment
 from mimo.launch.signals import end_by_signals
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
@@ -93,7 +93,7 @@ def main(
                 "under srun, let the batch script start the job again with --resume"
             )
         end_by_signals()
-        return _be_a_rank(request, environment, began)
+        return end_at_once(_be_a_rank(request, environment, began))
     job = request.check(None)
     with run_lock(job.phased.run_dir):
         return train_here(job, max_restarts, began)

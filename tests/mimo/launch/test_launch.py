@@ -17,6 +17,7 @@ from mimo.launch import signals
 from mimo.launch.processes import RanksFailed, RanksHung
 from mimo.launch.ranks import first_host, launch, rank_environment
 from tests.conftest import RunRanks
+from tests.mimo.launch.conftest import free_port
 
 HERE = "tests.mimo.launch.test_launch"
 
@@ -253,6 +254,19 @@ def test_a_second_signal_ends_a_rank_of_torchrun_that_is_stuck_inside_a_library(
         rank.send_signal(signal.SIGTERM)
         assert rank.communicate(timeout=10)[1] == "ended by SIGTERM\n"
         assert rank.returncode == 143
+
+
+def test_a_rank_of_torchrun_that_is_done_is_not_aborted_while_its_interpreter_winds_down() -> None:
+    code = "import atexit, os; atexit.register(os.abort); from mimo.cli import app; "
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    told = subprocess.run(
+        [sys.executable, "-c", f"{code}app(['train', 'no.yaml'])"],
+        env={**os.environ, **alone, "MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+    )
+    assert (told.returncode, told.stdout) == (2, "")
+    assert "no.yaml" in told.stderr
 
 
 def test_torchrun_and_srun_environments_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
