@@ -1,7 +1,14 @@
 """The one error that a wrong recipe leads to, and the search for what was meant."""
 
 import difflib
+import errno
 from collections.abc import Iterable
+
+# What an OSError says of a path that is wrong, and so will be tomorrow.
+_OF_THE_PATH = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST),
+}
 
 EXIT_CONTINUE = 75
 """Exit code of a run that has saved and wants to be started again with ``--resume``.
@@ -20,6 +27,17 @@ class StartError(InputError):
     """What keeps a run from starting is outside its input, so another start may work."""
 
     exit_code = 1
+
+
+def file_system_failed(error: BaseException) -> bool:
+    """Whether the error, or what caused it, says that a file system or a network did not answer.
+
+    Then a StartError is due: nothing is known of the file. A path that is wrong is bad input.
+    """
+    if isinstance(error, OSError):
+        passing = isinstance(error, ConnectionError | TimeoutError)
+        return passing or error.errno not in {None, *_OF_THE_PATH}
+    return error.__cause__ is not None and file_system_failed(error.__cause__)
 
 
 class RecipeError(InputError):

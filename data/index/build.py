@@ -36,23 +36,34 @@ class IndexTask:
 
 @dataclass
 class Problems:
-    """What kept shards from being indexed: how many there are of each kind, and the first ones."""
+    """What kept shards from being indexed: how many there are of each kind, and the first ones.
+
+    cause: what a file system said when it did not give a shard, if one did not.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
+    cause: OSError | None = None
 
-    def add(self, kind: str, line: str) -> None:
+    def add(self, kind: str, line: str, cause: OSError | None = None) -> None:
         """One more."""
-        self.merge(Problems({kind: 1}, {kind: [line]}))
+        self.merge(Problems({kind: 1}, {kind: [line]}, cause))
 
     def merge(self, other: Problems) -> None:
         """Those of other shards."""
         for kind, count in other.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
             self.lines[kind] = (self.lines.get(kind, []) + other.lines[kind])[:_NAMED]
+        self.cause = self.cause or other.cause
 
-    def text(self, processors: Processors) -> str:
-        """What to tell the user; empty if there are none."""
+    def raise_any(self, processors: Processors) -> None:
+        """Raises ValueError if there are any; from an OSError if that is all that they come of."""
+        if self.counts:
+            only_shards = [*self.counts] == ["shard"]
+            raise ValueError(self._text(processors)) from self.cause if only_shards else None
+
+    def _text(self, processors: Processors) -> str:
+        """What to tell the user."""
         media = sorted(processors)
         suffixes = ", ".join(_suffixes(processors)) or "none"
         remedies = {
@@ -101,8 +112,7 @@ def build_here(
         problems.merge(index_shard(task, chat, processors, show))
         done += task.shard.size
         show(task.shard.size)
-    if text := problems.text(processors):
-        raise ValueError(text)
+    problems.raise_any(processors)
 
 
 def index_shard(
@@ -154,7 +164,8 @@ def index_shard(
                 for name, value in row.items():
                     columns[name].append(value)
     except (ValueError, OSError) as error:
-        problems.add("shard", str(error))
+        cause = error if isinstance(error, OSError) else error.__cause__
+        problems.add("shard", str(error), cause if isinstance(cause, OSError) else None)
     if not problems.counts:
         arrays = {name: np.array(values) for name, values in columns.items()}
         arrays["keys"] = np.frombuffer(bytes(keys), np.uint8)

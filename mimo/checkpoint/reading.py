@@ -42,7 +42,7 @@ class Part:
         return len(self.rows) * len(self.columns) * self.dtype.itemsize
 
     def read(self, file: Any, raw: Tensor) -> None:
-        """Into raw (num_bytes,) uint8 on the host. Raises InputError where the file ends."""
+        """Into raw (num_bytes,) uint8 on the host. As `read_pieces`."""
         stored, size = self.stored, self.dtype.itemsize
         skipped = (self.rows.start - stored.row) * stored.columns
         begin = stored.begin + (skipped + self.columns.start - stored.column) * size
@@ -103,7 +103,8 @@ def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterabl
     """Fill the values of every wanted piece, in whatever dtype they have; the bytes read.
 
     Beside the tensors, about `_CHUNK_BYTES` of memory are used.
-    Raises InputError for a tensor that is missing or has another shape, and for a damaged file.
+    Raises InputError for a tensor that is missing or has another shape, and for a damaged file;
+    Unreadable where the file system is to blame.
     """
     parts = parts_of(folder, index, wanted, _CHUNK_BYTES)
     buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
@@ -160,13 +161,14 @@ def _overlap(stored: Stored, piece: Piece) -> tuple[range, range]:
 
 
 def _fill(file: Any, begin: int, target: Tensor) -> None:
-    """Fill target (n,) uint8 from byte ``begin`` on. Raises InputError where the file ends."""
+    """Fill target (n,) uint8 from byte ``begin`` on.
+
+    Raises InputError where the file ends, Unreadable where the file system is to blame.
+    """
     left = memoryview(target.numpy())
     while left:
-        try:
+        with reading(Path(file.name)):
             count = os.preadv(file.fileno(), [left], begin)
-        except OSError as error:
-            raise InputError(f"checkpoint {file.name}: cannot be read: {error}") from error
         if count <= 0:
             raise InputError(f"checkpoint {file.name}: the file is cut off; copy it again")
         left, begin = left[count:], begin + count

@@ -9,6 +9,8 @@ optimizer, it reads alone.
 from __future__ import annotations
 
 import itertools
+import pickle
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
@@ -36,21 +38,32 @@ _ALIGNMENT = 8
 def from_rank_0[T](do: Callable[[], T]) -> T:
     """What ``do`` returns on rank 0, which alone calls it; every rank of the world calls this.
 
-    What it raises is raised on all ranks.
+    What it raises is raised on all ranks; where that cannot be sent, a RuntimeError that says it.
     """
     if dist.get_world_size() == 1:
         return do()  # a world of one, as for generation, need not start NCCL
-    found: list[Any] = [None, None]
+    found: list[bytes] = [b""]
     if dist.get_rank() == 0:
         try:
-            found[0] = do()
-        except Exception as error:
-            found[1] = error
+            found[0] = pickle.dumps((do(), None))
+        except Exception as error:  # also of what cannot be pickled: the others wait for a word
+            found[0] = _packed(error)
     dist.broadcast_object_list(found, device=local_device())
-    value, error = found
+    value, error = pickle.loads(found[0])
     if error is not None:
         raise error
     return value
+
+
+def _packed(error: Exception) -> bytes:
+    """An error as `from_rank_0` sends it. Some can be pickled, but not read again."""
+    try:
+        packed = pickle.dumps((None, error))
+        pickle.loads(packed)
+    except Exception:
+        words = "".join(traceback.format_exception(error))
+        return pickle.dumps((None, RuntimeError(f"rank 0 failed:\n{words}")))
+    return packed
 
 
 def read_shared(

@@ -105,8 +105,6 @@ def _noted(job: Job, number: str, kind: str, script: Path) -> str:
         "kind": kind,
         "script": str(script),
     }
-    with (job.launch / "jobs.jsonl").open("a+", encoding="utf-8") as file:
-        file.seek(0)
-        if f'"job_id": "{number}"' not in file.read():  # else the job has begun and said so itself
-            print(json.dumps(line), file=file)
+    with (job.launch / "jobs.jsonl").open("a", encoding="utf-8") as file:
+        file.write(f"{json.dumps(line)}\n")  # at once: the job may be adding a line of its own
     return number

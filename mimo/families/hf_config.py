@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo.errors import InputError
+from mimo.errors import InputError, StartError, file_system_failed
 
 Config = Mapping[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises InputError if it is missing or holds anything else."""
+    """A JSON object from a file.
+
+    Raises InputError if it is missing or holds anything else, StartError if its file system fails.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a folder in Hugging Face format") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        kind = StartError if file_system_failed(error) else InputError
+        raise kind(f"{path}: cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise InputError(f"{path}: is not a JSON object")
     return found

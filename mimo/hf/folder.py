@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mimo.errors import InputError, RecipeError
+from mimo.errors import InputError, RecipeError, StartError, file_system_failed
 from mimo.families.hf_config import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -24,7 +24,8 @@ class WeightsFolder:
     """The tensors of a checkpoint in Hugging Face format; one file is open at a time.
 
     shapes, dtypes: by key. bytes_read: of tensors, so far. Building it reads the headers only.
-    Raises InputError for a folder without safetensors, an incomplete one, or a damaged file.
+    Raises InputError for a folder without safetensors, an incomplete one, or a damaged file;
+    StartError where its file system fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,8 +52,12 @@ class WeightsFolder:
 
     def _read_header(self, file: Path) -> list[str]:
         try:
+            with file.open("rb") as opened:
+                opened.read(1)  # safetensors does not say which OSError it met
             reader = self._reader(file)
         except (OSError, SafetensorError) as error:
+            if file_system_failed(error):
+                raise StartError(f"{file}: cannot be read: {error}") from error
             return [f"{file}: cannot be read ({error}); copy the checkpoint again"]
         problems = []
         for key in reader.keys():  # noqa: SIM118 - not a mapping

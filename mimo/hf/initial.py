@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimo.errors import InputError, RecipeError
+from mimo.errors import InputError, RecipeError, StartError
 from mimo.families.hf_config import read_config
 from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
@@ -62,6 +62,8 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
         architecture = architecture_of_folder(folder)
         weights = architecture.weights_of(recipe)
         return InitialWeights(HFCheckpoint(folder, architecture, weights), weights)
+    except StartError as error:
+        raise StartError(recipe.problem(("init_from",), str(error))) from error
     except InputError as error:
         first, *others = error.args
         raise RecipeError(recipe.problem(("init_from",), first), *others) from error

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mimo.errors import InputError
+from mimo.errors import InputError, StartError
 from mimo.families.hf_config import Config, read_config
 from mimo.families.hf_preprocessing import read_processors
 from mimo.hf.architectures import Architecture, architecture_of
@@ -56,6 +56,8 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         architecture = architecture_of(config.get("model_type"))
         language = architecture.language_family().settings_from_hf(config)
         tower = tower_settings(architecture, config, folder)
+    except StartError:
+        raise
     except (ValueError, KeyError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         # An InputError names the file.
@@ -119,6 +121,8 @@ def architecture_of_folder(folder: Path) -> Architecture:
     """The architecture of a folder. Raises InputError unless it configures a model that we know."""
     try:
         return architecture_of(read_config(folder).get("model_type"))
+    except StartError:
+        raise
     except ValueError as error:
         raise InputError(f"{folder / 'config.json'}: {error}") from error
 

@@ -185,13 +185,16 @@ def node_name() -> str:
 def end_at_once(exit_code: int) -> int:
     """Where its interpreter would wind down, this process ends instead; returns the exit code.
 
-    Threads of backends may not wind down in time, and have aborted ranks that were done.
+    Threads of backends may not wind down in time, and have aborted ranks that were done. Threads
+    that are no daemons are waited for; exit handlers that were registered earlier are left out.
     """
 
     def end() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where nobody reads what is printed
+            os._exit(exit_code)
 
     atexit.register(end)
     return exit_code

@@ -28,7 +28,7 @@ _OTHERS = re.compile(
     r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|MIMO_(JOB_SECRET|BEGAN|RENDEZVOUS|OVERRIDES|NODE_OF_RANK)"
     r"|run|launch|logs|recipe|chain|number|container|jobs|failures|overrides|nodes|entry|i"
-    r"|rank|ranks_of_\w+|meeting|code|runs|log|own|from|to|taker"
+    r"|rank|ranks_of_\w+|meeting|code|runs|log|own|from|to|taker|asked"
 )
 
 

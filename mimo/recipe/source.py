@@ -18,7 +18,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
-from mimo.errors import RecipeError, nearest, shown
+from mimo.errors import RecipeError, StartError, file_system_failed, nearest, shown
 
 Location = tuple[str | int, ...]
 """The way to a value: keys of mappings and indices of lists, outermost first."""
@@ -149,7 +149,8 @@ def read_yaml(
 ) -> YamlSource:
     """Read `path`, lay over it the files of `sections` by their keys, and apply `overrides`.
 
-    Raises RecipeError when a file is missing, too large, not YAML, or holds no mapping.
+    Raises RecipeError when a file is missing, too large, not YAML, or holds no mapping, StartError
+    when its file system fails.
     Overrides that cannot be applied are left in `problems` of the result.
     """
     source = _read_file(path)
@@ -174,7 +175,8 @@ def _read_file(path: Path) -> YamlSource:
         hint = f"; did you mean '{path.parent / match}'?" if match else ""
         raise RecipeError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from None
+        kind = StartError if file_system_failed(error) else RecipeError
+        raise kind(f"{path}: cannot be read: {error}") from None
     source = YamlSource(path)
     try:
         data = _load(text, source)

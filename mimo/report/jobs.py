@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,23 @@ from mimo.errors import InputError, RecipeError
 from mimo.recipe.source import read_yaml
 from mimo.train.run_files import LAUNCH, json_lines
 
+BY_HAND = "by hand"
+"""The kind of a job that has noted itself."""
 _READ_BYTES = 2**16  # of a job's output, from its end
 
 
 def jobs_of(folder: Path) -> list[dict[str, Any]]:
-    """Those that `mimo launch` submitted, the oldest first: time, job_id, kind and script."""
-    return json_lines(folder / LAUNCH / "jobs.jsonl")
+    """Those that SLURM was given, the oldest first: time, job_id, kind and script.
+
+    Whoever submits a job notes it, and the job itself does, in case that a person submitted it:
+    perhaps both. What `mimo launch` says of its kind counts.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for line in json_lines(folder / LAUNCH / "jobs.jsonl"):
+        number = str(line.get("job_id"))
+        if number not in found or found[number].get("kind") == BY_HAND:
+            found[number] = line
+    return [*found.values()]
 
 
 def job_folders(folder: Path) -> list[Path]:
@@ -41,11 +53,13 @@ def job_folders(folder: Path) -> list[Path]:
 
 def last_words(folder: Path, num_lines: int) -> tuple[Path, Sequence[str]] | None:
     """The output of the newest job, and its last lines, but for empty ones; None without any."""
-    paths = [path for where in job_folders(folder) for path in where.glob("job_*.out")]
-    if not paths:
-        return None
-    newest = max(paths, key=lambda path: path.stat().st_mtime)
-    with newest.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return newest, deque((line for line in lines if line.strip()), num_lines)
+    found: list[tuple[float, Path]] = []
+    for path in (path for where in job_folders(folder) for path in where.glob("job_*.out")):
+        with suppress(FileNotFoundError):  # somebody is tidying up
+            found.append((path.stat().st_mtime, path))
+    for _, newest in sorted(found, reverse=True):
+        with suppress(FileNotFoundError), newest.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            return newest, deque((line for line in lines if line.strip()), num_lines)
+    return None

@@ -22,7 +22,7 @@ from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
-from mimo.errors import InputError, RecipeError
+from mimo.errors import InputError, RecipeError, StartError, file_system_failed
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.recipe.data import Source
 from mimo.recipe.modules import MediaTokens
@@ -107,7 +107,7 @@ def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
 
 
 def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
-    """The recipe's tokenizer. Raises RecipeError with the key ``data.tokenizer``."""
+    """The recipe's tokenizer. Raises RecipeError with the key ``data.tokenizer``, or StartError."""
     placeholders = {
         media: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
         for encoder in recipe.encoders.values()
@@ -116,7 +116,8 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
     try:
         return ChatTokenizer(recipe.data.tokenizer, placeholders)
     except ValueError as error:
-        raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
+        kind = StartError if file_system_failed(error) else RecipeError
+        raise kind(recipe.problem(("data", "tokenizer"), str(error))) from error
 
 
 def cache_folder(recipe: Recipe) -> Path:
@@ -147,7 +148,8 @@ def open_dataset(
     build: how shards are indexed that are not yet.
     Raises RecipeError for missing shards, samples that are too long or have too many rows for a
     microbatch, more unusable samples than `data.max_skipped_fraction`, and samples whose
-    placeholders do not match their items or that have items which no encoder takes.
+    placeholders do not match their items or that have items which no encoder takes; StartError
+    where the shards' file system fails.
     """
     indexes = open_indexes(recipe, split, chat, processors, progress, build)
     return dataset_of(recipe, split, indexes, chat, processors) if indexes else None
@@ -182,7 +184,10 @@ def open_indexes(
                 )
             indexes.append(index)
         except ValueError as error:
-            problems.append(recipe.problem(("data", split, number, "path"), str(error)))
+            problem = recipe.problem(("data", split, number, "path"), str(error))
+            if file_system_failed(error):
+                raise StartError(problem) from error
+            problems.append(problem)
     if problems:
         raise RecipeError(*problems)
     return tuple(indexes)

@@ -13,7 +13,7 @@ from data.index.build import IndexTask, Problems, Progress, build_here, index_sh
 from data.index.samples import Processors, settings_fingerprint
 from data.index.store import find_survey
 from data.text.chat import ChatTokenizer
-from mimo.errors import RecipeError
+from mimo.errors import RecipeError, StartError, file_system_failed
 from mimo.launch.processes import run_processes, warm_up
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import SPLITS, cache_folder, item_processors, open_tokenizer, sources_of
@@ -56,8 +56,7 @@ def build_in_processes(
         for found in run_processes(_index_share, args, num, os.environ, meanwhile=show):
             problems.merge(found)
         show()
-    if text := problems.text(processors):
-        raise ValueError(text)
+    problems.raise_any(processors)
 
 
 def _index_share(
@@ -97,7 +96,8 @@ def build_nothing(
 def tasks_of(recipe: Recipe) -> list[IndexTask]:
     """The shards of all splits that are not indexed yet.
 
-    Raises RecipeError for missing shards, and when their index is refused or has no place.
+    Raises RecipeError for missing shards, and when their index is refused or has no place;
+    StartError where their file system fails.
     """
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
@@ -113,7 +113,10 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
                         "nor in data.cache_directory; give a folder there"
                     )
             except ValueError as error:
-                problems.append(recipe.problem(("data", split, number, "path"), str(error)))
+                problem = recipe.problem(("data", split, number, "path"), str(error))
+                if file_system_failed(error):
+                    raise StartError(problem) from error
+                problems.append(problem)
                 continue
             if found.tasks and recipe.data.build_index == "refuse":
                 message = (

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from mimo.errors import InputError
 from mimo.launch.ranks import rank_environment
 
 _EVERY_SECONDS = 10.0
@@ -25,7 +26,10 @@ _left = list[Callable[[], None]]()
 
 @contextmanager
 def local_log(path: Path) -> Iterator[Path]:
-    """The file to write instead of ``path``, where its bytes are at last after it is closed."""
+    """The file to write instead of ``path``, where its bytes are at last after it is closed.
+
+    Raises InputError if the folder on the node is another user's.
+    """
     folder, environment = os.environ.get("MIMO_LOCAL_LOGS"), rank_environment()
     if not folder or environment is None:
         yield path
@@ -34,6 +38,8 @@ def local_log(path: Path) -> Iterator[Path]:
     run = hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]
     here = Path(folder) / f"mimo-{os.getuid()}-{job}-{run}"
     here.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if here.is_symlink() or here.stat().st_uid != os.getuid():
+        raise InputError(f"cluster.local_logs: {here} is not a folder of this user; give another")
     is_over, is_first = threading.Event(), environment.local_rank == 0
 
     def keep() -> None:
@@ -51,6 +57,7 @@ def local_log(path: Path) -> Iterator[Path]:
         is_over.set()
         _left.remove(last)
         last()
+        _take(here / path.name, path, is_done=True)
 
 
 def take_logs() -> None:
@@ -65,8 +72,11 @@ def _take_all(here: Path, to: Path, pattern: str = "*") -> None:
             _take(local, to / local.name)
 
 
-def _take(local: Path, path: Path) -> None:
-    """Append to ``path`` what is new; several processes may try at once."""
+def _take(local: Path, path: Path, is_done: bool = False) -> None:
+    """Append to ``path`` what is new; several processes may try at once.
+
+    is_done: nobody writes to ``local`` any more, so that it can be removed.
+    """
     mark = local.with_suffix(".taken")  # how many bytes have been taken
     with suppress(OSError), mark.open("a+") as taken:  # of a full disk others tell
         fcntl.flock(taken, fcntl.LOCK_EX)
@@ -80,3 +90,6 @@ def _take(local: Path, path: Path) -> None:
                 target.write(new)
             taken.truncate(0)
             taken.write(str(done + len(new)))
+        if is_done:
+            local.unlink()
+            mark.unlink()

@@ -32,7 +32,7 @@ from mimo.checkpoint.integrity import (
 from mimo.checkpoint.runs import Run, candidates, runs_to_do
 from mimo.checkpoint.start import FromScratch, Resume
 from mimo.device import choose_before_fork
-from mimo.errors import EXIT_CONTINUE, InputError
+from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
 from mimo.hf.initial import initial_weights
 from mimo.hf.recipes import load_phases
 from mimo.launch.processes import RankError, end_with_failed_thread, exit_code_of, warm_up
@@ -348,7 +348,7 @@ def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
             print(f"{num} shards are not indexed yet; the ranks do it, each its share", flush=True)
         return [[*enumerate(own[rank] for own in per_task)] for rank in range(num_ranks)]
 
-    problems = []
+    problems, kind = [], InputError
     for number, tasks in meeting.deal(deal):
         if not tasks:
             continue
@@ -358,9 +358,10 @@ def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
             build_here(tasks, chat, processors, lambda *_: meeting.get_on())
         except ValueError as error:
             problems.append(str(error))
+            kind = StartError if file_system_failed(error) else kind
         except Exception:  # unexpected, but the others must not wait in vain
             problems.append(traceback.format_exc())
-    meeting.agree(InputError("\n".join(problems)) if problems else None)
+    meeting.agree(kind("\n".join(problems)) if problems else None)
     meeting.from_rank_0(lambda: job.phased.each(lambda recipe: check_data(recipe, build_nothing)))
 
 

@@ -27,7 +27,7 @@ from mimo.device import (
     release_memory,
     set_threads,
 )
-from mimo.errors import EXIT_CONTINUE, InputError
+from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
 from mimo.hf.initial import initial_weights
 from mimo.launch.environment import set_variables
 from mimo.launch.ranks import RankEnv, rank_environment
@@ -214,10 +214,10 @@ def _train(
 def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
     """A split. Rank 0 looks at the shards; the others open the catalogs that it has found.
 
-    Raises InputError, on all ranks, if one cannot open them.
+    Raises InputError, on all ranks, if one cannot open them; StartError if a file system fails.
     """
     text_and_media = trainer.chat, trainer.processors
-    indexes, problem = tuple[Index, ...](), ""
+    indexes, problem, sick = tuple[Index, ...](), "", False
 
     def find() -> bytes:
         nonlocal indexes
@@ -229,8 +229,11 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
         indexes = indexes or pickle.loads(found)
     except (OSError, ValueError) as error:
         problem = f"data.{split}: {error}; run `mimo data index` on each machine of the job"
-    if failed := sum_over_world([float(bool(problem))])[0]:
-        raise InputError(problem or f"data.{split}: {failed:g} ranks cannot open its index")
+        sick = file_system_failed(error)
+    failed, of_sick = sum_over_world([float(bool(problem)), float(sick)])
+    if failed:
+        kind = StartError if failed == of_sick else InputError
+        raise kind(problem or f"data.{split}: {failed:g} ranks cannot open its index")
     return dataset_of(recipe, split, indexes, *text_and_media) if indexes else None
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from mimo.errors import StartError
+from mimo.errors import InputError, StartError, file_system_failed
 
 _POLL_SECONDS = 0.5
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -33,7 +33,8 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
 
     The lock is on a file beside the folder, because the folder itself may be moved aside.
     patience_seconds: that the holder's last processes may need to end.
-    Raises StartError saying who already holds it, or why the file cannot be written.
+    Raises StartError saying who already holds it, or how the file system fails; InputError for a
+    folder that cannot be written.
     """
     path = _lock_file(run_dir)
     deadline = time.monotonic() + patience_seconds
@@ -42,7 +43,8 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
         while (descriptor := _locked(path, run_dir, time.monotonic() < deadline)) is None:
             time.sleep(_POLL_SECONDS)
     except OSError as error:
-        raise StartError(
+        kind = StartError if file_system_failed(error) else InputError
+        raise kind(
             f"{run_dir}: cannot write there: {error}; give another train.run_dir or name"
         ) from error
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from pathlib import Path
 
 import pytest
 
+from mimo.report.jobs import jobs_of
 from tests.slurm.cluster import Slurm
 from tests.slurm.launched import NODES_OF_TWO, Launched, command_in, tiny
 
@@ -35,7 +35,7 @@ def test_layouts_run_as_an_array_and_a_later_call_compares_them(
     folder = tmp_path / "runs" / "placed"
     for run in ("lanes.1", "stages.1"):
         jobs = folder / run / "launch" / "jobs.jsonl"
-        job = Launched(slurm, folder / run, [json.loads(jobs.read_text())["job_id"]])
+        job = Launched(slurm, folder / run, [one["job_id"] for one in jobs_of(folder / run)])
         assert job.job in told
         assert job.end() == "COMPLETED 0:0", job.logs()
         job.check_what_is_shown()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,11 @@ def test_replicas_read_an_equal_share_each_and_get_the_same_bits(
         assert together == pytest.approx(alone - equal + equal / replicas, rel=0.12)
 
 
-def fails_in_the_middle(rank: int, folder: Path, cut: bool) -> tuple[int, str]:
-    """Exit code and words of a rank about a file that is cut off, or that rank 0's disk loses."""
+def fails_in_the_middle(rank: int, folder: Path, lost: str) -> tuple[int, str]:
+    """Exit code and words of a rank about a file that ends too early.
+
+    lost: the function of os at which rank 0's disk fails instead, if it does.
+    """
     from mimo.checkpoint.contents import resumed
     from mimo.checkpoint.sharing import read_shared
     from mimo.checkpoint.tensors import read_index
@@ -89,13 +92,13 @@ def fails_in_the_middle(rank: int, folder: Path, cut: bool) -> tuple[int, str]:
     index = read_index(folder)
     pieces = resumed(module.pieces("load", with_optimizer=True), index, 1)
     torch.distributed.barrier()
-    if rank == 0 and cut:
+    if rank == 0 and not lost:
         (file,) = folder.glob("tensors_0.safetensors")
         with file.open("r+b") as opened:
             opened.truncate(file.stat().st_size // 2)
     torch.distributed.barrier()
-    lost = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    sick = mock.patch.object(os, "open", side_effect=lost) if rank == 0 and not cut else ExitStack()
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    sick = mock.patch.object(os, lost, side_effect=stale) if rank == 0 and lost else nullcontext()
     try:
         with sick:
             read_shared(folder, index, pieces, module.replicas)
@@ -108,10 +111,11 @@ def test_a_file_that_ends_while_it_is_read_is_said_by_all_that_wait_for_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     run_ranks(language_steps.save_and_go_on, 1, replace(SAVED, steps=2), tmp_path, 1)
-    for code, said in run_ranks(fails_in_the_middle, 2, tmp_path, False):
-        assert "tensors_0.safetensors cannot be read: Stale file handle; that need not" in said
-        assert code == 1, "a batch script tries again"
-    for code, said in run_ranks(fails_in_the_middle, 2, tmp_path, True):
+    for lost in ("open", "preadv"):
+        for code, said in run_ranks(fails_in_the_middle, 2, tmp_path, lost):
+            assert "tensors_0.safetensors cannot be read: Stale file handle; that need not" in said
+            assert code == 1, "a batch script tries again"
+    for code, said in run_ranks(fails_in_the_middle, 2, tmp_path, ""):
         assert "tensors_0.safetensors: the file is cut off" in said
         assert code == 2
 
@@ -138,9 +142,9 @@ def train_noting_files(
             path = Path(str(args[0]))
             own.extend([path.name] if path.parent == start.checkpoint else [])
 
-    WeightsFolder._reader = noted  # type: ignore[method-assign]
     sys.addaudithook(look)
-    train_in_world(recipe, layout, run_dir, start)
+    with mock.patch.object(WeightsFolder, "_reader", noted):
+        train_in_world(recipe, layout, run_dir, start)
     return initial, own
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from mimo.cli import app
 from mimo.cluster.script import prepare
 from mimo.errors import InputError, RecipeError
+from mimo.report.jobs import jobs_of
 from tests.mimo.cluster.jobs import SEVENTEEN, WIDE, write_recipe
 
 # Notes how it is called, and numbers jobs from 41 on.
@@ -166,10 +167,15 @@ def test_a_submitted_job_is_noted_with_its_number(slurm: Path) -> None:
     noted = json.loads((script.parent / "jobs.jsonl").read_text())
     assert noted.pop("time").startswith("20")
     assert noted == {"job_id": "41", "kind": "job", "script": str(script)}
+    own = {"job_id": "42", "kind": "by hand"}
     with (slurm / "bin/sbatch").open("a") as file:  # a job that begins at once
-        file.write(f"""echo '{{"job_id": "42"}}' >>{script.parent}/jobs.jsonl\n""")
+        file.write(f"""echo '{json.dumps(own)}' >>{script.parent}/jobs.jsonl\n""")
     assert launch("--submit").exit_code == 0
-    assert (script.parent / "jobs.jsonl").read_text().splitlines()[1:] == ['{"job_id": "42"}']
+    run = script.parent.parent
+    assert [(one["job_id"], one["kind"]) for one in jobs_of(run)] == [("41", "job"), ("42", "job")]
+    with (script.parent / "jobs.jsonl").open("a") as file:
+        file.write(f"{json.dumps(own)}\n")  # a job that is late
+    assert [(one["job_id"], one["kind"]) for one in jobs_of(run)] == [("41", "job"), ("42", "job")]
 
 
 def test_links_of_a_chain_wait_for_each_other(slurm: Path) -> None:

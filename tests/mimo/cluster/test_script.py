@@ -171,8 +171,8 @@ def test_a_job_that_was_submitted_by_hand_notes_itself_once(tmp_path: Path) -> N
     noted = map(json.loads, (stage.job.launch / "jobs.jsonl").read_text().splitlines())
     first, task = [(one.pop("time")[:2], one) for one in noted]
     script = str(stage.job.launch / "job.sh")
-    assert first == ("20", {"job_id": "7", "kind": "job", "script": script})
-    assert task == ("20", {"job_id": "6_1", "kind": "job", "script": script})
+    assert first == ("20", {"job_id": "7", "kind": "by hand", "script": script})
+    assert task == ("20", {"job_id": "6_1", "kind": "by hand", "script": script})
 
 
 def test_what_ranks_print_goes_to_the_node_first_and_to_the_run_in_time_and_once(
@@ -199,6 +199,15 @@ def test_what_ranks_print_goes_to_the_node_first_and_to_the_run_in_time_and_once
     assert train("kill -KILL $PPID $$") == 137, "all of the step, as at the end of scancel"
     assert train("exit 0") == 0
     assert log.read_text() == said + "out\nerror\n" * 2, "what was left is taken later, once"
+    (node,) = (stage.job.folder / "node").iterdir()
+    assert not [*node.iterdir()], "nothing is left on the node"
+    mimo.write_text("#!/bin/bash\nif [ $1 = rendezvous ]; then echo a 1; fi\n")
+    early = script.read_text().replace("  coproc", "  kill -TERM $$\n  coproc")
+    script.write_text(early)
+    assert stage.run() == 143, "asked to end before there was a rank"
+    node.rename(stage.job.folder / "elsewhere")
+    node.symlink_to(stage.job.folder / "elsewhere")
+    assert stage.run() == 1, "a folder that somebody else may have put there"
 
 
 # ------------------------------------------------------------------------------- quoting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,8 @@ def save_in_layout(rank: int, recipe_path: Path, overrides: list[str]) -> int:
     from mimo.step.dataset import open_tokenizer
 
     recipe = load_recipe(recipe_path, overrides)
-    initial = initial_weights(recipe)
+    # As rank 0 sends it to the others.
+    initial = pickle.loads(pickle.dumps(initial_weights(recipe)))
     assert initial is not None
     initial.checkpoint.folder.bytes_read = 0
     topology = build_topology(build_layout(recipe))

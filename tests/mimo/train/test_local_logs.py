@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mimo.errors import InputError
 from mimo.train import local_logs
 from mimo.train.local_logs import local_log, take_logs
 
@@ -56,6 +57,19 @@ def test_only_what_is_new_is_taken_now_and_then_and_after_another_start(
         assert path.read_text() == "one\ntwo\n"
         print("three", file=file, flush=True)
     assert path.read_text() == "one\ntwo\nthree\n"
+    assert not [*log.parent.iterdir()], "nothing is left on the node"
+
+
+def test_a_folder_that_somebody_else_may_have_put_there_is_refused(
+    to: Path, tmp_path: Path
+) -> None:
+    with local_log(to / "log_rank_4.txt") as log:
+        folder = log.parent
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    refused = pytest.raises(InputError, match="not a folder of this user; give another")
+    with refused, local_log(to / "log_rank_4.txt"):
+        pass
 
 
 def test_another_rank_of_the_node_takes_its_own_log_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -11,10 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from mimo.errors import StartError
+from mimo.errors import InputError, StartError
 from mimo.generate import quickstart
 from mimo.train import main as job
 from mimo.train.run_lock import keep_lock, run_lock
@@ -119,7 +121,20 @@ def test_other_runs_beside_it_are_free_and_a_folder_may_be_moved_meanwhile(tmp_p
 def test_a_place_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(StartError, match=r"cannot write there: .*; give another train\.run_dir"),
+        pytest.raises(
+            InputError, match=r"cannot write there: .*; give another train\.run_dir"
+        ) as bad,
         run_lock(tmp_path / "file" / "a"),
+    ):
+        pass
+    assert bad.value.exit_code == 2
+
+
+def test_a_place_whose_file_system_fails_is_tried_again(tmp_path: Path) -> None:
+    lost = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    with (
+        mock.patch.object(os, "open", side_effect=lost),
+        pytest.raises(StartError, match="cannot write there: .*Stale file handle"),
+        run_lock(tmp_path / "a"),
     ):
         pass

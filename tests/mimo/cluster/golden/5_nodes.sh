@@ -33,10 +33,10 @@ recipe="$launch/recipe.yaml"
 chain="$1" # the file that lists the jobs of a chain, if this is one of them
 mkdir -p "$launch" "$logs" || exit 1
 
-# `mimo status` knows jobs from this list, where one that was submitted by hand is not yet.
+# `mimo status` knows jobs from this list. Who submits one by hand does not add it.
 number="${2:-$SLURM_JOB_ID}" # of a task of an array: the array's and its own
 if ! grep -qsF "\"job_id\": \"$number\"" "$launch/jobs.jsonl"; then
-  printf '{"time": "%s", "job_id": "%s", "kind": "job", "script": %s}\n' \
+  printf '{"time": "%s", "job_id": "%s", "kind": "by hand", "script": %s}\n' \
     "$(date +%FT%T%z)" "$number" '"/project/runs/tiny/launch/job.sh"' >>"$launch/jobs.jsonl"
 fi
 
@@ -111,27 +111,33 @@ ranks preflight "$recipe" || finish $?
 # Not srun's --output: it miscounts the ranks of heterogeneous jobs.
 # What a rank prints goes to its node, and from there to the run every ten seconds and at its end.
 rank=(bash -c '
+  asked=""
+  trap asked=1 TERM USR1 # SLURM sends them to the rank as well, which ends as it likes
   log="$logs/rank_$SLURM_PROCID.log" own="$MIMO_LOCAL_LOGS/mimo-$UID-$SLURM_JOB_ID"
   mkdir -m 700 -p "$own" || exit 1
+  if [ -L "$own" ] || [ ! -O "$own" ]; then
+    echo "cluster.local_logs: $own is not a folder of this user; give another place" >&2
+    exit 1
+  fi
   own="$own/rank_$SLURM_PROCID"
   touch "$log" "$own.log" "$own.taken"
 
   take() { # what is new; an earlier start here may have been killed before it took all
     local from to
     from=$(<"$own.taken") to=$(wc -c <"$own.log")
-    ((to > from)) || return
+    ((to > from)) || return 0
     tail -c "+$((from + 1))" "$own.log" | head -c "$((to - from))" >>"$log" || return
     echo "$to" >"$own.taken"
   }
 
-  trap : TERM USR1 # SLURM sends them to the rank as well, which ends as it likes
   coproc taker { trap "" TERM USR1; while read -rt 10; [ $? -gt 128 ]; do take; done; }
+  if [ -n "$asked" ]; then exit 143; fi # before there was a rank
   "$@" >>"$own.log" 2>&1
   code=$?
   trap "" TERM USR1
   eval "exec ${taker[1]}>&-" # which ends the taker
   wait
-  take
+  take && rm "$own.log" "$own.taken"
   exit "$code"
 ' rank)
 MIMO_BEGAN=$(date +%s.%N)

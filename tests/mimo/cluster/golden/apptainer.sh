@@ -23,10 +23,10 @@ recipe="$launch/recipe.yaml"
 chain="$1" # the file that lists the jobs of a chain, if this is one of them
 mkdir -p "$launch" "$logs" || exit 1
 
-# `mimo status` knows jobs from this list, where one that was submitted by hand is not yet.
+# `mimo status` knows jobs from this list. Who submits one by hand does not add it.
 number="${2:-$SLURM_JOB_ID}" # of a task of an array: the array's and its own
 if ! grep -qsF "\"job_id\": \"$number\"" "$launch/jobs.jsonl"; then
-  printf '{"time": "%s", "job_id": "%s", "kind": "job", "script": %s}\n' \
+  printf '{"time": "%s", "job_id": "%s", "kind": "by hand", "script": %s}\n' \
     "$(date +%FT%T%z)" "$number" '"/project/runs/tiny/launch/job.sh"' >>"$launch/jobs.jsonl"
 fi
 

@@ -1,0 +1,80 @@
+"""Files that a file system does not give: nothing is known of them, so a job is tried again."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from typer.testing import CliRunner
+
+from mimo.cli import app
+from mimo.errors import InputError
+from mimo.hf.initial import initial_weights
+from mimo.hf.recipes import load_recipe
+from tests.mimo.model.test_fsdp_runs import make
+
+FILES = {
+    "recipe": "recipe.yaml",
+    "shard": "train-00000.tar",
+    "tokenizer": "tokenizer_config.json",
+    "configuration": "config.json",
+    "processor": "preprocessor_config.json",
+}
+
+
+CODES = ((errno.ESTALE, 1), (errno.EIO, 1), (errno.EACCES, 2))
+
+
+def failing(name: str, opened: Callable[..., Any], code: int) -> Callable[..., Any]:
+    def fail(file: Any, *args: Any, **settings: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and Path(file).name == name:
+            raise OSError(code, os.strerror(code), str(file))
+        return opened(file, *args, **settings)
+
+    return fail
+
+
+@contextmanager
+def sick(name: str, code: int) -> Iterator[None]:
+    """Inside, no file of that name can be opened."""
+    with (
+        mock.patch.object(builtins, "open", failing(name, open, code)),
+        mock.patch.object(io, "open", failing(name, io.open, code)),
+        mock.patch.object(os, "open", failing(name, os.open, code)),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("name", FILES.values(), ids=FILES)
+def test_a_file_system_that_fails_is_no_bad_input_and_a_file_without_rights_is(
+    tmp_path: Path, name: str
+) -> None:
+    recipe = make(tmp_path, "qwen3_vl")
+    for code, ends_with in CODES:
+        with sick(name, code):
+            result = CliRunner().invoke(app, ["data", "index", str(recipe)])
+        assert result.exit_code == ends_with, result.output
+        assert name in result.output
+        assert os.strerror(code) in result.output
+        assert "Traceback" not in result.output
+    assert CliRunner().invoke(app, ["data", "index", str(recipe)]).exit_code == 0
+
+
+def test_weights_that_a_run_starts_from_are_no_bad_input_either(tmp_path: Path) -> None:
+    recipe = load_recipe(make(tmp_path, "qwen3_vl"))
+    for code, ends_with in CODES:
+        with (
+            sick("model.safetensors", code),
+            pytest.raises(InputError, match=r"recipe.yaml:\d+: init_from: .* cannot be") as caught,
+        ):
+            initial_weights(recipe)
+        assert caught.value.exit_code == ends_with
+    assert initial_weights(recipe) is not None
