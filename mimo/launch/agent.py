@@ -21,23 +21,25 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main
 
 from mimo.errors import InputError
-from mimo.launch.door import find_store, open_store, secret_of
+from mimo.launch.door import Peers, find_store, open_store, secret_of
 
 _NAME = "mimo"
+_HOSTS = Peers("host", "--rdzv-endpoint", "--rdzv-endpoint")
 _MEETING_SECONDS = 600  # how far apart in time a person may start the hosts
 
 
 class _ThroughTheDoor(StaticTCPRendezvous):
     def get_backend(self) -> str:
+        """What torchrun calls it in its messages."""
         return _NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The same for every attempt; the first opens the store. Raises InputError."""
+        """The same for every attempt; the first opens the store. Raises StartError."""
         place = (self.master_addr, self.master_port, secret_of(self.world_size))
         if self._store is None and self.rank == 0:
-            self._store = open_store(*place, self.timeout)
+            self._store = open_store(*place, self.timeout, _HOSTS)
         elif self._store is None:
-            port = find_store(*place, self.timeout.total_seconds(), self.rank)
+            port = find_store(*place, self.timeout.total_seconds(), self.rank, _HOSTS)
             given = (self.master_addr, port, None, False, self.timeout)
             self._store = TCPStore(*given, wait_for_workers=False)
         assert isinstance(self._store, TCPStore), "nobody else sets it"
@@ -48,7 +50,11 @@ class _ThroughTheDoor(StaticTCPRendezvous):
 def _handler(given: RendezvousParameters) -> StaticTCPRendezvous:
     address, port = parse_rendezvous_endpoint(given.endpoint, -1)
     rank = given.get_as_int("rank")
-    assert rank is not None, "the lines of `mimo launch --hosts` say rank="
+    if rank is None or port < 0:
+        raise InputError(
+            "--rdzv-backend=mimo needs --rdzv-endpoint=HOST:PORT, the same on all hosts, and "
+            "--rdzv-conf=rank=N; `mimo launch --hosts` prints the whole line of each host"
+        )
     return _ThroughTheDoor(address, port, rank, given.max_nodes, given.run_id, _MEETING_SECONDS)
 
 
@@ -57,5 +63,5 @@ if __name__ == "__main__":
     try:
         main()
     except InputError as error:
-        print(f"{error} (of hosts: --rdzv-endpoint in each one's line)", file=sys.stderr)
+        print(error, file=sys.stderr)
         sys.exit(error.exit_code)

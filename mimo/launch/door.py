@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
 
 from torch._C._distributed_c10d import TCPStore
@@ -25,6 +26,21 @@ from mimo.errors import StartError
 _NUM_DOORS = 8  # ports to try, starting with the requested one
 _ANSWER_SECONDS = 2.0  # within which a door must answer; other programs may never answer
 _POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Who meets at a door: what they are called, and what a person sets for them to meet elsewhere.
+
+    address, port: environment variables or options.
+    """
+
+    name: str
+    address: str
+    port: str
+
+
+RANKS = Peers("rank", "MASTER_ADDR", "MASTER_PORT")
 
 
 def secret_of(world_size: int) -> bytes:
@@ -45,8 +61,8 @@ def proof(secret: bytes, words: str) -> str:
     return hmac.new(secret, words.encode(), hashlib.sha256).hexdigest()
 
 
-def _own_address(host: str) -> str:
-    """The address of this machine by which the ranks know it, to listen at no other.
+def _own_address(host: str, peers: Peers) -> str:
+    """The address of this machine by which its peers know it, to listen at no other.
 
     Empty, with a warning, for all addresses: where the name leads elsewhere from here, as through a
     service of Kubernetes, or back to the machine itself, as a host's own name does on Debian.
@@ -59,8 +75,8 @@ def _own_address(host: str) -> str:
                     _listener(own, 0).close()
                     return own
     print(
-        f"warning: {host} is no address of this machine, so the ranks' store listens at all of "
-        "its addresses; set MASTER_ADDR to one",
+        f"warning: {host} leads to no address of this machine that others reach, so the store of "
+        f"the {peers.name}s listens at all of its addresses; give one of them as {peers.address}",
         file=sys.stderr,
         flush=True,
     )
@@ -76,15 +92,17 @@ def _listener(own: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
 
 
-def open_store(host: str, port: int, secret: bytes, timeout: datetime.timedelta) -> TCPStore:
+def open_store(
+    host: str, port: int, secret: bytes, timeout: datetime.timedelta, peers: Peers = RANKS
+) -> TCPStore:
     """A store of this machine, and a door at ``port`` or one of the next. Raises StartError."""
-    own, door = _own_address(host), None
+    own, door = _own_address(host, peers), None
     for candidate in range(port, port + _NUM_DOORS):
         with suppress(OSError):
             door = _listener(own, candidate)
             break
     if door is None:
-        raise _all_taken(host, port)
+        raise _all_taken(host, port, peers)
     place = _listener(own, 0)
     at, descriptor = (own or "localhost", place.getsockname()[1]), place.detach()
     store = TCPStore(*at, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
@@ -132,10 +150,17 @@ def _knock(host: str, port: int, secret: bytes) -> int | None:
     return None
 
 
-def find_store(host: str, port: int, secret: bytes, timeout_seconds: float, rank: int) -> int:
-    """The port of the store, as rank 0 gives it at its door, which may not be open yet.
+def find_store(
+    host: str,
+    port: int,
+    secret: bytes,
+    timeout_seconds: float,
+    number: int,
+    peers: Peers = RANKS,
+) -> int:
+    """The port of the store, as the first peer gives it at its door, which may not be open yet.
 
-    Raises StartError.
+    number: who asks. Raises StartError.
     """
     deadline = time.monotonic() + timeout_seconds
     reason = ""
@@ -149,16 +174,17 @@ def find_store(host: str, port: int, secret: bytes, timeout_seconds: float, rank
             except OSError as error:
                 reason = str(error)
         if strangers == _NUM_DOORS:
-            raise _all_taken(host, port)
+            raise _all_taken(host, port, peers)
         time.sleep(_POLL_SECONDS)
+    to_set = " and ".join(dict.fromkeys((peers.address, peers.port)))
     raise StartError(
-        f"rank {rank} did not find rank 0 at {host}:{port} within {timeout_seconds:g} s: {reason}; "
-        "see whether rank 0 runs there, else set MASTER_ADDR and MASTER_PORT"
+        f"{peers.name} {number} did not find {peers.name} 0 at {host}:{port} within "
+        f"{timeout_seconds:g} s: {reason}; see whether {peers.name} 0 runs there, else set {to_set}"
     )
 
 
-def _all_taken(host: str, port: int) -> StartError:
+def _all_taken(host: str, port: int, peers: Peers) -> StartError:
     return StartError(
         f"ports {port} to {port + _NUM_DOORS - 1} of {host} are taken by other programs, so the "
-        "ranks cannot meet there; set MASTER_PORT to a port of that host that is free"
+        f"{peers.name}s cannot meet there; give a port of that host that is free as {peers.port}"
     )

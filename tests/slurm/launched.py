@@ -70,13 +70,19 @@ class Launched:
         """
         self.wait_for_step(step)
         number = self.slurm.job(job or self.job)["JobId"]  # that of an array's task
-        rank = self.slurm.rank_processes(number)[0]
-        rank.suspend()
+        try:
+            rank = self.slurm.rank_processes(number)[0]
+            rank.suspend()
+        except (KeyError, psutil.NoSuchProcess):
+            raise AssertionError(f"rank 0 has ended before it was held\n{self.logs()}") from None
 
         def has_signal() -> bool:
-            if rank.status() != psutil.STATUS_STOPPED:  # a preempted one is also told to go on
-                return True
-            told = Path(f"/proc/{rank.pid}/status").read_text()
+            try:
+                if rank.status() != psutil.STATUS_STOPPED:  # a preempted one is also told to go on
+                    return True
+                told = Path(f"/proc/{rank.pid}/status").read_text()
+            except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
+                raise AssertionError(f"rank 0 was killed unwarned\n{self.logs()}") from None
             (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", told, re.MULTILINE)
             return bool(int(pending, 16) & 1 << (SIGUSR1 - 1))
 

@@ -37,10 +37,10 @@ def test_a_recipe_trains_across_four_nodes_and_goes_on_after_its_time_limit(
     slurm: Slurm, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     lanes = "encoders.vision.grid.dp=2"
-    # SLURM counts minutes and looks at the time twice in each: it warns 50 to 80 s after the start.
-    nodes = ["cluster.ranks_per_node=1", "cluster.time_limit='2'", "cluster.signal_seconds=40"]
-    job = launch(slurm, tiny(tmp_path), lanes, *nodes, "--submit")
     undisturbed = losses_without_slurm(run_ranks, tmp_path / "undisturbed", lanes)
+    # SLURM counts minutes and looks at the time twice in each: it warns 50 to 80 s after the start.
+    nodes = ["cluster.ranks_per_node=1", "cluster.time_limit='3'", "cluster.signal_seconds=100"]
+    job = launch(slurm, tiny(tmp_path), lanes, *nodes, "--submit")
     with job.held(5) as is_warned:
         assert slurm.ranks_of(job.job) == dict(enumerate(NODES))
         status = job.mimo("status", job.run)

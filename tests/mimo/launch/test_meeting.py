@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import pytest
 
 from mimo.errors import InputError, StartError
 from mimo.launch import meeting
-from mimo.launch.door import find_store, open_store, secret_of
+from mimo.launch.door import Peers, find_store, open_store, secret_of
 from mimo.launch.meeting import Meeting, Refused
 from mimo.launch.processes import RanksFailed
 from mimo.launch.ranks import run_on_cpu
@@ -32,6 +34,7 @@ from tests.mimo.launch.conftest import (
 from tests.mimo.runs import corrupt, metrics
 
 PATIENCE = datetime.timedelta(seconds=5)
+HOSTS = Peers("host", "--rdzv-endpoint", "--rdzv-endpoint")
 
 # ------------------------------------------------------- functions that run inside ranks
 
@@ -118,6 +121,32 @@ def test_door_and_store_listen_at_the_chosen_address_alone() -> None:
             socket.create_connection(("127.0.0.1", one), 1)
 
 
+def test_a_host_that_takes_its_own_name_for_loopback_says_what_to_give_instead(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    of_debian = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    port = free_port("127.0.0.2")
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", lambda *_: of_debian)
+        store = open_store("gpu01", port, b"secret", PATIENCE, HOSTS)
+    assert find_store("127.0.0.2", port, b"secret", 5, 1) == store.port, "others reach it"
+    said = capfd.readouterr().err
+    assert said.startswith("warning: gpu01 leads to no address of this machine that others reach")
+    assert "the store of the hosts" in said
+    assert said.endswith("give one of them as --rdzv-endpoint\n")
+    with pytest.raises(StartError, match="host 1 did not find host 0 .* else set --rdzv-endpoint$"):
+        find_store("127.0.0.2", port, b"another", 0.5, 1, HOSTS)
+
+
+@pytest.mark.parametrize("wrong", [["--rdzv-endpoint=localhost:29000"], ["--rdzv-conf=rank=0"]])
+def test_a_host_whose_line_says_too_little_is_told_where_to_get_it(wrong: list[str]) -> None:
+    line = [sys.executable, "-m", "mimo.launch.agent", "--rdzv-backend=mimo", *wrong, "true"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "needs --rdzv-endpoint=HOST:PORT" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_who_does_not_know_the_secret_of_a_job_is_not_told_where_its_store_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,7 +185,7 @@ def test_where_all_ports_are_taken_every_rank_says_so_with_host_port_and_what_to
         met = run_on_cpu(meet, (first,), RANKS, timeout_seconds=60)
     expected = (
         f"ports {first} to {first + 7} of localhost are taken by other programs, so the ranks "
-        "cannot meet there; set MASTER_PORT to a port of that host that is free"
+        "cannot meet there; give a port of that host that is free as MASTER_PORT"
     )
     assert [answer for answer, _ in met] == [expected] * RANKS
     assert max(seconds for _, seconds in met) < 15
