@@ -40,9 +40,9 @@ class Bridge(Section):
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     """Dtype of rows and their gradients on the way; `auto` is that of the weights."""
     block_ranks: bounds.Ranks = 512
-    """Ranks at either end of a bridge that exchange rows with one another, at most, where lanes can
-    be cut into such blocks; a rank connects to all of them, and items are balanced within a
-    block."""
+    """The most ranks at either end of a bridge that exchange rows with one another. Larger ends are
+    cut into blocks of lanes, as far as the numbers of lanes have a common divisor; items are
+    balanced within a block."""
     check: Literal["first_steps", "always", "never"] = "first_steps"
     """When ranks compare their plans of who sends what."""
     timeout_seconds: bounds.Seconds = 600.0
