@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from mimo.checkpoint.folder import phase_folders
-from mimo.cluster.watch import look, plain
+from mimo.cluster.watch import last_words_of, look, plain
 from mimo.errors import InputError
 from mimo.launch.processes import looks_like_a_consequence
 from mimo.report.jobs import job_folders
@@ -183,6 +183,8 @@ def first_error(folder: Path) -> int:
         print("SLURM says:", *said, sep="\n")
     if not (errors or crashes or said):
         print("no rank has failed, as far as the run folder tells")
+        for name, line in last_words_of(view):
+            print(f"{name}: {plain(line, _LINE_BYTES)}")
     return 0
 
 

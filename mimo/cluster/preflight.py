@@ -37,35 +37,40 @@ _NAMED_TALKS = 5
 _LISTS_OF_COMPONENTS = "SLURM_JOB_NODELIST_HET_GROUP_"
 
 
-def main(path: Path, overrides: Sequence[str], num_ranks: int | None = None) -> int:
-    """Check this machine, or be one rank of a srun or torchrun job; returns an exit code."""
+def main(
+    path: Path, overrides: Sequence[str], num_ranks: int | None = None, site: Path | None = None
+) -> int:
+    """Check this machine, or be one rank of a srun or torchrun job; returns an exit code.
+
+    site: a file whose keys lie over the recipe's `cluster:`.
+    """
     environment = rank_environment()
     if environment is not None:
-        code = be_a_rank(path, overrides, environment)
+        code = be_a_rank(path, overrides, site, environment)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # a normal end could wait for a backend that waits for other ranks
-    _, _, layout = _read(path, overrides, num_ranks)
+    _, _, layout = _read(path, overrides, site, num_ranks)
     if (note := choose_before_fork(layout.world_size)) is not None:
         print(note)
     own = "mimo.cluster.preflight"
-    return launch(f"{own}:run_rank", (path, tuple(overrides)), layout.world_size, (own,))
+    return launch(f"{own}:run_rank", (path, tuple(overrides), site), layout.world_size, (own,))
 
 
-def run_rank(path: Path, overrides: Sequence[str]) -> int:
+def run_rank(path: Path, overrides: Sequence[str], site: Path | None) -> int:
     """Be one rank of those that `main` starts on this machine."""
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
-    return be_a_rank(path, overrides, environment)
+    return be_a_rank(path, overrides, site, environment)
 
 
-def be_a_rank(path: Path, overrides: Sequence[str], environment: RankEnv) -> int:
+def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None, environment: RankEnv) -> int:
     """Check this rank's node together with the others; the same exit code on all ranks."""
-    problem, read = "", None
+    problem, read = None, None
     try:
-        read = _read(path, overrides, environment.world_size)
+        read = _read(path, overrides, site, environment.world_size)
     except InputError as error:
-        problem = str(error)
+        problem = error
     try:
         meeting = Meeting(environment, _JOIN_SECONDS)
     except InputError as error:  # rank 0 is not there
@@ -84,25 +89,26 @@ def be_a_rank(path: Path, overrides: Sequence[str], environment: RankEnv) -> int
 
 
 def _read(
-    path: Path, overrides: Sequence[str], num_ranks: int | None
+    path: Path, overrides: Sequence[str], site: Path | None, num_ranks: int | None
 ) -> tuple[PhasedRecipe, Recipe, Layout]:
     """The recipe, and that of the phase with the most ranks, with its layout. Raises InputError."""
-    phased = load_phases(path, overrides)
+    phased = load_phases(path, overrides, None if site is None else {"cluster": site})
     found = phased.each(lambda recipe: (recipe, check_recipe(recipe, num_ranks)))
     return phased, *max(found, key=lambda one: one[1].world_size)
 
 
-def _meet(meeting: Meeting, problem: str) -> Table:
+def _meet(meeting: Meeting, problem: InputError | None) -> Table:
     """Who is there, and on which node; with findings if the job cannot go on.
 
-    Raises Refused where all ranks find the input wrong.
+    Raises Refused where all ranks have the same problem.
     """
-    said = meeting.gather(json.dumps([node_name(), problem]))
+    own = "" if problem is None else str(problem)
+    said = meeting.gather(json.dumps([node_name(), own]))
 
     def judge() -> Table:
         present = {rank: json.loads(one) for rank, one in enumerate(said) if one is not None}
-        if all(text == problem for _, text in present.values()) and problem:
-            raise InputError(problem)
+        if problem is not None and all(text == own for _, text in present.values()):
+            raise problem
         node_of = {rank: node for rank, (node, _) in present.items()}
         findings = [*absent(node_of, _hosts(), len(said))]
         findings += [Finding(text, node) for node, text in present.values() if text]

@@ -91,7 +91,10 @@ def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] 
     except FileNotFoundError:
         raise InputError("sbatch: not found; --submit needs a host of a SLURM cluster") from None
     except subprocess.TimeoutExpired:
-        message = f"sbatch did not answer within {_SBATCH_SECONDS:g} s; see `squeue --me`"
+        message = (
+            f"sbatch did not answer within {_SBATCH_SECONDS:g} s, but may have queued the job: see "
+            f"`squeue --me` before you submit it again"
+        )
         raise InputError(message) from None
     if told.returncode != 0:
         raise InputError(f"sbatch refused {script}: {told.stderr.strip()}")

@@ -156,7 +156,7 @@ def facts_of(view: View) -> Iterator[tuple[str, str]]:
         yield from (("phase", f"{run.title}: {_state(run)}") for run in view.runs)
     if (run := view.now) is None:
         yield "state", f"no rank has started yet{f' ({view.holder})' if view.holder else ''}"
-        yield from _said(view)
+        yield from last_words_of(view)
         return
     yield "state", _state(run)
     if view.holder:
@@ -181,11 +181,11 @@ def facts_of(view: View) -> Iterator[tuple[str, str]]:
     yield "restarts", str(sum(one.get("kind") == "restart" for one in run.incidents))
     for last in run.incidents[-1:]:
         yield "last incident", f"{last.get('time')} {last.get('kind')}: {last.get('text')}"
-    yield from _said(view)
+    yield from last_words_of(view)
 
 
-def _said(view: View) -> Iterator[tuple[str, str]]:
-    """How the newest job's output ends, where there may be no job any more but steps to do."""
+def last_words_of(view: View) -> Iterator[tuple[str, str]]:
+    """How the newest job's output ends, by file; none where it may go on or all steps are done."""
     if not (view.is_queued or view.has_ended) and (found := last_words(view.folder, _SAID_LINES)):
         path, lines = found
         yield from ((path.name, line) for line in lines)

@@ -181,6 +181,17 @@ def test_errors_of_an_earlier_start_are_said_to_be_so(
     assert printed(capsys) == ["no rank has failed, as far as the run folder tells"]
 
 
+def test_of_a_job_that_ended_before_its_ranks_began_its_own_words_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "jobs.jsonl").write_text('{"job_id": "7", "kind": "job"}\n')
+    (tmp_path / "launch" / "job_7.out").write_text("x.yaml:3: no\x1b[2J\nexit code 2 at noon\n")
+    first_error(tmp_path)
+    said = ["job_7.out: x.yaml:3: no [2J", "job_7.out: exit code 2 at noon"]
+    assert printed(capsys) == ["no rank has failed, as far as the run folder tells", *said]
+
+
 def test_what_makes_no_sense_together_is_refused(run: Path) -> None:
     done = mimo("logs", run, "--first-error", "--follow")
     assert (done.returncode, "--first-error" in done.stderr) == (2, True)

@@ -226,7 +226,7 @@ def check(folder: Path, port: int, odd: str) -> int:
         redirect_stderr(file),
     ):
         given = [*arguments, "cluster.ranks_per_node=1"]
-        return preflight.be_a_rank(folder / "tiny.yaml", given, environment)
+        return preflight.be_a_rank(folder / "tiny.yaml", given, None, environment)
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_a_node_that_never_starts_is_named_within_the_time(
         monkeypatch.setenv(f"SLURM_{name}", nodes)
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     environment = RankEnv(0, 2, 0, f"file://{folder / 'store'}")
-    assert preflight.be_a_rank(folder / "tiny.yaml", [], environment) == 1
+    assert preflight.be_a_rank(folder / "tiny.yaml", [], None, environment) == 1
     printed = capsys.readouterr().out
     assert "BROKEN: rank 1 did not join, those of node2 among them" in printed
     assert "leave out: --exclude=node2\n" in printed

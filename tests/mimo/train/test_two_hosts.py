@@ -7,6 +7,7 @@ listens at another address than that of the link.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import time
@@ -34,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def start(
-    hosts: list[Host], recipe: Path, job: MarkedJob, *overrides: str
+    hosts: list[Host], recipe: Path, job: MarkedJob, *overrides: str, command: str = "train"
 ) -> list[subprocess.Popen[bytes]]:
     """One job of three ranks."""
     names = ",".join(host.name for host in hosts)
@@ -44,7 +45,11 @@ def start(
     lines = told.stdout.splitlines()
     assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["2"], ["1"]], told
     return [
-        host.start(["bash", "-c", line], log_of(recipe, host), job.environment)
+        host.start(
+            ["bash", "-c", line.replace("mimo.cli train", f"mimo.cli {command}")],
+            log_of(recipe, host),
+            job.environment,
+        )
         for host, line in zip(hosts, lines, strict=True)
     ]
 
@@ -56,6 +61,10 @@ def log_of(recipe: Path, host: Host) -> Path:
 def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path: Path) -> None:
     job = MarkedJob()
     with two_hosts(tmp_path) as hosts:
+        looks = start(hosts, recipe, job, "name=two", command="preflight")
+        assert [look.wait(120) for look in looks] == [0, 0], log_of(recipe, hosts[0]).read_text()
+        table = json.loads((tmp_path / "runs/two/launch/preflight.json").read_text())
+        assert (table["ok"], table["nodes"]) == (True, ["first", "first", "second"])
         agents = start(hosts, recipe, job, "name=two")
         codes = [agent.wait(120) for agent in agents]
         told = "".join(log_of(recipe, host).read_text() for host in hosts)
