@@ -34,10 +34,12 @@ def file_system_failed(error: BaseException) -> bool:
 
     Then a StartError is due: nothing is known of the file. A path that is wrong is bad input.
     """
-    if isinstance(error, OSError):
-        passing = isinstance(error, ConnectionError | TimeoutError)
-        return passing or error.errno not in {None, *_OF_THE_PATH}
-    return error.__cause__ is not None and file_system_failed(error.__cause__)
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno not in _OF_THE_PATH
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return cause is not None and file_system_failed(cause)
 
 
 class RecipeError(InputError):

@@ -38,29 +38,32 @@ class IndexTask:
 class Problems:
     """What kept shards from being indexed: how many there are of each kind, and the first ones.
 
-    cause: what a file system said when it did not give a shard, if one did not.
+    causes: what the operating system said of each shard that it did not give.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
-    cause: OSError | None = None
+    causes: list[OSError] = field(default_factory=list)
 
-    def add(self, kind: str, line: str, cause: OSError | None = None) -> None:
+    def add(self, kind: str, line: str, cause: BaseException | None = None) -> None:
         """One more."""
-        self.merge(Problems({kind: 1}, {kind: [line]}, cause))
+        causes = [cause] if isinstance(cause, OSError) else []
+        self.merge(Problems({kind: 1}, {kind: [line]}, causes))
 
     def merge(self, other: Problems) -> None:
         """Those of other shards."""
         for kind, count in other.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
             self.lines[kind] = (self.lines.get(kind, []) + other.lines[kind])[:_NAMED]
-        self.cause = self.cause or other.cause
+        self.causes = [*self.causes, *other.causes]
 
     def raise_any(self, processors: Processors) -> None:
-        """Raises ValueError if there are any; from an OSError if that is all that they come of."""
-        if self.counts:
-            only_shards = [*self.counts] == ["shard"]
-            raise ValueError(self._text(processors)) from self.cause if only_shards else None
+        """Raises ValueError if there are any; from an OSError if all of them come of the same."""
+        if not self.counts:
+            return
+        alike = len({error.errno for error in self.causes}) == 1
+        alike = alike and len(self.causes) == sum(self.counts.values())
+        raise ValueError(self._text(processors)) from self.causes[0] if alike else None
 
     def _text(self, processors: Processors) -> str:
         """What to tell the user."""
@@ -165,7 +168,7 @@ def index_shard(
                     columns[name].append(value)
     except (ValueError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
-        problems.add("shard", str(error), cause if isinstance(cause, OSError) else None)
+        problems.add("shard", str(error), cause)
     if not problems.counts:
         arrays = {name: np.array(values) for name, values in columns.items()}
         arrays["keys"] = np.frombuffer(bytes(keys), np.uint8)

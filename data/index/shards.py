@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,9 +85,27 @@ def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]
     found: list[tuple[str, remote.State | None]] = []
     for pattern in patterns:
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-        shards = [(path, _state(path)) for path in paths if os.path.isfile(path)]
+        shards = [*_states(paths)]
+        if not shards:
+            _raise_if_sick(pattern)
         found += shards or [(pattern, None)]
     return found
+
+
+def _states(paths: Iterable[str]) -> Iterator[tuple[str, remote.State]]:
+    """Of those that are files. Raises OSError: one that cannot be looked at is not left out."""
+    for path in paths:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = os.stat(path)
+            if stat.S_ISREG(status.st_mode):
+                yield path, _state(status)
+
+
+def _raise_if_sick(pattern: str) -> None:
+    """Raises OSError where a file system does not answer, which looks like no files to Python."""
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+        os.scandir(pattern_root(pattern)).close()
+        os.stat(pattern)
 
 
 def without_braces(pattern: str) -> Iterator[str]:
@@ -112,8 +131,7 @@ def describe_shard(path: str) -> Shard:
     return ShardFile(path).shard
 
 
-def _state(file: str | int) -> remote.State:
-    status = os.stat(file)
+def _state(status: os.stat_result) -> remote.State:
     return status.st_size, str(status.st_mtime_ns)
 
 
@@ -195,7 +213,7 @@ class ShardFile:
             )
 
     def _state(self) -> remote.State:
-        return remote.describe(self.path) if self._file < 0 else _state(self._file)
+        return remote.describe(self.path) if self._file < 0 else _state(os.fstat(self._file))
 
     def _read_url(self, offset: int, size: int) -> bytes:
         data, now = remote.read(self.path, offset, size)

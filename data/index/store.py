@@ -9,6 +9,7 @@ cannot be written, a folder of the cache takes its place. Every file is replaced
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -28,6 +29,12 @@ from data.index.samples import Index, Processors, settings_fingerprint
 from data.index.shard_index import ENTRY, Catalog, index_file, read_entry
 from data.index.shards import find_shards, first_three, pattern_root
 from data.text.chat import ChatTokenizer
+
+# Why an index cannot be in a folder, whenever it is tried.
+_NO_PLACE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
+    *(errno.ENOSPC, errno.EDQUOT),
+}
 
 Build = Callable[[Sequence[IndexTask], ChatTokenizer, Processors, Progress | None], None]
 """Indexes shards as `build_here` does."""
@@ -170,8 +177,14 @@ def find_survey(
         if found[home].is_written:
             return found[home]
     find_shards(pattern)  # to say that there are none, before a folder is made
-    for home in filter(_can_write, homes):
-        return found.get(home) or survey(pattern, settings, media, home)
+    errors = list[OSError]()
+    for home in homes:
+        if (error := _why_not_written(home)) is None:
+            return found.get(home) or survey(pattern, settings, media, home)
+        errors.append(error)
+    for error in errors:
+        if error.errno not in _NO_PLACE:
+            raise ValueError(f"its index cannot be stored: {error}") from error
     return None
 
 
@@ -185,13 +198,14 @@ def index_homes(pattern: str, settings: str, cache: Path | None) -> list[Path]:
     return homes
 
 
-def _can_write(home: Path) -> bool:
+def _why_not_written(home: Path) -> OSError | None:
+    """Why a folder for an index cannot be made there; None if it can, and then it is."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
-            return True
-    except OSError:
-        return False
+            return None
+    except OSError as error:
+        return error
 
 
 def _absolute_root(pattern: str) -> str:

@@ -90,6 +90,9 @@ class ChatTokenizer:
                 "tokenizer.json"
             )
         try:
+            if (file := self.directory / "tokenizer.json").exists():
+                with file.open("rb") as opened:
+                    opened.read(1)  # its reader does not say which OSError it met
             tokenizer = AutoTokenizer.from_pretrained(
                 str(self.directory), local_files_only=True, trust_remote_code=False
             )

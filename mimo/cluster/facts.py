@@ -50,7 +50,7 @@ def facts_of(
         same[f"GPU of {' and '.join(layout.modules_of(environment.rank))}"] = gpu.name
         free["GPU"] = gpu.free
         memory = Memory("the GPU of each rank", gpu.free, is_of_processes=False)
-    elif not problems and "SLURM_STEP_ID" in os.environ and recipe.cluster.gpus_per_node:
+    elif not problems and _asks_for_gpus(recipe):
         problems.append("it sees no GPU, but cluster.gpus_per_node asks for them")
     same["device"] = "CPU" if gpu is None else "GPU"
     ranks = range(environment.rank, environment.rank + 1)
@@ -75,6 +75,12 @@ def facts_of(
         )
     facts = environment.rank, node_name(), same, tuple(dict.fromkeys(problems))
     return Facts(*facts, "" if gpu is None else gpu.identity, free)
+
+
+def _asks_for_gpus(recipe: Recipe) -> bool:
+    """Whether ranks here should see GPUs; jobs of SLURM have some unless it was said otherwise."""
+    was_said = "gpus_per_node" in recipe.cluster.model_fields_set
+    return recipe.cluster.gpus_per_node > 0 and (was_said or "SLURM_STEP_ID" in os.environ)
 
 
 def _code() -> str:

@@ -25,7 +25,7 @@ from mimo.cluster.containers import Container
 from mimo.cluster.elastic import fit
 from mimo.cluster.explain import explain
 from mimo.cluster.placement import Component, Placement, place
-from mimo.errors import InputError, RecipeError
+from mimo.errors import InputError, RecipeError, StartError
 from mimo.hf.recipes import load_phases
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
@@ -240,7 +240,7 @@ def _least_nodes(phased: PhasedRecipe, most: int) -> int:
         def fits(num_nodes: int) -> bool:
             try:
                 fit(recipe, (), num_nodes)
-            except RecipeError:
+            except (RecipeError, StartError):
                 raise
             except InputError:
                 return False

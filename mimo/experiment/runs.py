@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from mimo.cluster.watch import plain
-from mimo.errors import EXIT_CONTINUE, RecipeError
+from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.experiment.schema import Layout
 from mimo.hf.recipes import load_recipe
 from mimo.launch.signals import Signalled, heeded
@@ -113,8 +113,8 @@ def make_ready(run: Run, path: Path) -> Outcome | None:
     """
     try:
         recipe = run.recipe(path)
-    except RecipeError as error:
-        return Outcome(run, [], error.problems[0])
+    except InputError as error:
+        return Outcome(run, [], str(error).partition("\n")[0])
     text, before = recipe.to_yaml(), None
     if run.recipe_file.exists():
         before = run.recipe_file.read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ _OTHERS = re.compile(
     r"SLURMD?_.*|TORCHELASTIC_.*|BASH.*|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID"
     r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|MIMO_(JOB_SECRET|BEGAN|RENDEZVOUS|OVERRIDES|NODE_OF_RANK)"
-    r"|run|launch|logs|recipe|chain|number|container|jobs|failures|overrides|nodes|entry|i"
+    r"|run|launch|logs|recipe|chain|number|kind|container|jobs|failures|overrides|nodes|entry|i"
     r"|rank|ranks_of_\w+|meeting|code|runs|log|own|from|to|taker|asked"
 )
 
@@ -135,8 +135,9 @@ class Cluster(Section):
     """Folder of the output of jobs and ranks, in a folder of the run's name; null for `launch` in
     the run folder."""
     local_logs: bounds.PathText | None = None
-    """Folder on each node where ranks write logs and output first, which are taken to the run's
-    folders every ten seconds and when a rank ends. Null writes them there directly."""
+    """Folder on each node, which all users may write to, such as `/tmp`, where ranks write logs and
+    output first; these are taken to the run's folders every ten seconds and when a rank ends. Null
+    writes them there directly."""
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
     """How long before its time is up the job is told to save and leave: for a step and a
     checkpoint."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from mimo.errors import InputError
+from mimo.errors import InputError, StartError, file_system_failed
 from mimo.launch.ranks import rank_environment
 
 _EVERY_SECONDS = 10.0
@@ -28,7 +28,7 @@ _left = list[Callable[[], None]]()
 def local_log(path: Path) -> Iterator[Path]:
     """The file to write instead of ``path``, where its bytes are at last after it is closed.
 
-    Raises InputError if the folder on the node is another user's.
+    Raises InputError if the folder on the node cannot be made or is another user's.
     """
     folder, environment = os.environ.get("MIMO_LOCAL_LOGS"), rank_environment()
     if not folder or environment is None:
@@ -37,7 +37,11 @@ def local_log(path: Path) -> Iterator[Path]:
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "job")
     run = hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]
     here = Path(folder) / f"mimo-{os.getuid()}-{job}-{run}"
-    here.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        here.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        kind = StartError if file_system_failed(error) else InputError
+        raise kind(f"cluster.local_logs: {here} cannot be made: {error}") from error
     if here.is_symlink() or here.stat().st_uid != os.getuid():
         raise InputError(f"cluster.local_logs: {here} is not a folder of this user; give another")
     is_over, is_first = threading.Event(), environment.local_rank == 0
@@ -80,6 +84,9 @@ def _take(local: Path, path: Path, is_done: bool = False) -> None:
     mark = local.with_suffix(".taken")  # how many bytes have been taken
     with suppress(OSError), mark.open("a+") as taken:  # of a full disk others tell
         fcntl.flock(taken, fcntl.LOCK_EX)
+        if not local.exists():  # its rank has just removed both
+            mark.unlink()
+            return
         taken.seek(0)
         done = int(taken.read() or 0)
         with local.open("rb") as source:

@@ -348,7 +348,7 @@ def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
             print(f"{num} shards are not indexed yet; the ranks do it, each its share", flush=True)
         return [[*enumerate(own[rank] for own in per_task)] for rank in range(num_ranks)]
 
-    problems, kind = [], InputError
+    problems, failures = list[str](), list[bool]()
     for number, tasks in meeting.deal(deal):
         if not tasks:
             continue
@@ -358,9 +358,11 @@ def _index_together(job: Job, meeting: Meeting, num_ranks: int) -> None:
             build_here(tasks, chat, processors, lambda *_: meeting.get_on())
         except ValueError as error:
             problems.append(str(error))
-            kind = StartError if file_system_failed(error) else kind
+            failures.append(file_system_failed(error))
         except Exception:  # unexpected, but the others must not wait in vain
             problems.append(traceback.format_exc())
+            failures.append(True)
+    kind = StartError if all(failures) else InputError
     meeting.agree(kind("\n".join(problems)) if problems else None)
     meeting.from_rank_0(lambda: job.phased.each(lambda recipe: check_data(recipe, build_nothing)))
 

@@ -6,9 +6,10 @@ import builtins
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mimo.cli import app
-from mimo.errors import InputError
+from mimo.errors import InputError, file_system_failed
 from mimo.hf.initial import initial_weights
 from mimo.hf.recipes import load_recipe
 from tests.mimo.model.test_fsdp_runs import make
@@ -24,7 +25,8 @@ from tests.mimo.model.test_fsdp_runs import make
 FILES = {
     "recipe": "recipe.yaml",
     "shard": "train-00000.tar",
-    "tokenizer": "tokenizer_config.json",
+    "tokenizer": "tokenizer.json",
+    "settings of the tokenizer": "tokenizer_config.json",
     "configuration": "config.json",
     "processor": "preprocessor_config.json",
 }
@@ -42,14 +44,19 @@ def failing(name: str, opened: Callable[..., Any], code: int) -> Callable[..., A
     return fail
 
 
+OPENING = ((builtins, "open"), (io, "open"), (os, "open"))
+LOOKING = ((os, "stat"), (os, "scandir"))
+
+
 @contextmanager
-def sick(name: str, code: int) -> Iterator[None]:
-    """Inside, no file of that name can be opened."""
-    with (
-        mock.patch.object(builtins, "open", failing(name, open, code)),
-        mock.patch.object(io, "open", failing(name, io.open, code)),
-        mock.patch.object(os, "open", failing(name, os.open, code)),
-    ):
+def sick(
+    name: str, code: int, functions: Sequence[tuple[ModuleType, str]] = OPENING
+) -> Iterator[None]:
+    """Inside, no file of that name can be opened, or none can be looked at."""
+    with ExitStack() as stack:
+        for module, function in functions:
+            fails = failing(name, getattr(module, function), code)
+            stack.enter_context(mock.patch.object(module, function, fails))
         yield
 
 
@@ -66,6 +73,33 @@ def test_a_file_system_that_fails_is_no_bad_input_and_a_file_without_rights_is(
         assert os.strerror(code) in result.output
         assert "Traceback" not in result.output
     assert CliRunner().invoke(app, ["data", "index", str(recipe)]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", [FILES["recipe"], FILES["shard"], "shards"])
+def test_a_file_that_cannot_even_be_looked_at_is_not_taken_for_missing(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "shards").mkdir()
+    recipe = make(tmp_path / "shards", "qwen3_vl")
+    with sick(name, errno.ESTALE, LOOKING):
+        result = CliRunner().invoke(app, ["data", "index", str(recipe)])
+    assert result.exit_code == 1, result.output
+    assert "Stale file handle" in result.output
+
+
+def test_what_a_library_says_of_a_file_system_in_its_own_words_is_understood() -> None:
+    def wrapped(code: int) -> Exception:
+        try:
+            try:
+                raise OSError(code, os.strerror(code))
+            except OSError:
+                raise OSError("Can't load the tokenizer")  # noqa: B904 - as transformers does
+        except OSError as error:
+            return error
+
+    assert file_system_failed(wrapped(errno.ESTALE))
+    assert not file_system_failed(wrapped(errno.ENOENT))
+    assert not file_system_failed(ValueError("of nothing"))
 
 
 def test_weights_that_a_run_starts_from_are_no_bad_input_either(tmp_path: Path) -> None:

@@ -111,9 +111,16 @@ class Launched:
         return command_in(self.slurm, *arguments)
 
     def check_what_is_shown(self) -> None:
-        """Status, logs and report of the run are there."""
-        for name in ("status", "logs", "report"):
-            assert self.mimo(name, self.run), name
+        """Status, logs and report of the run tell of its jobs and its last step."""
+        told, last = self.mimo("status", self.run), max(self.steps())
+        for job in self.jobs:
+            assert job in told, told
+        assert f"{last + 1} of " in told, told
+        assert re.search(r"\[rank 0\] .*step", self.mimo("logs", self.run))
+        page = self.run / "report.html"
+        page.unlink(missing_ok=True)
+        self.mimo("report", self.run)
+        assert all(job in page.read_text() for job in self.jobs)
 
     def preflight(self) -> list[str]:
         """The node of each rank by the look at the nodes before the last start; all were fit."""

@@ -29,8 +29,7 @@ def test_a_recipe_trains_across_two_nodes_as_it_does_on_one(
         f"rank_{rank}.log" for rank in range(3)
     }
     assert f"step {STEPS}/{STEPS}" in job.mimo("logs", job.run)
-    assert f"{STEPS} of {STEPS}" in job.mimo("status", job.run)
-    job.mimo("report", job.run)
+    job.check_what_is_shown()
 
 
 def test_a_recipe_trains_across_four_nodes_and_goes_on_after_its_time_limit(

@@ -23,6 +23,7 @@ def test_a_cancelled_job_leaves_no_process_and_does_not_come_back(
     assert job.end().startswith("CANCELLED"), job.logs()
     assert slurm.job(job.job)["Restarts"] == "0"
     job.check_what_is_shown()
+    assert "CANCELLED" in job.mimo("status", job.run)
 
 
 def test_a_wrong_recipe_fails_before_any_rank_starts(slurm: Slurm, tmp_path: Path) -> None:

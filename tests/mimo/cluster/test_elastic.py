@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from mimo.cli import app
 from mimo.cluster.elastic import fit
-from mimo.errors import InputError, RecipeError
+from mimo.cluster.script import prepare
+from mimo.errors import InputError, RecipeError, StartError
 from mimo.hf.recipes import load_phases
 from mimo.model.recipe_checks import check_recipe
 from tests.conftest import RunRanks
@@ -109,6 +110,17 @@ def test_phases_shrink_to_the_same_ranks(path: Path) -> None:
         "phases.1.language.grid.dp=1",
     ]
     assert len(placement.node_of()) == 6
+
+
+def test_a_file_system_that_fails_is_not_taken_for_too_few_nodes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StartError("recipe.yaml: cannot be read: Stale file handle")
+
+    monkeypatch.setattr("mimo.cluster.script.fit", fail)
+    with pytest.raises(StartError, match="Stale file handle"):
+        prepare(path, TWELVE, form="elastic")
 
 
 def test_what_fits_nowhere_says_how_many_nodes_are_enough(path: Path) -> None:

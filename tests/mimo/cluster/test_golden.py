@@ -4,6 +4,7 @@ After a change that is meant: MIMO_WRITE_GOLDEN=1 python -m pytest tests/mimo/cl
 """
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mimo.cluster.script import Form
+from mimo.cluster.submit import array_scripts
 from tests.mimo.cluster.jobs import SEVENTEEN, job_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -50,6 +52,7 @@ encoder_nodes: {gpus_per_node: 4, partition: small, constraint: l40s}
 partition: large
 """
 
+ARRAY = "array"
 _BATCH = "train.global_batch_size"
 CASES: dict[str, tuple[list[str], str, Form]] = {
     "1_node": (["language.grid.dp=7", f"{_BATCH}=28"], "", "fixed"),
@@ -77,12 +80,41 @@ def test_a_script_is_the_one_that_was_read_and_found_good(name: str, tmp_path: P
     assert text == golden.read_text(), "if that is meant, see the top of this file"
 
 
+def test_the_script_of_an_array_is_the_one_that_was_read_and_found_good(tmp_path: Path) -> None:
+    jobs = [job_of(tmp_path, ["name=first"], SITE), job_of(tmp_path, ["name=second"], SITE)]
+    ((_, text),) = array_scripts(jobs)
+    golden = GOLDEN / f"{ARRAY}.sh"
+    if os.environ.get("MIMO_WRITE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text(), "if that is meant, see the top of this file"
+
+
+def shell_of_a_rank() -> str:
+    """What a script gives to bash on each node; to shellcheck it is a text."""
+    text = (GOLDEN / "5_nodes.sh").read_text()
+    (inner,) = re.findall(r"^rank=\(bash -c '\n(.*?)^' rank\)$", text, re.MULTILINE | re.DOTALL)
+    return f"#!/bin/bash\n{inner}"
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, ARRAY])
 def test_shellcheck_finds_nothing_in_a_script(name: str) -> None:
     # SC2016: values of the recipe are meant not to expand.
     told = subprocess.run(
         ["shellcheck", "--exclude=SC2016", str(GOLDEN / f"{name}.sh")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stdout
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing_in_what_ranks_are_wrapped_in() -> None:
+    # SC2154: `logs` comes from the script around it, the coprocess's numbers from bash.
+    told = subprocess.run(
+        ["shellcheck", "--exclude=SC2154", "-"],
+        input=shell_of_a_rank(),
         capture_output=True,
         text=True,
         check=False,

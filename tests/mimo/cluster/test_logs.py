@@ -106,12 +106,15 @@ def test_only_the_end_of_huge_files_is_merged(
 
 def test_following_prints_what_comes_until_the_run_ends(run: Path) -> None:
     path = run / "launch" / "rank_0.log"
-    path.write_text("first\n")
+    (run / "launch" / "rank_1.log").write_text("of another rank\n")
     say(run, 0)
-    code = "from mimo.cluster import logs; logs._LOOK_SECONDS = 0; logs.logs(Path(run), 0, True)"
-    command = [sys.executable, "-c", f"from pathlib import Path; run = {str(run)!r}; {code}"]
+    given = ["logs", str(run), "--rank", "0", "--follow"]
+    set_up = "from mimo.cluster import logs; logs._LOOK_SECONDS = 0; from mimo.cli import app"
+    command = [sys.executable, "-c", f"{set_up}; app({given})"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        time.sleep(1.5)  # it looks before there is a file
+        path.write_text("first\n")
         assert process.stdout.readline() == "first\n"
         with path.open("a") as file:
             file.write("second\nth")

@@ -313,3 +313,8 @@ def test_the_command_checks_this_machine(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("preflight: ok\n")
     assert mimo("preflight", folder / "tiny.yaml", "train.stepps=3").returncode == 2
+    site = folder / "site.yaml"
+    site.write_text("gpus_per_node: 8\n")
+    done = mimo("preflight", folder / "tiny.yaml", "--cluster", site)
+    assert done.returncode == 1
+    assert "it sees no GPU, but cluster.gpus_per_node asks for them" in done.stdout

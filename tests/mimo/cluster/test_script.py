@@ -172,7 +172,7 @@ def test_a_job_that_was_submitted_by_hand_notes_itself_once(tmp_path: Path) -> N
     first, task = [(one.pop("time")[:2], one) for one in noted]
     script = str(stage.job.launch / "job.sh")
     assert first == ("20", {"job_id": "7", "kind": "by hand", "script": script})
-    assert task == ("20", {"job_id": "6_1", "kind": "by hand", "script": script})
+    assert task == ("20", {"job_id": "6_1", "kind": "array", "script": script})
 
 
 def test_what_ranks_print_goes_to_the_node_first_and_to_the_run_in_time_and_once(
@@ -207,7 +207,7 @@ def test_what_ranks_print_goes_to_the_node_first_and_to_the_run_in_time_and_once
     assert stage.run() == 143, "asked to end before there was a rank"
     node.rename(stage.job.folder / "elsewhere")
     node.symlink_to(stage.job.folder / "elsewhere")
-    assert stage.run() == 1, "a folder that somebody else may have put there"
+    assert stage.run() == 2, "a folder that somebody else may have put there"
 
 
 # ------------------------------------------------------------------------------- quoting

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mimo.errors import EXIT_CONTINUE, InputError
+from mimo.errors import EXIT_CONTINUE, InputError, StartError
 from mimo.experiment import runs
 from mimo.experiment.main import main
 from mimo.experiment.runs import Run
+from mimo.recipe.schema import Recipe
 from mimo.recipe.source import read_yaml
 from tests.mimo.tiny import write_recipe
 
@@ -237,6 +238,23 @@ def test_csv_and_page_have_medians_without_the_first_steps(file: Path, started: 
     assert "<script" not in page
     for name in ("results", "losses", "losses_1", "where_the_time_goes", "bridges"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_layout_whose_files_do_not_answer_is_a_row_with_its_error(
+    file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Run.recipe
+
+    def fail_for_one(run: Run, path: Path) -> Recipe:
+        if run.layout.name == "two" and started:
+            raise StartError("config.json: cannot be read: Stale file handle\nmore")
+        return recipe(run, path)
+
+    monkeypatch.setattr(Run, "recipe", fail_for_one)
+    assert main(file, []) == 1
+    assert "one" in {row["layout"] for row in rows(file) if row["state"] == "follows"}
+    (two,) = (row for row in rows(file) if row["layout"] == "two")
+    assert "Stale file handle" in two["problem"]
 
 
 def test_a_recipe_that_no_layout_can_use_is_bad_input(file: Path, started: list[str]) -> None:

@@ -269,6 +269,14 @@ def test_a_rank_of_torchrun_that_is_done_is_not_aborted_while_its_interpreter_wi
     assert "no.yaml" in told.stderr
 
 
+def test_a_rank_that_is_done_ends_with_its_exit_code_also_where_nobody_reads_it() -> None:
+    code = "from mimo.launch.ranks import end_at_once; end_at_once(3); print('x' * 10**6)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == 3
+
+
 def test_torchrun_and_srun_environments_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MIMO_RENDEZVOUS"):
         monkeypatch.delenv(name, raising=False)

@@ -50,6 +50,41 @@ def train_from_a_sick_disk(port: int, folder: Path, arguments: list[str]) -> int
         return train(port, folder, arguments)
 
 
+def train_without_room(port: int, folder: Path, arguments: list[str]) -> int:
+    """Like `train`, but no index can be written."""
+    from data.index import build
+
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(build, "write_shard_index", side_effect=full):
+        return train(port, folder, arguments)
+
+
+def train_from_a_stale_handle(port: int, folder: Path, arguments: list[str]) -> int:
+    """Like `train`, but no shard can be opened."""
+    opened = os.open
+
+    def fail(path: Any, *args: Any, **settings: Any) -> int:
+        if str(path).endswith(".tar"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return opened(path, *args, **settings)
+
+    with mock.patch.object(os, "open", fail):
+        return train(port, folder, arguments)
+
+
+def train_from_a_lost_index(port: int, folder: Path, arguments: list[str]) -> int:
+    """Like `train`, but of the index that rank 0 has found the last rank can open nothing."""
+    opened, rank = Path.open, os.environ["RANK"]
+
+    def fail(path: Path, *args: Any, **settings: Any) -> Any:
+        if rank == str(RANKS - 1) and ".index" in path.parts:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return opened(path, *args, **settings)
+
+    with mock.patch.object(Path, "open", fail):
+        return train(port, folder, arguments)
+
+
 def train_noting_checksums(port: int, folder: Path, arguments: list[str]) -> int:
     """Like `train`; the names of the files that the rank verifies go to `verified_<rank>`."""
     from mimo.train import main
@@ -95,6 +130,21 @@ def test_ranks_index_what_is_missing_each_its_share_and_refuse_if_told_to(
     assert codes == [0] * RANKS
     assert "1 shards are not indexed yet" in printed[0]
     assert sum(len(file.read_text().splitlines()) for file in files) == 5
+
+
+def test_a_file_system_that_fails_under_the_data_is_no_bad_input(
+    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+) -> None:
+    codes, printed = trained("train.steps=1", target=train_without_room)
+    assert codes == [1] * RANKS
+    assert os.strerror(errno.ENOSPC) in printed[0]
+    codes, printed = trained("train.steps=1", target=train_from_a_stale_handle)
+    assert codes == [1] * RANKS
+    assert os.strerror(errno.ESTALE) in printed[0]
+    assert trained("train.steps=1")[0] == [0] * RANKS
+    codes, printed = trained("train.steps=2", target=train_from_a_lost_index)
+    assert codes == [1] * RANKS
+    assert any(os.strerror(errno.ESTALE) in text for text in printed), printed
 
 
 @pytest.mark.slow

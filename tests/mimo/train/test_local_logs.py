@@ -60,6 +60,26 @@ def test_only_what_is_new_is_taken_now_and_then_and_after_another_start(
     assert not [*log.parent.iterdir()], "nothing is left on the node"
 
 
+def test_a_rank_that_has_just_left_leaves_nothing_that_another_brings_back(
+    to: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "node"
+    here.mkdir()
+    local_logs._take(here / "log_rank_5.txt", to / "log_rank_5.txt")
+    assert not [*here.iterdir()]
+
+
+def test_a_folder_that_cannot_be_made_is_bad_input(
+    to: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MIMO_LOCAL_LOGS", str(tmp_path / "file"))
+    refused = pytest.raises(InputError, match=r"cluster\.local_logs: .* cannot be made")
+    with refused as error, local_log(to / "log_rank_4.txt"):
+        pass
+    assert error.value.exit_code == 2
+
+
 def test_a_folder_that_somebody_else_may_have_put_there_is_refused(
     to: Path, tmp_path: Path
 ) -> None:

@@ -17,8 +17,9 @@ from mimo.recipe.schema import Recipe
 from mimo.train.loggers import check_loggers
 from mimo.train.main import Request
 from mimo.train.metrics import MetricsWriter
+from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import mimo
+from tests.mimo.runs import LAYOUT, metrics, mimo, run
 
 VARIABLES = (*("WANDB_MODE", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"),)
 
@@ -197,6 +198,30 @@ def test_a_whole_run_uses_the_package_on_one_rank(
     assert all("train/seconds_vision_encode" in one["names"] for one in logged)
     assert last == {"finished": True}
     assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()
+
+
+def test_tensorboard_has_every_number_of_every_logged_step(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
+    run(run_ranks, recipe, *LAYOUT, "train.log_every=1")
+    events = EventAccumulator(str(tmp_path / "runs" / "tiny" / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    logged = metrics(recipe)
+    for name in ("seconds_vision_encode", "idle_fraction_language", "flops_vision"):
+        assert name in logged[-1]
+    assert [name for name in logged[-1] if name.startswith("bridge_wait_seconds_")]
+    for line in logged:
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                (one,) = (x for x in events.Scalars(f"train/{name}") if x.step == line["step"])
+                assert one.value == pytest.approx(value, rel=1e-6)
+                tags.discard(f"train/{name}")
+    assert tags == {"train/epoch_0"}, "the file has a list of them"
 
 
 def test_a_package_that_is_not_there_is_bad_input_before_anything_starts(tmp_path: Path) -> None:

@@ -34,22 +34,23 @@ def recipe(tmp_path: Path) -> Path:
     return tiny.write_recipe(tmp_path)
 
 
-def start(
-    hosts: list[Host], recipe: Path, job: MarkedJob, *overrides: str, command: str = "train"
-) -> list[subprocess.Popen[bytes]]:
-    """One job of three ranks."""
+def lines_of(hosts: list[Host], recipe: Path, *overrides: str) -> list[str]:
+    """What to start on each host, for one job of three ranks."""
     names = ",".join(host.name for host in hosts)
     site = recipe.with_name("site.yaml")
     site.write_text(SITE)
     told = mimo("launch", recipe, *LAYOUT, *overrides, "--cluster", site, "--hosts", names)
     lines = told.stdout.splitlines()
     assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["2"], ["1"]], told
+    return lines
+
+
+def start(
+    hosts: list[Host], recipe: Path, job: MarkedJob, lines: list[str]
+) -> list[subprocess.Popen[bytes]]:
+    """The line of each host."""
     return [
-        host.start(
-            ["bash", "-c", line.replace("mimo.cli train", f"mimo.cli {command}")],
-            log_of(recipe, host),
-            job.environment,
-        )
+        host.start(["bash", "-c", line], log_of(recipe, host), job.environment)
         for host, line in zip(hosts, lines, strict=True)
     ]
 
@@ -61,11 +62,13 @@ def log_of(recipe: Path, host: Host) -> Path:
 def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path: Path) -> None:
     job = MarkedJob()
     with two_hosts(tmp_path) as hosts:
-        looks = start(hosts, recipe, job, "name=two", command="preflight")
+        lines = lines_of(hosts, recipe, "name=two")
+        look = [line.replace("mimo.cli train", "mimo.cli preflight") for line in lines]
+        looks = start(hosts, recipe, job, look)
         assert [look.wait(120) for look in looks] == [0, 0], log_of(recipe, hosts[0]).read_text()
         table = json.loads((tmp_path / "runs/two/launch/preflight.json").read_text())
         assert (table["ok"], table["nodes"]) == (True, ["first", "first", "second"])
-        agents = start(hosts, recipe, job, "name=two")
+        agents = start(hosts, recipe, job, lines)
         codes = [agent.wait(120) for agent in agents]
         told = "".join(log_of(recipe, host).read_text() for host in hosts)
     assert codes == [0, 0], told
@@ -85,7 +88,7 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
     job, run_dir = MarkedJob(), tmp_path / "runs" / "cut"
     settings = ("name=cut", "train.steps=100000", f"bridge.timeout_seconds={TIMEOUT_SECONDS}")
     with two_hosts(tmp_path) as hosts:
-        agents = start(hosts, recipe, job, *settings)
+        agents = start(hosts, recipe, job, lines_of(hosts, recipe, *settings))
         while not (run_dir / "metrics.jsonl").exists() or len(metrics(recipe, "cut")) < 3:
             ended = [log_of(recipe, h).read_text() for h in hosts if agents[0].poll() is not None]
             assert not ended, ended

@@ -35,9 +35,11 @@ mkdir -p "$launch" "$logs" || exit 1
 
 # `mimo status` knows jobs from this list. Who submits one by hand does not add it.
 number="${2:-$SLURM_JOB_ID}" # of a task of an array: the array's and its own
+kind="by hand"
+if [ -n "$1" ]; then kind=chain; elif [ -n "$2" ]; then kind=array; fi
 if ! grep -qsF "\"job_id\": \"$number\"" "$launch/jobs.jsonl"; then
-  printf '{"time": "%s", "job_id": "%s", "kind": "by hand", "script": %s}\n' \
-    "$(date +%FT%T%z)" "$number" '"/project/runs/tiny/launch/job.sh"' >>"$launch/jobs.jsonl"
+  printf '{"time": "%s", "job_id": "%s", "kind": "%s", "script": %s}\n' \
+    "$(date +%FT%T%z)" "$number" "$kind" '"/project/runs/tiny/launch/job.sh"' >>"$launch/jobs.jsonl"
 fi
 
 # -------------------------------------------------------------------------- environment
@@ -114,10 +116,11 @@ rank=(bash -c '
   asked=""
   trap asked=1 TERM USR1 # SLURM sends them to the rank as well, which ends as it likes
   log="$logs/rank_$SLURM_PROCID.log" own="$MIMO_LOCAL_LOGS/mimo-$UID-$SLURM_JOB_ID"
-  mkdir -m 700 -p "$own" || exit 1
+  mkdir -p "$MIMO_LOCAL_LOGS" || exit 1
+  (umask 077 && mkdir -p "$own") || exit 1
   if [ -L "$own" ] || [ ! -O "$own" ]; then
     echo "cluster.local_logs: $own is not a folder of this user; give another place" >&2
-    exit 1
+    exit 2
   fi
   own="$own/rank_$SLURM_PROCID"
   touch "$log" "$own.log" "$own.taken"

@@ -35,9 +35,11 @@ mkdir -p "$launch" "$logs" || exit 1
 
 # `mimo status` knows jobs from this list. Who submits one by hand does not add it.
 number="${2:-$SLURM_JOB_ID}" # of a task of an array: the array's and its own
+kind="by hand"
+if [ -n "$1" ]; then kind=chain; elif [ -n "$2" ]; then kind=array; fi
 if ! grep -qsF "\"job_id\": \"$number\"" "$launch/jobs.jsonl"; then
-  printf '{"time": "%s", "job_id": "%s", "kind": "by hand", "script": %s}\n' \
-    "$(date +%FT%T%z)" "$number" '"/project/runs/tiny/launch/job.sh"' >>"$launch/jobs.jsonl"
+  printf '{"time": "%s", "job_id": "%s", "kind": "%s", "script": %s}\n' \
+    "$(date +%FT%T%z)" "$number" "$kind" '"/project/runs/tiny/launch/job.sh"' >>"$launch/jobs.jsonl"
 fi
 
 # -------------------------------------------------------------------------- environment
