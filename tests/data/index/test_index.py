@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import tarfile
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from data.digits.shards import CANVASES
+from data.index.build import Problems
 from data.index.samples import Processors, check_sizes
 from data.index.shard_index import COLUMNS
 from data.index.store import build_index
@@ -274,6 +276,25 @@ def test_a_shard_with_a_damaged_or_compressed_body_is_named(
         tar.add(__file__, "a.json")
     with pytest.raises(ValueError, match="or compressed"):
         build_index(str(shard), chat, processors)
+
+
+def test_a_failing_file_system_is_the_cause_only_if_nothing_else_is_wrong(
+    processors: Processors,
+) -> None:
+    def cause(*problems: tuple[str, BaseException | None]) -> BaseException | None:
+        found = Problems()
+        for kind, one in problems:
+            found.add(kind, "a.tar: so", one)
+        with pytest.raises(ValueError, match=r"a\.tar: so") as error:
+            found.raise_any(processors)
+        return error.value.__cause__
+
+    stale, forbidden = OSError(errno.ESTALE, ""), OSError(errno.EACCES, "")
+    assert cause(("shard", stale), ("shard", stale)) is stale
+    assert cause(("shard", stale), ("shard", None)) is None, "the other is damaged"
+    assert cause(("shard", forbidden), ("shard", stale)) is None
+    assert cause(("shard", stale), ("unknown", None)) is None
+    Problems().raise_any(processors)
 
 
 def test_samples_that_are_too_long_are_listed(

@@ -26,6 +26,7 @@ from mimo.cluster.verdict import (
     slow,
     to_exclude,
 )
+from mimo.errors import StartError
 from mimo.launch.ranks import RankEnv, hosts_of, run_on_cpu
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from tests.conftest import RunRanks
@@ -202,6 +203,10 @@ def test_at_one_time_a_rank_and_the_network_of_a_node_have_one_pair() -> None:
 # ------------------------------------------------------------------------------ whole checks
 
 
+def fail_to_load(*_: object) -> None:
+    raise StartError("tiny.yaml: cannot be read: Stale file handle")
+
+
 def check(folder: Path, port: int, odd: str) -> int:
     """One rank, on a node of its own; what it prints goes to `printed_<rank>`."""
     from mimo.cluster import facts
@@ -216,6 +221,8 @@ def check(folder: Path, port: int, odd: str) -> int:
         facts.versions = lambda: found
     if rank == 2 and odd == "recipe":
         arguments = ["train.stepps=3"]
+    if odd == "stale":
+        preflight.load_phases = fail_to_load
     preflight.slow = lambda *_: ()  # three nodes that share busy cores are slow by chance
     environment = rank_environment()
     assert environment is not None
@@ -278,6 +285,8 @@ def test_a_node_that_cannot_read_the_recipe_is_named_and_a_wrong_recipe_is_bad_i
     codes = run_on_cpu(check, (folder, free_port(), "train.stepps"), RANKS, timeout_seconds=60)
     assert codes == [2] * RANKS
     assert (folder / "printed_0").read_text().count("did you mean 'steps'") == 1
+    codes = run_on_cpu(check, (folder, free_port(), "stale"), RANKS, timeout_seconds=60)
+    assert codes == [1] * RANKS, "all are tried again"
 
 
 @pytest.mark.parametrize(
