@@ -42,6 +42,11 @@ def file_system_failed(error: BaseException) -> bool:
     return cause is not None and file_system_failed(cause)
 
 
+def kind_of(error: BaseException, otherwise: type[InputError] = InputError) -> type[InputError]:
+    """What to raise because of ``error``: StartError where a file system failed."""
+    return StartError if file_system_failed(error) else otherwise
+
+
 class RecipeError(InputError):
     """Everything that is wrong with a recipe, found before any process group exists.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo.errors import InputError, StartError, file_system_failed
+from mimo.errors import InputError, kind_of
 
 Config = Mapping[str, Any]
 
@@ -22,8 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a folder in Hugging Face format") from None
     except (OSError, ValueError, RecursionError) as error:
-        kind = StartError if file_system_failed(error) else InputError
-        raise kind(f"{path}: cannot be read: {error}") from error
+        raise kind_of(error)(f"{path}: cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise InputError(f"{path}: is not a JSON object")
     return found

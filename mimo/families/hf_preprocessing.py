@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mimo.errors import InputError, StartError, file_system_failed
+from mimo.errors import kind_of
 from mimo.families.hf_config import Config, agree, read_json
 
 WHOLE = "processor_config.json"
@@ -80,8 +80,7 @@ def _effective_image(folder: Path) -> dict[str, Any]:
             str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        kind = StartError if file_system_failed(error) else InputError
-        raise kind(
+        raise kind_of(error)(
             f"{folder}: the image processor's configuration cannot be understood: {error}"
         ) from error
     name = type(processor).__name__.removesuffix("Pil").removesuffix("Fast")  # they name a backend

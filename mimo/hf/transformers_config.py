@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mimo.errors import RecipeError, StartError, file_system_failed
+from mimo.errors import RecipeError, kind_of
 from mimo.families.hf_config import read_json
 from mimo.recipe.schema import Recipe
 
@@ -35,5 +35,6 @@ def transformers_config(recipe: Recipe) -> PretrainedConfig:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
-        kind = StartError if file_system_failed(error) else RecipeError
-        raise kind(recipe.problem(("init_from",), f"{folder}: {error}")) from error
+        raise kind_of(error, RecipeError)(
+            recipe.problem(("init_from",), f"{folder}: {error}")
+        ) from error

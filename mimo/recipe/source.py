@@ -18,7 +18,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
-from mimo.errors import RecipeError, StartError, file_system_failed, nearest, shown
+from mimo.errors import RecipeError, kind_of, nearest, shown
 
 Location = tuple[str | int, ...]
 """The way to a value: keys of mappings and indices of lists, outermost first."""
@@ -175,8 +175,7 @@ def _read_file(path: Path) -> YamlSource:
         hint = f"; did you mean '{path.parent / match}'?" if match else ""
         raise RecipeError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        kind = StartError if file_system_failed(error) else RecipeError
-        raise kind(f"{path}: cannot be read: {error}") from None
+        raise kind_of(error, RecipeError)(f"{path}: cannot be read: {error}") from None
     source = YamlSource(path)
     try:
         data = _load(text, source)

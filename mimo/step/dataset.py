@@ -22,7 +22,7 @@ from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
-from mimo.errors import InputError, RecipeError, StartError, file_system_failed
+from mimo.errors import InputError, RecipeError, StartError, file_system_failed, kind_of
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.recipe.data import Source
 from mimo.recipe.modules import MediaTokens
@@ -116,8 +116,9 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
     try:
         return ChatTokenizer(recipe.data.tokenizer, placeholders)
     except ValueError as error:
-        kind = StartError if file_system_failed(error) else RecipeError
-        raise kind(recipe.problem(("data", "tokenizer"), str(error))) from error
+        raise kind_of(error, RecipeError)(
+            recipe.problem(("data", "tokenizer"), str(error))
+        ) from error
 
 
 def cache_folder(recipe: Recipe) -> Path:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from mimo.errors import InputError, StartError, file_system_failed
+from mimo.errors import InputError, kind_of
 from mimo.launch.ranks import rank_environment
 
 _EVERY_SECONDS = 10.0
@@ -40,8 +40,7 @@ def local_log(path: Path) -> Iterator[Path]:
     try:
         here.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        kind = StartError if file_system_failed(error) else InputError
-        raise kind(f"cluster.local_logs: {here} cannot be made: {error}") from error
+        raise kind_of(error)(f"cluster.local_logs: {here} cannot be made: {error}") from error
     if here.is_symlink() or here.stat().st_uid != os.getuid():
         raise InputError(f"cluster.local_logs: {here} is not a folder of this user; give another")
     is_over, is_first = threading.Event(), environment.local_rank == 0

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from mimo.errors import InputError, StartError, file_system_failed
+from mimo.errors import StartError, kind_of
 
 _POLL_SECONDS = 0.5
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -43,8 +43,7 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
         while (descriptor := _locked(path, run_dir, time.monotonic() < deadline)) is None:
             time.sleep(_POLL_SECONDS)
     except OSError as error:
-        kind = StartError if file_system_failed(error) else InputError
-        raise kind(
+        raise kind_of(error)(
             f"{run_dir}: cannot write there: {error}; give another train.run_dir or name"
         ) from error
     try:

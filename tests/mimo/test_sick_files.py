@@ -89,13 +89,9 @@ def test_a_file_that_cannot_even_be_looked_at_is_not_taken_for_missing(
 
 def test_what_a_library_says_of_a_file_system_in_its_own_words_is_understood() -> None:
     def wrapped(code: int) -> Exception:
-        try:
-            try:
-                raise OSError(code, os.strerror(code))
-            except OSError:
-                raise OSError("Can't load the tokenizer")  # noqa: B904 - as transformers does
-        except OSError as error:
-            return error
+        error = OSError("Can't load the tokenizer")
+        error.__context__ = OSError(code, os.strerror(code))  # transformers says no `from`
+        return error
 
     assert file_system_failed(wrapped(errno.ESTALE))
     assert not file_system_failed(wrapped(errno.ENOENT))
