@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -53,6 +54,11 @@ def take_turns(
                 seconds = runs[name][-1].seconds
                 print(f"[{number + 1}/{rounds}] {name}: {seconds:.1f} s", flush=True)
     return runs
+
+
+@dataclass(frozen=True)
+class _Failure:
+    traceback: str
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class Apart:
         self._process.join()
 
     def __call__(self, *args: Any) -> Any:
-        """Raises RuntimeError if the process fails, which says why itself."""
+        """Raises RuntimeError with the traceback, or the exit code, of a process that fails."""
         before, peak, answered = _shared_memory(), 0, False
         try:
             self._pipe.send(args)
@@ -128,7 +134,11 @@ class Apart:
                 answered = self._pipe.poll(max(_LOOK_SECONDS, pause))
             found = self._pipe.recv()
         except (EOFError, OSError):
-            raise RuntimeError("a process of the benchmark failed") from None
+            self._process.join(_END_SECONDS)
+            ended = f"it ended with exit code {self._process.exitcode}"
+            raise RuntimeError(f"a process of the benchmark failed: {ended}") from None
+        if isinstance(found, _Failure):
+            raise RuntimeError(f"a process of the benchmark failed:\n{found.traceback}")
         return replace(found, peak_bytes=peak) if isinstance(found, Run) else found
 
 
@@ -142,10 +152,13 @@ def _serve(make: Callable[[], Callable[..., Any]], starters: Connection, pipe: C
     starters.close()
     # Threads that have computed in the starter are not in its fork, which would wait for them.
     torch.set_num_threads(1)
-    answer = make()
-    with suppress(EOFError):  # the starter is gone
-        while (args := pipe.recv()) is not None:
-            pipe.send(answer(*args))
+    with suppress(OSError):  # the starter is gone
+        try:
+            answer = make()
+            while (args := pipe.recv()) is not None:
+                pipe.send(answer(*args))
+        except Exception:  # the starter raises it, where people look
+            pipe.send(_Failure(traceback.format_exc()))
 
 
 def _idle_since() -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import numpy as np
@@ -55,6 +57,8 @@ def test_a_process_keeps_its_state_and_its_memory_is_watched(
     assert large.peak_bytes - small.peak_bytes > 400 << 20
 
 
-def test_a_failure_in_a_process_of_the_benchmark_is_raised() -> None:
-    with pytest.raises(RuntimeError, match="a process of the benchmark failed"):
+def test_a_failure_in_a_process_of_the_benchmark_is_raised_with_its_cause() -> None:
+    with pytest.raises(RuntimeError, match="(?s)failed:.*lambda: 1 // 0.*ZeroDivisionError"):
         apart(lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="ended with exit code -9"):
+        apart(lambda: os.kill(os.getpid(), signal.SIGKILL))
