@@ -82,6 +82,24 @@ def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path
     assert load_recipe(tmp_path / "runs/two/recipe.yaml").cluster.interface == INTERFACE
 
 
+def test_a_host_that_preflight_finds_broken_is_named_on_hosts_without_slurm(
+    recipe: Path, tmp_path: Path
+) -> None:
+    job = MarkedJob()
+    with two_hosts(tmp_path) as hosts:
+        lines = lines_of(hosts, recipe, "name=broken")
+        looks = [line.replace("mimo.cli train", "mimo.cli preflight") for line in lines]
+        looks[1] = looks[1].replace("name=broken", "name=broken train.stepps=3")
+        codes = [agent.wait(120) for agent in start(hosts, recipe, job, looks)]
+        told = [log_of(recipe, host).read_text() for host in hosts]
+    assert codes == [1, 1], told
+    assert not job.leftovers()
+    assert re.search(r"BROKEN: second: .*did you mean 'steps'", told[0], re.DOTALL), told
+    assert "leave out: --exclude=second\npreflight: do not begin\n" in told[0]
+    table = json.loads((tmp_path / "runs/broken/launch/preflight.json").read_text())
+    assert (table["ok"], table["exclude"]) == (False, ["second"])
+
+
 def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
     recipe: Path, tmp_path: Path
 ) -> None:
