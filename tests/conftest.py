@@ -1,8 +1,9 @@
 """Fixtures: real ranks for a test's function, in a tenth of a second."""
 
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not has_gpu():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_the_world_of_one() -> Iterator[None]:
+    """To generate joins a world of one in this process: to the tests of other files it is unknown.
+
+    Which of them a worker runs afterwards is a matter of time.
+    """
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
