@@ -124,8 +124,9 @@ class Apart:
     def __call__(self, *args: Any) -> Any:
         """Raises RuntimeError with the traceback, or the exit code, of a process that fails."""
         before, peak, answered = _shared_memory(), 0, False
-        try:
+        with suppress(OSError):  # it is gone, and has left word
             self._pipe.send(args)
+        try:
             while self._watched and not answered:
                 started = time.perf_counter()
                 own = sum(map(_own_memory, _tree(self._process.pid)))

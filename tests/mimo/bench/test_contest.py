@@ -60,5 +60,9 @@ def test_a_process_keeps_its_state_and_its_memory_is_watched(
 def test_a_failure_in_a_process_of_the_benchmark_is_raised_with_its_cause() -> None:
     with pytest.raises(RuntimeError, match="(?s)failed:.*lambda: 1 // 0.*ZeroDivisionError"):
         apart(lambda: 1 // 0)
+    with Apart(lambda: 1 // 0) as process:
+        process._process.join(10)  # before it was asked anything
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            process()
     with pytest.raises(RuntimeError, match="ended with exit code -9"):
         apart(lambda: os.kill(os.getpid(), signal.SIGKILL))
