@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from pathlib import Path
 from zlib import crc32
 
@@ -18,6 +20,8 @@ from tests.conftest import RunRanks
 from tests.language_steps import Job
 from tests.mimo import tiny
 from tests.mimo.runs import save
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 # About 8 M parameters: in fp32 4 bytes of weight and 8 of Adam's moments for each.
 SIZES = {
@@ -39,10 +43,21 @@ JOBS = {
 }
 
 
+def give_back_at_once() -> None:
+    """Let what is freed leave this process, so that its peak is of what was held at a time.
+
+    By itself, malloc keeps some of it: how much depends on which thread was first.
+    """
+    mallopt = ctypes.CDLL(None).mallopt
+    for parameter, value in ((_M_MMAP_THRESHOLD, 1 << 16), (_M_TRIM_THRESHOLD, 1 << 16)):
+        assert mallopt(parameter, value) == 1
+
+
 def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:
     """Bytes of what this rank holds and has written, and the growth while saving and loading."""
     from mimo.checkpoint.tensors import read_index
 
+    give_back_at_once()
     trainer = language_steps.Trainer(job)
     module = trainer.module()
     held = list(module.pieces("load", with_optimizer=True))
@@ -61,6 +76,7 @@ def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:
     one = torch.zeros(1 << 20)
     dist.all_gather_into_tensor(one.repeat(replicas.size()), one, group=replicas)
     del one
+    time.sleep(0.1)  # gloo's thread lets go of it a little later
     loading = peak_growth(lambda: language_steps.load(trainer, directory, 1))
     assert [piece.values.double().sum().item() for piece in held] == sums
     whole = sum(
@@ -81,6 +97,7 @@ def save_while_training(rank: int, job: Job, directory: Path, recipe: Recipe) ->
     from mimo.checkpoint.folder import Progress
     from mimo.checkpoint.saving import Saver
 
+    give_back_at_once()
     module = language_steps.Trainer(job).module()
     held, written = (
         sum(p.values.numel() * p.values.element_size() for p in module.pieces(purpose, True))
