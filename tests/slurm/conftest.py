@@ -17,12 +17,12 @@ from tests.conftest import RunRanks
 from tests.slurm.cluster import Slurm
 from tests.slurm.launched import losses_without_slurm
 
-_PACKAGES = {"sbatch": "slurm-wlm", "munged": "munge", "shellcheck": "shellcheck"}
+_PACKAGES = {"sbatch": "slurm-wlm", "munged": "munge"}
 
 
 @pytest.fixture(scope="session")
 def installed() -> None:
-    """SLURM, munge and shellcheck, by Debian's packages.
+    """SLURM and munge, by Debian's packages.
 
     Without them tests are skipped, or fail where the variable MIMO_NEEDS_SLURM is set.
     """

