@@ -1,10 +1,11 @@
 # Every target sets up what it needs; `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint clean
+.PHONY: help setup gpu gpu-check train test test-all lint clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
-SOURCES := mimo bridge data encoders tests
+SOURCES := mimo bridge data encoders benchmarks tests
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt
 # Two at a time: much of a test is waiting for ranks. A file's tests share what they set up, and
 # files start in the order of `tests/conftest.py`.
 PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -25,8 +26,17 @@ $(STAMP): pyproject.toml constraints.txt
 	    "apt install python3.12 python3.12-venv) and run make again" >&2; exit 1; \
 	fi; \
 	test -x $(VENV)/bin/python || $$python -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	$(PIP) -e ".[dev]"
 	@touch $@
+
+gpu: setup  ## add Transformer Engine and flash-attn, compiled for the torch of .venv (many minutes)
+	$(PIP) ninja wheel packaging pybind11
+	NVTE_FRAMEWORK=pytorch $(PIP) --no-build-isolation \
+	  "transformer-engine[pytorch,core_cu13]" flash-attn
+	$(VENV)/bin/python -m mimo.engines.megatron.acceleration
+
+gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, in ten minutes
+	$(VENV)/bin/python -m benchmarks.gpu
 
 train: setup  ## prepare the quickstart's data, train it, and answer unseen examples
 	$(VENV)/bin/mimo quickstart

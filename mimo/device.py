@@ -35,6 +35,9 @@ _CGROUP_LIMITS = (
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
+# NCCL 2.30 and later let ranks share a GPU where this is 1, as tests on one GPU do.
+SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+
 # Where tensors live when there is no GPU.
 DEVICE_WITHOUT_GPU = torch.device("cpu")
 
@@ -53,11 +56,12 @@ def choose_before_fork(num_ranks: int) -> str | None:
     """Settle the device of ``num_ranks`` ranks on this machine, before their processes exist.
 
     Counting GPUs must not initialise CUDA in a process that forks. With fewer GPUs than ranks
-    the ranks use the CPU: NCCL refuses two ranks on one device.
+    the ranks use the CPU, because NCCL refuses two ranks on one device; where `SHARE_GPUS` is 1 in
+    the environment it does not, and ranks take GPUs in turn.
     Returns a sentence for the console when GPUs are left unused, else None.
     """
     num_gpus = torch.cuda.device_count()
-    if num_gpus == 0 or num_gpus >= num_ranks:
+    if num_gpus == 0 or num_gpus >= num_ranks or os.environ.get(SHARE_GPUS) == "1":
         return None
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return f"{num_ranks} ranks, but {num_gpus} GPU(s): running on the CPU"

@@ -2,8 +2,11 @@
 
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 from hypothesis import settings
 
 from mimo.engines.megatron.notices import WARNINGS
-from mimo.launch.ranks import rank_environment, run_on_cpu, warm_up_on_cpu
+from mimo.launch.processes import run_processes, warm_up
+from mimo.launch.ranks import rank_environment, rank_variables, run_on_cpu, warm_up_on_cpu
 
 RunRanks = Callable[..., list[Any]]
 
@@ -98,6 +102,33 @@ def run_ranks() -> RunRanks:
         return run_on_cpu(_in_process_group, args, world_size, timeout_seconds)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_ranks_on_gpu() -> Iterator[RunRanks]:
+    """The same on this machine's GPUs with NCCL; with fewer GPUs than ranks, ranks share them.
+
+    The fork server of `run_ranks` sees no GPU, so that of these ranks belongs to another process.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as starter:
+
+        def run(
+            function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 240
+        ) -> list[Any]:
+            job = (function, args, timeout_seconds)
+            return starter.submit(_start_on_gpu, job, world_size, timeout_seconds).result()
+
+        yield run
+
+
+def _start_on_gpu(job: tuple[Any, ...], world_size: int, timeout_seconds: float) -> list[Any]:
+    from mimo.device import SHARE_GPUS
+
+    warm_up(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {**rank_variables(Path(folder)), SHARE_GPUS: "1"}
+        args = _in_process_group, job, world_size, variables, timeout_seconds, Path(folder)
+        return run_processes(*args)
 
 
 def _in_process_group(

@@ -16,6 +16,7 @@ from data.index.remote import is_remote
 from data.index.shards import find_shards, without_braces
 from mimo.cluster.verdict import Facts
 from mimo.device import Memory, gpu_of, library_versions, machine_memory
+from mimo.engines.megatron.acceleration import LOADS, NOT_INSTALLED, kernel_states
 from mimo.errors import RecipeError
 from mimo.launch.ranks import RankEnv, node_name
 from mimo.layout.grids import Layout
@@ -26,6 +27,7 @@ from mimo.recipe.schema import Recipe
 from mimo.step.dataset import SPLITS, sources_of
 from mimo.train.environment import versions
 
+KERNELS = "kernels"  # of a node with GPUs
 _SEEN_SECONDS = 10.0  # within which a new file shows on other nodes
 _TEMPORARY_BYTES = 2**30
 _SHOWN = 8  # characters of a digest
@@ -48,6 +50,9 @@ def facts_of(
         problems.append(f"its GPU does not work: {error}".splitlines()[0])
     if gpu is not None:
         same[f"GPU of {' and '.join(layout.modules_of(environment.rank))}"] = gpu.name
+        states = kernel_states()
+        same[KERNELS] = ", ".join(f"{name} {state}" for name, state in states.items())
+        problems += set(states.values()) - {LOADS, NOT_INSTALLED}
         free["GPU"] = gpu.free
         memory = Memory("the GPU of each rank", gpu.free, is_of_processes=False)
     elif not problems and _asks_for_gpus(recipe):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mimo.cluster.facts import facts_of
+from mimo.cluster.facts import KERNELS, facts_of
 from mimo.cluster.links import Link, Measured, Pair, best_of, measure, pairs_of, rounds_of
 from mimo.cluster.table import PREFLIGHT, Table
 from mimo.cluster.verdict import Facts, Finding, absent, differences, odd_clocks, skews, slow
@@ -163,6 +163,8 @@ def _check(
         table.facts = [Facts(**json.loads(one)) for one in told if one is not None]
         table.findings += [Finding(one, own.node) for own in table.facts for one in own.problems]
         table.findings += differences(table.facts)
+        kernels = dict.fromkeys(one.same[KERNELS] for one in table.facts if KERNELS in one.same)
+        table.findings += [Finding(f"kernels: {one}", is_note=True) for one in kernels]
         table.findings += _silent(table.nodes, told, "did not say what it sees")
         return None not in told and len({one.same["device"] for one in table.facts}) == 1
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mimo.device import gpu_capability
+from mimo.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 TRANSFORMER_ENGINE = "transformer_engine"
 WEIGHT_GRADIENT = "weight_gradient"
 """Apex's kernel that adds a weight gradient to a sum in fp32."""
+
+LOADS, NOT_INSTALLED = "loads", "is not installed"
 
 # A function of each package, by module. Packages are not told apart by their names: another
 # version of flash-attn installs the same one without this function.
@@ -47,19 +50,47 @@ class Machine:
 
 
 def has_function(module: str, name: str) -> bool:
-    """Whether ``module`` can be imported and has ``name``; why not is logged if it is there."""
+    """Whether ``module`` is installed and has ``name``.
+
+    Raises InputError if it is installed but cannot be imported: to go on with slower kernels
+    would hide that.
+    """
     try:
         return hasattr(importlib.import_module(module), name)
-    except ModuleNotFoundError:
-        return False
-    except (ImportError, OSError) as error:  # built for other versions, or a library is missing
-        logger.warning("%s is installed, but cannot be imported: %s", module, error)
-        return False
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            return False
+        reason: Exception = error
+    except Exception as error:  # wheels of Transformer Engine assert, others raise RuntimeError
+        reason = error
+    first_line = f"{type(reason).__name__}: {reason}".splitlines()[0]
+    package = module.partition(".")[0]
+    raise InputError(
+        f"{package} is installed but cannot be imported ({first_line}); install a version that "
+        f"fits torch {torch.__version__}, as `make gpu` does, or uninstall it"
+    )
+
+
+def kernel_states() -> dict[str, str]:
+    """Whether each package of kernels loads in this process: `LOADS`, `NOT_INSTALLED`, or why not.
+
+    It imports them, which may initialise the GPU.
+    """
+    states = {}
+    for kernel, function in _FUNCTIONS.items():
+        try:
+            states[kernel] = LOADS if has_function(*function) else NOT_INSTALLED
+        except InputError as error:
+            states[kernel] = str(error)
+    return states
 
 
 @functools.cache
 def this_machine() -> Machine:
-    """What this process may use. On a GPU it imports the packages, so only ranks call it."""
+    """What this process may use. On a GPU it imports the packages, so only ranks call it.
+
+    Raises InputError for a package that is installed but cannot be imported.
+    """
     capability = gpu_capability()
     if capability is None:
         return Machine(None)
@@ -188,3 +219,8 @@ def fp8_problem(fp8: str, machine: Machine) -> str | None:
             f"set it to {' or '.join([*work, 'none'])}"
         )
     return None
+
+
+if __name__ == "__main__":
+    for kernel, state in kernel_states().items():
+        print(f"{kernel} {state}")

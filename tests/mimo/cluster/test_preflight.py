@@ -26,6 +26,7 @@ from mimo.cluster.verdict import (
     slow,
     to_exclude,
 )
+from mimo.device import Gpu
 from mimo.errors import StartError
 from mimo.launch.ranks import RankEnv, hosts_of, run_on_cpu
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
@@ -219,6 +220,10 @@ def check(folder: Path, port: int, odd: str) -> int:
     if rank == 2 and odd == "version":
         found = {**facts.versions(), "transformers": "0.1"}
         facts.versions = lambda: found
+    if odd == "kernels":  # nodes with GPUs, one of them with a package built for another torch
+        states = {"flash_attn_2": facts.LOADS if rank < 2 else "flash_attn cannot be imported"}
+        facts.gpu_of = lambda _: Gpu("H100", f"of rank {rank}", 2**36, 2**36)
+        facts.kernel_states = lambda: states
     if rank == 2 and odd == "recipe":
         arguments = ["train.stepps=3"]
     if odd == "stale":
@@ -272,6 +277,16 @@ def test_a_node_with_other_versions_is_named(run_ranks: RunRanks, folder: Path) 
     assert printed.endswith("leave out: --exclude=c\npreflight: do not begin\n")
     table = json.loads((folder / "runs/tiny/launch/preflight.json").read_text())
     assert table["exclude"] == ["c"]
+
+
+def test_kernels_are_told_and_a_node_on_which_they_do_not_load_is_named(
+    run_ranks: RunRanks, folder: Path
+) -> None:
+    codes = run_on_cpu(check, (folder, free_port(), "kernels"), RANKS, timeout_seconds=60)
+    assert codes == [1] * RANKS
+    printed = (folder / "printed_0").read_text()
+    assert "kernels: flash_attn_2 loads\n" in printed
+    assert "BROKEN: c: flash_attn cannot be imported\n" in printed
 
 
 def test_a_node_that_cannot_read_the_recipe_is_named_and_a_wrong_recipe_is_bad_input(

@@ -278,10 +278,10 @@ def test_layers_of_transformer_engine_have_our_names_and_adapters_stay_ours(
 
 
 @pytest.mark.gpu
-def test_a_model_of_transformer_engine_learns_like_ours(run_ranks: RunRanks) -> None:
+def test_a_model_of_transformer_engine_learns_like_ours(run_ranks_on_gpu: RunRanks) -> None:
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
     losses = {
-        fused: run_ranks(losses_in_bf16, 1, fused)[0]  # on one GPU
+        fused: run_ranks_on_gpu(losses_in_bf16, 1, fused)[0]  # on one GPU
         for fused in (False, True)
     }
     torch.testing.assert_close(losses[True], losses[False], rtol=2e-2, atol=0)

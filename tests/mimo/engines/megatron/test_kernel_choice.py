@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from mimo.engines.megatron import acceleration
 from mimo.engines.megatron.acceleration import Machine, has_function
 from mimo.engines.megatron.layers.kernel_choice import (
     AttentionCase,
     choose_kernel,
     own_kernel,
 )
+from mimo.errors import InputError
 
 CASES = {
     "packed causal": AttentionCase(128, causal=True),
@@ -108,20 +112,42 @@ def test_sdpa_builds_masks_where_the_choice_says_so_and_only_there(case: str) ->
     assert masked == (case in MASKED_WITHOUT_A_KERNEL)
 
 
-def test_packages_are_told_by_their_function(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path
-) -> None:
+def test_packages_are_told_by_their_function(monkeypatch: pytest.MonkeyPatch) -> None:
     # flash-attn 4 installs a package of this name without the function.
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     assert not has_function("flash_attn", "flash_attn_varlen_func")
     sys.modules["flash_attn"].flash_attn_varlen_func = print  # type: ignore[attr-defined]
     assert has_function("flash_attn", "flash_attn_varlen_func")
     assert not has_function("a_package_that_nobody_has", "varlen")
-    assert not caplog.records
-    (tmp_path / "built_for_another_torch.py").write_text("raise ImportError('undefined symbol')")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "raise ImportError('undefined symbol\\nand more')",
+        "assert False, 'undefined symbol'",  # as Transformer Engine does
+        "raise RuntimeError('undefined symbol')",
+        "import undefined_symbol  # undefined symbol",
+    ],
+)
+def test_a_package_built_for_another_torch_is_named_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statement: str
+) -> None:
+    (tmp_path / "broken_kernels.py").write_text(statement)
     monkeypatch.syspath_prepend(tmp_path)
-    assert not has_function("built_for_another_torch", "varlen")
-    assert "undefined symbol" in caplog.text
+    monkeypatch.delitem(sys.modules, "broken_kernels", raising=False)
+    with pytest.raises(InputError) as raised:
+        has_function("broken_kernels", "varlen")
+    assert re.fullmatch(
+        r"broken_kernels is installed but cannot be imported \(.*undefined.symbol.*\); install a "
+        r"version that fits torch .*, as `make gpu` does, or uninstall it",
+        str(raised.value),
+    )
+    monkeypatch.setitem(acceleration._FUNCTIONS, "varlen", ("broken_kernels", "varlen"))
+    states = acceleration.kernel_states()
+    assert states["varlen"] == str(raised.value)
+    assert states["torch_varlen"] == acceleration.LOADS
+    assert states["flash_attn_3"] == acceleration.NOT_INSTALLED
 
 
 # ------------------------------------------------------------------- layers as they are built

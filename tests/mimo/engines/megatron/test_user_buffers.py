@@ -129,13 +129,13 @@ def test_the_length_is_a_multiple_for_all_ranks(path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_model_with_overlapped_messages_learns_like_one_without(
-    run_ranks: RunRanks, path: Path
+    run_ranks_on_gpu: RunRanks, path: Path
 ) -> None:
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     losses = [
-        [one["loss"] for one in run_ranks(tiny.run_layout_steps, 2, path, own)[0]["metrics"]]
+        [one["loss"] for one in run_ranks_on_gpu(tiny.run_layout_steps, 2, path, own)[0]["metrics"]]
         for own in (FITTING, [*FITTING, "train.tp_comm_overlap=false"])
     ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-2)

@@ -1,0 +1,1 @@
+"""Measurements against named baselines; not part of the installed package."""
