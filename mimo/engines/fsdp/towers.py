@@ -111,7 +111,8 @@ class Tower(Wrapper):
         if not items.sizes:
             grid, width = self._blank()
             blank = torch.zeros(math.prod(grid), width, dtype=self.ctx.dtype, device=device)
-            return self.make_rows(self._rows(blank, items)[:0], ())
+            # A copy: torch warns of a view, with whose change in place its hooks would be lost.
+            return self.make_rows(self._rows(blank, items)[:0].clone(), ())
         rows = self._rows(self.values(patches), items)
         # Rows carry no names: items take theirs in turn, and what is too much is the last one's.
         ends = [min(end, len(rows)) for end in itertools.accumulate(items.sizes)]
@@ -234,7 +235,7 @@ class GemmaTower(Tower):
             len(items.grids), 3, *[side * patch] * 2
         )
         hidden = self.vision_tower(pixel_values=images).last_hidden_state
-        return self.multi_modal_projector(hidden).flatten(0, 1)
+        return self.multi_modal_projector(hidden).flatten(0, 1).clone()  # no view, as in `run`
 
 
 TOWERS: dict[str, type[Tower]] = {

@@ -1,0 +1,111 @@
+"""Steps of modules of transformers on two ranks, next to those of the plain modules on one.
+
+Compared are loss, norm, every gradient and every weight. Tensor parallelism is without sequence
+parallelism, which sums the gradients of all that is not cut.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mimo.hf.recipes import load_recipe
+from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.layout.build import build_layout
+from mimo.verify.compare import RankSteps, Reference, compare
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.model.test_fsdp_runs import FSDP, RECIPE
+
+NUM_STEPS = 2
+TOLERANCE = 1e-10
+SETTINGS = [
+    *FSDP,
+    *("train.precision=fp64", "train.adam_eps=1e-3"),
+    *("train.learning_rate=0.01", "encoders.vision.learning_rate=0.002"),
+    *("train.save_every=null", "train.validate_every=null"),
+]
+LAYOUTS = {
+    "tp2": ["language.grid={tp: 2, dp: 1}", "train.micro_batch_size=2"],
+    # Each microbatch is encoded by itself, so that a lane of the tower may have no item of it.
+    "dp2": ["language.grid={dp: 2}", "encoders.vision.encode_group=1"],
+}
+LORA = ["language.lora={rank: 6, alpha: 12}", "encoders.vision.lora={rank: 2, alpha: 5}"]
+MODELS = {
+    "qwen2_5_vl": ("qwen2_5_vl", []),
+    "qwen3_vl": ("qwen3_vl", []),
+    "gemma3": ("gemma3", []),
+    "adapters": ("qwen3_vl", LORA),
+}
+NUM_UNITS = 5
+"""Of each module: its four layers, and what is outside of them."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What each rank saw in each layout, and how often it reduced gradients over the lanes."""
+
+    expected: Reference
+    ranks: dict[str, list[RankSteps]]
+    reductions: dict[str, list[int]]
+
+
+def take_steps(rank: int, path: Path, settings: list[str]) -> list[tuple[RankSteps, int]]:
+    from mimo.verify.run import layout_steps
+    from tests.fsdp_ranks import Counted
+
+    warnings.filterwarnings("error", message=".*returned a view tensor")
+    found = []
+    for own in LAYOUTS.values():
+        recipe = load_recipe(path, [*settings, *own])
+        with Counted() as counted:
+            steps = layout_steps(recipe, build_layout(recipe), NUM_STEPS)
+        found.append((steps, counted.reductions))
+    return found
+
+
+def take_reference_steps(rank: int, path: Path, settings: list[str]) -> Reference:
+    from mimo.verify.reference import reference_steps
+    from mimo.verify.run import all_in
+
+    with all_in("fp64"):
+        return reference_steps(load_recipe(path, settings), NUM_STEPS)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def steps(
+    request: pytest.FixtureRequest, run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
+) -> Steps:
+    family, more = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(family)
+    write_tiny(TinyCheckpoint(family), folder / "base")
+    tiny.write_samples(folder)
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(directory=folder))
+    by_rank = run_ranks(take_steps, 2, path, [*SETTINGS, *more])
+    together = "train.micro_batch_size=4"
+    (expected,) = run_ranks(take_reference_steps, 1, path, [*SETTINGS, *more, together])
+    by_layout = dict(zip(LAYOUTS, zip(*by_rank, strict=True), strict=True))
+    return Steps(
+        expected,
+        {layout: [steps for steps, _ in ranks] for layout, ranks in by_layout.items()},
+        {layout: [count for _, count in ranks] for layout, ranks in by_layout.items()},
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_take_the_steps_of_one(steps: Steps, layout: str) -> None:
+    comparison = compare(steps.ranks[layout], steps.expected, TOLERANCE)
+    assert comparison.first is None, str(comparison.first)
+
+
+def test_gradients_are_reduced_once_a_step_and_not_with_every_microbatch(steps: Steps) -> None:
+    embedding_learns = steps.expected.parameters["language.embedding.word_embeddings.weight"]
+    of_language = NUM_UNITS if embedding_learns.gradients else NUM_UNITS - 1
+    assert steps.reductions == {
+        "tp2": [NUM_STEPS * NUM_UNITS] * 2,
+        "dp2": [NUM_STEPS * (NUM_UNITS + of_language)] * 2,
+    }
