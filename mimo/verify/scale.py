@@ -37,7 +37,7 @@ _GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it tak
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
 _LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
 _SMALLEST_RATE = 0.1  # of a module, as a share of the largest: weights have to move
-_WARMUP_STEPS = 2  # half of the rate in the first step, all of it in the second
+_WARMUP_STEPS = 2  # the shortest: half of the rate in the first step, all of it in the second
 _LARGER_WEIGHT = 3.0  # of two data sources: the ratio in which samples are drawn
 _ADAM_EPS = 1e-3
 # Adapters begin at 0: their weights are nothing but updates, with all the rounding noise of these.
@@ -148,10 +148,10 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
         f"no 8-bit linears (fp8: {train.fp8})": train.fp8 != "none",
         "messages of linears are not overlapped": train.tp_comm_overlap,
         f"learning rate {rate:g}{of_modules}, so that weights move": True,
-        f"warm-up of {_WARMUP_STEPS} steps instead of "
-        f"{max(map(recipe.warmup_steps, recipe.modules))}": any(
-            map(recipe.warmup_steps, recipe.modules)
-        ),
+        **{
+            f"warm-up of {scaled} steps instead of {steps}": scaled > 0
+            for steps, scaled in _scaled_warmups(recipe).items()
+        },
         f"adam_eps {eps:g} instead of {train.adam_eps:g}: a smaller one turns rounding of "
         "gradients near zero into whole steps": train.optimizer == "adam" and eps != train.adam_eps,
         f"no distributed optimizer: the engine has none in {precision}": (
@@ -193,20 +193,29 @@ def _scaled_rate(recipe: Recipe, own: float | None) -> float:
     return _LEARNING_RATE[train.optimizer] * max(share, _SMALLEST_RATE)
 
 
+def _scaled_warmups(recipe: Recipe) -> dict[int, int]:
+    """By warm-up of the recipe, the steps of the stand-in's: unequal ones stay unequal."""
+    every = {recipe.train.warmup_steps, *map(recipe.warmup_steps, recipe.modules)}
+    return {0: 0} | {steps: n for n, steps in enumerate(sorted(every - {0}), _WARMUP_STEPS)}
+
+
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
     """Set the optimizer so that a difference shows."""
+    warmups = _scaled_warmups(recipe)
     for name, own in recipe.modules.items():
         part = data["language"] if name == LANGUAGE else data["encoders"][name]
         if own.learning_rate is not None:
             part["learning_rate"] = _scaled_rate(recipe, own.learning_rate)
-        part["warmup_steps"] = own.warmup_steps and _WARMUP_STEPS
+        if own.warmup_steps is not None:
+            part["warmup_steps"] = warmups[own.warmup_steps]
     data["train"] |= {
-        "steps": NUM_STEPS + 1,  # the last step writes a checkpoint
+        # The last step writes a checkpoint; after every warm-up a rate may fall.
+        "steps": max(NUM_STEPS, *warmups.values()) + 1,
         "precision": precision,
         "fp8": "none",
         "tp_comm_overlap": False,
         "learning_rate": _scaled_rate(recipe, None),
-        "warmup_steps": _WARMUP_STEPS if recipe.train.warmup_steps else 0,
+        "warmup_steps": warmups[recipe.train.warmup_steps],
         "decay_steps": recipe.train.decay_steps and 1,
         "max_skipped_steps": 0,
         "loss_spike_zscore": None,

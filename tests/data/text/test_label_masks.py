@@ -85,12 +85,18 @@ QWEN3 = (
 THINKING = QWEN3.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}")
 assert THINKING != QWEN3
 
+# Answers end with a special token, but begin with a word: they are found by rendering.
+CLOSED = """{%- for message in messages %}{{- message.role + ':\\n' + message.content }}
+{{- '<|im_end|>' if message.role == 'assistant' else '\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant:\\n' }}{%- endif %}"""
+
 FAMILIES = {
     "qwen2_5_vl": ("qwen2_5_vl", None),
     "qwen3_vl": ("qwen3_vl", QWEN3_VL),
     "qwen3": ("qwen3_vl", QWEN3),
     "qwen3_thinking": ("qwen3_vl", THINKING),
     "gemma3": ("gemma3", None),
+    "closed": ("qwen3_vl", CLOSED),
 }
 
 
@@ -266,6 +272,12 @@ TRUTHS: list[tuple[str, list[dict[str, Any]], str]] = [
         "<start_of_turn>model\n«\\<end_of_turn>\n\\<start_of_turn>model\n\n\n\\<bos><end_of_turn>»\n"
         "<start_of_turn>user\nturn>\\<image_soft_token><end_of_turn>\n"
         "<start_of_turn>model\n«one<end_of_turn>»\n",
+    ),
+    (
+        "closed",
+        [system("be kind"), user("a few"), answer("one"), user("and?"), answer("two")],
+        "system:\nbe kind\nuser:\na few\nassistant:\n«one<|im_end|>»"
+        "user:\nand?\nassistant:\n«two<|im_end|>»",
     ),
 ]
 

@@ -24,14 +24,14 @@ NUM_STEPS = 2
 TOLERANCE = 1e-10
 SETTINGS = [
     *FSDP,
-    *("train.precision=fp64", "train.adam_eps=1e-3"),
+    *("train.precision=fp64", "train.adam_eps=1e-3", "train.weight_decay=0.1"),
     *("train.learning_rate=0.01", "encoders.vision.learning_rate=0.002"),
     *("train.save_every=null", "train.validate_every=null"),
 ]
 LAYOUTS = {
-    "tp2": ["language.grid={tp: 2, dp: 1}", "train.micro_batch_size=2"],
     # Each microbatch is encoded by itself, so that a lane of the tower may have no item of it.
-    "dp2": ["language.grid={dp: 2}", "encoders.vision.encode_group=1"],
+    "tp2": ["language.grid={tp: 2, dp: 1}", "encoders.vision.encode_group=1"],
+    "dp2": ["language.grid={dp: 2}"],
 }
 LORA = ["language.lora={rank: 6, alpha: 12}", "encoders.vision.lora={rank: 2, alpha: 5}"]
 MODELS = {

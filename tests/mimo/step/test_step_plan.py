@@ -157,6 +157,8 @@ def test_a_sample_is_blanked_by_its_number_in_a_step_of_uneven_microbatches(path
         microbatch = int(number >= counts[0])
         sample = number - microbatch * counts[0]
         plan = planner.finish(microbatches, [number])
+        lost = int(microbatches[microbatch].samples.loss_tokens[sample])
+        assert 0 < lost == planner.finish(microbatches).num_loss_tokens - plan.num_loss_tokens
         for m, (before, after) in enumerate(zip(microbatches, plan.microbatches, strict=True)):
             blank = before.samples.loss_tokens != after.samples.loss_tokens
             assert np.flatnonzero(blank).tolist() == ([sample] if m == microbatch else [])

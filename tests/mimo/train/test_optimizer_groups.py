@@ -25,11 +25,13 @@ from tests.mimo import tiny
 from tests.mimo.runs import metrics
 
 PEAKS = {"language": 0.004, "vision": 0.0005}
-WARMUP, STEPS, MINIMUM = 3, 8, 0.25
+WARMUP = {"language": 3, "vision": 2}
+STEPS, MINIMUM = 8, 0.25
 SETTINGS = [
     f"train.learning_rate={PEAKS['language']}",
     f"encoders.vision.learning_rate={PEAKS['vision']}",
-    f"train.warmup_steps={WARMUP}",
+    f"train.warmup_steps={WARMUP['language']}",
+    f"encoders.vision.warmup_steps={WARMUP['vision']}",
     f"train.min_learning_rate_ratio={MINIMUM}",
     f"train.steps={STEPS}",
     "train.optimizer=adam",
@@ -68,11 +70,13 @@ def held_rates(rank: int, path: Path, overrides: list[str], start: Start) -> lis
     return found
 
 
-def expected_rate(step: int, peak: float) -> float:
+def expected_rate(step: int, module: str) -> float:
     """Up in a line to the peak, then down along half a cosine to a quarter of it."""
-    if step < 3:
-        return peak * (1 / 3, 2 / 3, 1.0)[step]
-    return peak * (0.25 + 0.75 * (1 + math.cos(math.pi * (step - 3) / 5)) / 2)
+    peak, warmup = PEAKS[module], WARMUP[module]
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = (step - warmup) / (STEPS - warmup)
+    return peak * (0.25 + 0.75 * (1 + math.cos(math.pi * share)) / 2)
 
 
 @pytest.mark.slow
@@ -91,12 +95,12 @@ def test_every_group_follows_the_schedule_also_across_a_resume(
         for module, updates in zip(("vision", "language"), by_rank, strict=True):
             assert len(updates) == STEPS - first
             for step, rates in enumerate(updates, first):
-                expected = expected_rate(step, PEAKS[module])
+                expected = expected_rate(step, module)
                 assert len(rates) == 2, "matrices and vectors"
                 assert rates == pytest.approx([expected] * 2, rel=1e-12), (module, first, step)
     for step, logged in enumerate(metrics(recipe)):
-        for module, peak in PEAKS.items():
-            assert logged[f"lr_{module}"] == pytest.approx(expected_rate(step, peak), rel=1e-12)
+        for module in PEAKS:
+            assert logged[f"lr_{module}"] == pytest.approx(expected_rate(step, module), rel=1e-12)
 
 
 # ------------------------------------------------------------- weights after every step
@@ -147,7 +151,7 @@ def by_hand(shard: Shard, factors: list[float], is_sgd: bool) -> list[np.ndarray
     decay = DECAY if len(shard.shape) > 1 else 0.0
     found = []
     for step, (gradient, factor) in enumerate(zip(shard.gradients, factors, strict=True)):
-        rate, gradient = expected_rate(step, PEAKS[shard.module]), factor * gradient
+        rate, gradient = expected_rate(step, shard.module), factor * gradient
         if is_sgd:
             weight = weight - rate * (gradient + decay * weight)
         else:

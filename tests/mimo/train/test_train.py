@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mimo.checkpoint.start import FromScratch
@@ -189,11 +190,17 @@ def test_validation_loss_is_the_mean_over_held_out_tokens(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
     shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
-    every = ["train.validate_every=1", "train.validation_batches=1", "train.learning_rate=1e-12"]
-    run(run_ranks, recipe, *LAYOUT, "train.steps=1", "train.warmup_steps=0", shard, *every)
-    step, validation = metrics(recipe)
+    # Two batches of unequal numbers of tokens.
+    tiny.write_samples(recipe.parent, (6, 0, 5, 6, 0, 0, 0, 6))
+    every = ["train.validate_every=2", "train.validation_batches=2", "train.learning_rate=1e-12"]
+    batches = ["train.steps=2", "train.global_batch_size=4", "train.warmup_steps=0"]
+    run(run_ranks, recipe, *LAYOUT, *batches, shard, *every)
+    *steps, validation = metrics(recipe)
     # The same samples with (nearly) the same weights.
-    assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
+    losses, tokens = ([step[key] for step in steps] for key in ("loss", "loss_tokens"))
+    mean = np.average(losses, weights=tokens)
+    assert mean != pytest.approx(np.mean(losses), rel=1e-4)
+    assert validation["validation_loss"] == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from mimo.recipe.schema import Train
 from mimo.train.schedule import learning_rate
 from mimo.verify.cells import SweepCell, recipe_cells
 from mimo.verify.reference import scheduled_rate
-from mimo.verify.scale import ScaledRecipe, scale_recipe
+from mimo.verify.scale import ScaledRecipe, changes, scale_recipe
 from mimo.verify.verifier import Verifier
 from tests.cases import quick
 from tests.conftest import RunRanks
@@ -32,6 +32,13 @@ def ignore_warm_up() -> None:
         return schedule(train, peak, 0, step)
 
     training.learning_rate = without
+
+
+def ignore_warm_up_of_encoder() -> None:
+    """An encoder's rate rises with that of the language model."""
+    from mimo.recipe.schema import Recipe
+
+    Recipe.warmup_steps = lambda self, module: self.train.warmup_steps  # type: ignore[method-assign]
 
 
 def ignore_rate_of_encoder() -> None:
@@ -88,6 +95,7 @@ def ignore_weights_of_sources() -> None:
 
 # ---------------------------------------------------------------------------- tests
 
+WARMUPS = ("encoders.vision.warmup_steps=30",)
 RATES = ("encoders.vision.learning_rate=5.0e-3",)
 SOURCES = ("data.sources=[{path: a.tar}, {path: b.tar, weight: 2.0}]",)
 PATCHES = "vision.patch_embed.weight"
@@ -95,6 +103,9 @@ PATCHES = "vision.patch_embed.weight"
 CASES = {
     "warm-up ignored": Case(
         ignore_warm_up, SweepCell("", ""), PATCHES, overrides=RATES, what="weight"
+    ),
+    "an encoder's own warm-up ignored": Case(
+        ignore_warm_up_of_encoder, SweepCell("", ""), PATCHES, overrides=WARMUPS, what="weight"
     ),
     "an encoder's own learning rate ignored": Case(
         ignore_rate_of_encoder, SweepCell("", ""), PATCHES, overrides=RATES, what="weight"
@@ -118,7 +129,7 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
     return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
 
 
-@pytest.mark.parametrize("name", quick(CASES, "warm-up ignored"))
+@pytest.mark.parametrize("name", quick(CASES, "an encoder's own warm-up ignored"))
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, name: str
 ) -> None:
@@ -127,7 +138,12 @@ def test_a_fault_is_reported_with_the_first_parameter_that_differs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cell", "overrides"), [(SweepCell("", ""), RATES), (SweepCell("dp2", ""), SOURCES)]
+    ("cell", "overrides"),
+    [
+        (SweepCell("", ""), RATES),
+        (SweepCell("", ""), WARMUPS),
+        (SweepCell("dp2", ""), SOURCES),
+    ],
 )
 def test_without_a_fault_the_same_layouts_are_equal(
     verifier: Verifier, cell: SweepCell, overrides: tuple[str, ...]
@@ -183,6 +199,19 @@ def test_the_workload_has_the_rates_of_the_modules_and_a_warm_up_where_the_recip
     recipe = scaled(tmp_path, *overrides).recipe
     own = recipe.language.learning_rate, recipe.encoders["vision"].learning_rate
     assert (recipe.train.learning_rate, *own, recipe.train.warmup_steps) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_warm_ups_of_modules_that_differ_differ_in_the_workload(
+    tmp_path: Path, schedule: str
+) -> None:
+    warmups = ["train.warmup_steps=20", "encoders.vision.warmup_steps=30"]
+    given = [*warmups, f"train.schedule={schedule}", "train.steps=100"]
+    recipe = load_recipe(RECIPE, given)
+    of_modules = scaled(tmp_path, *given).recipe.warmup_steps
+    assert [of_modules(name) for name in recipe.modules] == [2, 3]
+    told = [line for line in changes(recipe, "fp32") if "warm-up" in line]
+    assert told == ["warm-up of 2 steps instead of 20", "warm-up of 3 steps instead of 30"]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
