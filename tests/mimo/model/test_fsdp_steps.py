@@ -1,7 +1,7 @@
-"""Steps of modules of transformers on two ranks, next to those of the plain modules on one.
+"""Two ranks train modules of transformers as one rank trains the plain modules.
 
-Compared are loss, norm, every gradient and every weight. Tensor parallelism is without sequence
-parallelism, which sums the gradients of all that is not cut.
+The tests compare loss, norm, every gradient and every weight, in fp64. Tensor parallelism comes
+without sequence parallelism, which would sum the gradients of all parameters that are not cut.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTINGS = [
     *("train.save_every=null", "train.validate_every=null"),
 ]
 LAYOUTS = {
-    # Each microbatch is encoded by itself, so that a lane of the tower may have no item of it.
+    # Microbatches are encoded one at a time: some lanes of the tower have no item.
     "tp2": ["language.grid={tp: 2, dp: 1}", "encoders.vision.encode_group=1"],
     "dp2": ["language.grid={dp: 2}"],
 }
