@@ -1,18 +1,23 @@
 """The small files beside a model's weights: configuration, tokenizer, chat template, processor.
 
 Our checkpoints carry them in ``assets/``, so that they can answer questions and be exported
-wherever they are moved.
+wherever they are moved, and whatever becomes of the folders that they were trained with.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import Recipe
+from mimo.recipe.schema import Recipe, read_recipe
 
 ASSETS = "assets"
+_TOKENIZER = "tokenizer"
+"""In ``assets/``, all of a tokenizer's folder that is not the model's: its template may be in a
+file that the model's folder has as well."""
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _TOKENIZER_FILES = (
     *("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab", "merges.txt"),
@@ -23,25 +28,33 @@ _NOT_CARRIED = (".safetensors.index.json", "mimo_tiny.json")
 
 def copy_assets(source: Path, target: Path) -> None:
     """Copy the small files of a folder into ``target``, replacing those of the same name."""
-    for path in sorted(source.iterdir()) if source.is_dir() else ():
-        if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_CARRIED):
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target / path.name)
+    for path in _small_files(source).values():
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / path.name)
+
+
+def _small_files(folder: Path) -> dict[str, Path]:
+    """The small files of a folder, by name; none where there is no folder."""
+    return {
+        path.name: path
+        for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
+        if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_CARRIED)
+    }
 
 
 def collect_assets(recipe: Recipe, target: Path) -> None:
     """Copy the assets of a recipe's model into ``target``, if their folders exist.
 
-    If the tokenizer is in another folder than the model, only the tokenizer's files are taken from
-    there: the folder may hold another model.
+    If the tokenizer is in another folder than the model, only the tokenizer's files are put beside
+    the model's, for exports: the folder may hold another model.
     """
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:
         copy_assets(Path(recipe.init_from), target)
     if recipe.init_from == recipe.data.tokenizer or not tokenizer.is_dir():
         return
-    target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(tokenizer.iterdir()):
+    copy_assets(tokenizer, target / _TOKENIZER)
+    for path in sorted(tokenizer.iterdir()) if recipe.init_from is not None else ():
         if path.name.startswith(_TOKENIZER_FILES):
             shutil.copyfile(path, target / path.name)
 
@@ -52,20 +65,57 @@ def recipe_of(checkpoint: Path) -> Recipe:
     Raises RecipeError.
     """
     recipe = load_recipe(checkpoint / "recipe.yaml")
-    carried = checkpoint / ASSETS
-    if Path(recipe.data.tokenizer).is_dir() or not carried.is_dir():
+    copy = _tokenizer_copy(checkpoint)
+    if Path(recipe.data.tokenizer).is_dir() or copy is None:
         return recipe
-    data = recipe.data.model_copy(update={"tokenizer": str(carried)})
+    data = recipe.data.model_copy(update={"tokenizer": str(copy)})
     return recipe.model_copy(update={"data": data})
 
 
-def with_configuration(recipe: Recipe, checkpoint: Path) -> Recipe:
-    """The recipe of a checkpoint, with ``assets/`` for the folder it started from if that is gone.
+def own_recipe(checkpoint: Path) -> Recipe:
+    """The recipe of a checkpoint with its own copies for the folders of tokenizer and model.
 
-    A module of transformers is built by the configuration in it.
+    A module of transformers is built by the configuration in the latter. Where the checkpoint of an
+    earlier version has no copy, the recipe's folder is used. Raises RecipeError.
     """
-    carried = checkpoint / ASSETS
-    gone = recipe.init_from is not None and not Path(recipe.init_from).is_dir()
-    if not gone or not (carried / "config.json").is_file():
-        return recipe
-    return recipe.model_copy(update={"init_from": str(carried)})
+    recipe, carried = _recorded_recipe(checkpoint), checkpoint / ASSETS
+    copies = {"data.tokenizer": _tokenizer_copy(checkpoint)}
+    if recipe.init_from is not None and (carried / "config.json").is_file():
+        copies["init_from"] = carried
+    overrides = [f"{key}={json.dumps(str(path))}" for key, path in copies.items() if path]
+    return load_recipe(checkpoint / "recipe.yaml", overrides)
+
+
+def _recorded_recipe(checkpoint: Path) -> Recipe:
+    """The recipe as it is in the checkpoint: it is complete, so no folder is asked."""
+    return read_recipe(checkpoint / "recipe.yaml", (), lambda data: ())
+
+
+def _tokenizer_copy(checkpoint: Path) -> Path | None:
+    copies = (checkpoint / ASSETS / _TOKENIZER, checkpoint / ASSETS)
+    return next((one for one in copies if (one / "tokenizer.json").is_file()), None)
+
+
+def changed_assets(checkpoint: Path) -> Iterator[Path]:
+    """Small files of the recipe's folders that are not as in the checkpoint, or new, or gone.
+
+    A folder that is gone has changed nothing: the checkpoint may have been moved.
+    """
+    recipe, carried = _recorded_recipe(checkpoint), checkpoint / ASSETS
+    model, tokenizer = recipe.init_from, recipe.data.tokenizer
+    own = _tokenizer_copy(checkpoint)
+    shared = own == carried and model != tokenizer  # an earlier version put both into one folder
+    copies = [(tokenizer, own, {True} if shared else {True, False})]
+    if model is not None and model != tokenizer:
+        copies.append((model, carried, {False}))
+    for folder, copy, kinds in copies:
+        now = _small_files(Path(folder))
+        then = {} if copy is None else _small_files(copy)
+        for name in sorted({*now, *then}) if now and then else ():
+            paths = now.get(name), then.get(name)
+            if name.startswith(_TOKENIZER_FILES) in kinds and not _are_equal(*paths):
+                yield Path(folder) / name
+
+
+def _are_equal(one: Path | None, other: Path | None) -> bool:
+    return one is not None and other is not None and one.read_bytes() == other.read_bytes()

@@ -29,15 +29,14 @@ class Unreadable(StartError):
 
 @dataclass(frozen=True)
 class Sum:
-    """Size and CRC-32 of a file, as in the manifest: 8 hexadecimal digits."""
+    """Size and CRC-32 of a file, as in the manifest: 8 hexadecimal digits.
+
+    blocks: 8 more for each block, the CRC-32 up to its end; only files of tensors have them.
+    """
 
     bytes: int
     crc32: str
-
-    @classmethod
-    def of(cls, num_bytes: int, crc: int) -> Sum:
-        """From `zlib.crc32` over all bytes."""
-        return cls(num_bytes, f"{crc:08x}")
+    blocks: str = ""
 
 
 @contextmanager
@@ -90,17 +89,22 @@ def synced_sum(path: Path) -> Sum:
         while chunk := file.read(1 << 22):
             crc = crc32(chunk, crc)
         os.fsync(file.fileno())
-        return Sum.of(file.tell(), crc)
+        return Sum(file.tell(), f"{crc:08x}")
 
 
-def read_document(path: Path) -> Any:
-    """What a JSON file says, whoever wrote it. Raises ValueError or OSError, or Unreadable."""
+def read_document(path: Path, checksum: int | None = None) -> Any:
+    """What a JSON file says, whoever wrote it. Raises ValueError or OSError, or Unreadable.
+
+    checksum: its CRC-32, if it is known.
+    """
     with reading(path):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError("it is a link or not a regular file")
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
         content = path.read_bytes()
+    if checksum is not None and (found := crc32(content)) != checksum:
+        raise ValueError(f"it has checksum {found:08x}, not {checksum:08x}")
     try:
         return json.loads(content)
     except RecursionError:

@@ -2,7 +2,7 @@
 
 A checkpoint is `step_<n>`. What is being written or removed has a hidden name, `.step_<n>.*`: so
 a run that is killed at any moment leaves complete checkpoints; the next save removes the rest.
-`manifest.json` has the size and the CRC-32 of every other file.
+`manifest.json` has the size and the checksums of every other file.
 
 Needs no engine, so the launcher can use it.
 """
@@ -32,11 +32,10 @@ from mimo.checkpoint.files import (
     synced_sum,
     write_synced,
 )
+from mimo.checkpoint.manifest import MANIFEST, write_manifest
 from mimo.errors import InputError
 from mimo.recipe.phases import PHASE_FOLDER
 
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = "mimo checkpoint 1"
 _LATEST = "latest"
 _PROGRESS = "progress.json"
 _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
@@ -118,8 +117,7 @@ def complete(
         name = path.relative_to(folder).as_posix()
         if name not in files and name != MANIFEST:
             files[name] = synced_sum(path)
-    document = {"format": MANIFEST_FORMAT, "files": {name: vars(s) for name, s in files.items()}}
-    write_synced(folder / MANIFEST, json.dumps(document, indent=1))
+    write_manifest(folder, files)
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync_names(inner)
 

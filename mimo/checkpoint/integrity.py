@@ -1,63 +1,22 @@
-"""Whether a checkpoint is as it was written: sizes at once, checksums by whoever has time.
+"""Whether a checkpoint is as it was written: of all of it, or of what a reader is about to use.
 
-``manifest.json`` lists every file of the folder but itself with its size and CRC-32. Checkpoints of
-earlier versions have none; of them only what the index says can be checked.
+Checkpoints of earlier versions may have no manifest; of them only what the index says is checked.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mimo.checkpoint.files import Unreadable, read_document, reading
-from mimo.checkpoint.folder import MANIFEST, MANIFEST_FORMAT, read_progress
-from mimo.checkpoint.tensors import read_index
+from mimo.checkpoint.files import Unreadable, reading
+from mimo.checkpoint.folder import read_progress
+from mimo.checkpoint.manifest import Listed, listed_files, refuse, wrong_checksums
+from mimo.checkpoint.tensors import StoredTensor, read_index
 from mimo.errors import InputError
-
-_NAME = re.compile(r"(?!\.{1,2}(/|$))[^/\x00]{1,255}(/(?!\.{1,2}(/|$))[^/\x00]{1,255}){0,3}")
-_SUM = re.compile(r"[0-9a-f]{8}")
-_CHUNK_BYTES = 1 << 22
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A file as the manifest has it. name: relative to the checkpoint."""
-
-    name: str
-    num_bytes: int
-    crc32: int
-
-
-def listed_files(checkpoint: Path) -> list[Listed] | None:
-    """All files that the manifest lists; None without a manifest. Raises InputError."""
-    path = checkpoint / MANIFEST
-    try:
-        document = read_document(path)
-        if document["format"] != MANIFEST_FORMAT:
-            raise ValueError(
-                f"format {str(document['format'])[:80]!r}, known is {MANIFEST_FORMAT!r}"
-            )
-        return [_listed(name, **entry) for name, entry in document["files"].items()]
-    except FileNotFoundError:
-        return None
-    except Unreadable:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
-
-
-def _listed(name: str, bytes: int, crc32: str) -> Listed:
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is not a valid file name")
-    if type(bytes) is not int or bytes < 0 or not _SUM.fullmatch(crc32):
-        raise ValueError(f"{name[:80]!r} has no size and checksum")
-    return Listed(name, bytes, int(crc32, 16))
 
 
 def wrong_sizes(checkpoint: Path) -> list[str]:
@@ -65,24 +24,30 @@ def wrong_sizes(checkpoint: Path) -> list[str]:
 
     Raises Unreadable where that cannot be found out.
     """
-    problems: list[str] = []
     with reading(checkpoint):
         if not checkpoint.is_dir():
             return ["the folder is missing"]
     try:
-        for listed in listed_files(checkpoint) or ():
-            size = _size(checkpoint, listed.name)
-            if size is None:
-                problems.append(f"{listed.name} is missing, or is a link")
-            elif size != listed.num_bytes:
-                problems.append(f"{listed.name} has {size} bytes, not {listed.num_bytes}")
+        problems = _wrong_files(checkpoint, listed_files(checkpoint) or ())
         if not problems:
             read_progress(checkpoint)
             read_index(checkpoint)
     except Unreadable:
         raise
     except InputError as error:
-        problems.append(str(error))
+        return [str(error)]
+    return problems
+
+
+def _wrong_files(checkpoint: Path, files: Iterable[Listed]) -> list[str]:
+    """Which of the listed files are missing or have another size."""
+    problems: list[str] = []
+    for listed in files:
+        size = _size(checkpoint, listed.name)
+        if size is None:
+            problems.append(f"{listed.name} is missing, or is a link")
+        elif size != listed.num_bytes:
+            problems.append(f"{listed.name} has {size} bytes, not {listed.num_bytes}")
     return problems
 
 
@@ -101,31 +66,6 @@ def _size(checkpoint: Path, name: str) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def wrong_checksums(
-    checkpoint: Path, files: Iterable[Listed], advance: Callable[[int], None]
-) -> list[str]:
-    """Which of these files have other bytes than were written. All of their bytes are read.
-
-    advance: told of the bytes of each piece that was read. Raises Unreadable.
-    """
-    problems: list[str] = []
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    for listed in files:
-        found = 0
-        try:
-            path = checkpoint / listed.name
-            with reading(path), path.open("rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    found = zlib.crc32(buffer[:count], found)
-                    advance(count)
-        except OSError as error:
-            problems.append(f"{listed.name} cannot be read: {error}")
-            continue
-        if found != listed.crc32:
-            problems.append(f"{listed.name} has checksum {found:08x}, not {listed.crc32:08x}")
-    return problems
-
-
 def dealt(files: Sequence[Listed], count: int) -> list[list[Listed]]:
     """The files dealt to so many readers, about as many bytes to each."""
     found: list[list[Listed]] = [[] for _ in range(count)]
@@ -137,16 +77,22 @@ def dealt(files: Sequence[Listed], count: int) -> list[list[Listed]]:
     return found
 
 
-def problems_of(
-    checkpoint: Path, progress: Callable[[int, int], None] = lambda done, total: None
-) -> list[str]:
+def _no_progress(done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+def problems_of(checkpoint: Path, progress: Callable[[int, int], None] = _no_progress) -> list[str]:
     """All that is wrong with a checkpoint; this machine's cores read all of it.
 
     progress: told of the bytes that are done, and of how many there are.
     """
-    if problems := wrong_sizes(checkpoint):
-        return problems
-    files = listed_files(checkpoint) or []
+    return wrong_sizes(checkpoint) or _compare(checkpoint, listed_files(checkpoint) or [], progress)
+
+
+def _compare(
+    checkpoint: Path, files: Sequence[Listed], progress: Callable[[int, int], None]
+) -> list[str]:
+    """`wrong_checksums` of these files, by all cores of this machine."""
     done, total = 0, sum(listed.num_bytes for listed in files)
 
     def advance(count: int) -> None:
@@ -162,12 +108,20 @@ def problems_of(
         return [one for found in threads.map(check, largest_first) for one in found]
 
 
-def refuse(checkpoint: Path, problems: Sequence[str]) -> None:
-    """Raise InputError if there are any."""
-    if problems:
-        raise InputError(
-            f"{checkpoint} is damaged: {'; '.join(problems)}; copy it again, or give another"
-        )
+def open_checkpoint(
+    checkpoint: Path, progress: Callable[[int, int], None] = _no_progress
+) -> dict[str, StoredTensor]:
+    """Return the index of a checkpoint that is about to be used, if it is as it was written.
+
+    Sizes of all files are compared, and the checksums of those without sums of their blocks: of the
+    small files, and in checkpoints of earlier versions of all. Blocks of tensors are compared while
+    they are read. progress: as of `problems_of`. Raises InputError for what is damaged.
+    """
+    files = listed_files(checkpoint) or []
+    whole = [listed for listed in files if not listed.blocks]
+    problems = _wrong_files(checkpoint, files) or _compare(checkpoint, whole, progress)
+    refuse(checkpoint, problems)
+    return read_index(checkpoint)
 
 
 @dataclass(frozen=True)

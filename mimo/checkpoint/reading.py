@@ -1,18 +1,23 @@
-"""Reading pieces of tensors: what of which file, into memory, in whatever dtype that has."""
+"""Reading pieces of tensors: what of which file, into memory, in whatever dtype that has.
+
+Whole blocks of files are read, and each is compared with its checksum before any of it is used.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mimo.checkpoint.files import reading
+from mimo.checkpoint.manifest import Listed, refuse
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
 
@@ -41,7 +46,7 @@ class Part:
         """In the file."""
         return len(self.rows) * len(self.columns) * self.dtype.itemsize
 
-    def read(self, file: Any, raw: Tensor) -> None:
+    def read(self, file: CheckedFile, raw: Tensor) -> None:
         """Into raw (num_bytes,) uint8 on the host. As `read_pieces`."""
         stored, size = self.stored, self.dtype.itemsize
         skipped = (self.rows.start - stored.row) * stored.columns
@@ -49,7 +54,7 @@ class Part:
         # Whole rows lie one after the other; of cut ones each is read alone.
         cut = len(self.columns) < stored.columns
         for number, run in enumerate(raw.split(len(self.columns) * size) if cut else [raw]):
-            _fill(file, begin + number * stored.columns * size, run)
+            file.read(begin + number * stored.columns * size, memoryview(run.numpy()))
 
     def hand_out(self, raw: Tensor) -> None:
         """Copy raw (num_bytes,) uint8, on any device, to the targets."""
@@ -90,7 +95,7 @@ def parts_of(
             for first in range(rows.start, rows.stop, at_once):
                 some = range(first, min(first + at_once, rows.stop))
                 parts.append(Part(stored, tensor.dtype, some, columns, targets))
-    parts.sort(key=lambda part: (part.stored.file, part.stored.begin, part.rows.start))
+    parts.sort(key=lambda part: (part.stored.file.name, part.stored.begin, part.rows.start))
     return parts
 
 
@@ -100,7 +105,7 @@ def place_of(piece: Piece) -> tuple[str | int, ...]:
 
 
 def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece]) -> int:
-    """Fill the values of every wanted piece, in whatever dtype they have; the bytes read.
+    """Fill the values of every wanted piece, in whatever dtype they have; returns the bytes used.
 
     Beside the tensors, about `_CHUNK_BYTES` of memory are used.
     Raises InputError for a tensor that is missing or has another shape, and for a damaged file;
@@ -108,8 +113,8 @@ def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterabl
     """
     parts = parts_of(folder, index, wanted, _CHUNK_BYTES)
     buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
-    for name, of_file in itertools.groupby(parts, key=lambda part: part.stored.file):
-        with opened(folder, name) as file:
+    for listed, of_file in itertools.groupby(parts, key=lambda part: part.stored.file):
+        with opened(folder, listed) as file:
             for part in of_file:
                 raw = buffer[: part.num_bytes]
                 part.read(file, raw)
@@ -132,20 +137,69 @@ def _difference(piece: Piece, tensor: StoredTensor) -> str:
     )
 
 
-def opened(folder: Path, name: str) -> Any:
+@contextmanager
+def opened(folder: Path, listed: Listed) -> Iterator[CheckedFile]:
     """A file of the folder to read from; not one elsewhere, by a link.
 
     Raises Unreadable where the file system is to blame, else InputError.
     """
-
-    def opener(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW)
-
+    path = folder / listed.name
     try:
-        with reading(folder / name):
-            return open(folder / name, "rb", buffering=0, opener=opener)
+        with reading(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise InputError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
+        raise InputError(f"checkpoint {folder}: {listed.name} cannot be read: {error}") from error
+    try:
+        yield CheckedFile(folder, listed, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class CheckedFile:
+    """An open file of a checkpoint, of which whole blocks are read and compared.
+
+    The last block of which a part was wanted is kept: what lies side by side is read once.
+    """
+
+    def __init__(self, folder: Path, listed: Listed, descriptor: int) -> None:
+        self._folder, self.listed, self._descriptor = folder, listed, descriptor
+        self._memory, self._block = memoryview(bytearray(listed.block_bytes)), -1
+
+    def read(self, begin: int, target: memoryview) -> None:
+        """Fill target (n,) uint8 from byte ``begin`` on.
+
+        Raises InputError where the file ends or is damaged, Unreadable where the file system is to
+        blame.
+        """
+        size = self.listed.block_bytes
+        while target:
+            block, skipped = divmod(begin, size)
+            length = min(size, self.listed.num_bytes - block * size)
+            assert skipped < length, "the index was compared with the size"
+            if skipped == 0 and len(target) >= length:
+                count = length
+                self._read_block(block, target[:count])
+            else:
+                if self._block != block:
+                    self._block = -1  # until it is known to be intact
+                    self._read_block(block, self._memory[:length])
+                    self._block = block
+                count = min(len(target), length - skipped)
+                target[:count] = self._memory[skipped : skipped + count]
+            target, begin = target[count:], begin + count
+
+    def _read_block(self, block: int, target: memoryview) -> None:
+        """Fill target with a whole block, the last of which may be shorter."""
+        path, begin, left = self._folder / self.listed.name, block * len(self._memory), target
+        while left:
+            with reading(path):
+                count = os.preadv(self._descriptor, [left], begin)
+            if count <= 0:
+                raise InputError(f"checkpoint {path}: the file is cut off; copy it again")
+            left, begin = left[count:], begin + count
+        if not self.listed.is_intact(block, target):
+            problem = f"{self.listed.name} has another checksum in the block that ends at {begin}"
+            refuse(self._folder, [problem])
 
 
 def _overlap(stored: Stored, piece: Piece) -> tuple[range, range]:
@@ -158,17 +212,3 @@ def _overlap(stored: Stored, piece: Piece) -> tuple[range, range]:
             min(stored.column + stored.columns, piece.column + columns),
         ),
     )
-
-
-def _fill(file: Any, begin: int, target: Tensor) -> None:
-    """Fill target (n,) uint8 from byte ``begin`` on.
-
-    Raises InputError where the file ends, Unreadable where the file system is to blame.
-    """
-    left = memoryview(target.numpy())
-    while left:
-        with reading(Path(file.name)):
-            count = os.preadv(file.fileno(), [left], begin)
-        if count <= 0:
-            raise InputError(f"checkpoint {file.name}: the file is cut off; copy it again")
-        left, begin = left[count:], begin + count

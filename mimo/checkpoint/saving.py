@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from mimo.checkpoint.assets import ASSETS, collect_assets, copy_assets
+from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.files import Sum, write_synced
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish
 from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
@@ -283,8 +283,8 @@ class Saver:
         self._indexed = headers
         # First those of the last checkpoint, in case their folder has since been moved away.
         before = latest_checkpoint(self._checkpoints)
-        if before is not None:
-            copy_assets(before / ASSETS, folder / ASSETS)
+        if before is not None and (before / ASSETS).is_dir():
+            shutil.copytree(before / ASSETS, folder / ASSETS)
         collect_assets(self._recipe, folder / ASSETS)
 
         def when_complete() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.checkpoint.reading import Part, opened, parts_of, place_of, read_pieces
+from mimo.checkpoint.reading import CheckedFile, Part, opened, parts_of, place_of, read_pieces
 from mimo.checkpoint.tensors import StoredTensor
 from mimo.device import local_device
 from mimo.engines.piece import Piece
@@ -73,7 +73,7 @@ def read_shared(
     replicas: dist.ProcessGroup | None,
     gets_on: Callable[[], None] = lambda: None,
 ) -> int:
-    """As `read_pieces`, but ranks of ``replicas`` share the reading; the bytes that this rank read.
+    """As `read_pieces`, but ranks of ``replicas`` share the reading; the bytes that this rank used.
 
     Every rank of that group calls it, each with its own wanted pieces. Beside the tensors,
     `_ROUND_BYTES` and a turn are used at most, unless rows are longer. gets_on: called after each
@@ -117,16 +117,15 @@ def _in_turns(
     arrived = torch.empty(most * group.size(), dtype=torch.uint8, device=local_device())
     num_bytes, problem = 0, None
     with ExitStack() as files:
-        name, file = "", None
+        file: CheckedFile | None = None
         for round_ in itertools.batched(turns, group.size()):
             room = max(sum(map(_room, turn)) for turn in round_)
             own = round_[group.rank()] if group.rank() < len(round_) else ()
             try:
                 for part, raw in _places(own, host) if problem is None else ():
-                    if part.stored.file != name:
+                    if file is None or file.listed != part.stored.file:
                         files.close()
                         file = files.enter_context(opened(folder, part.stored.file))
-                        name = part.stored.file
                     part.read(file, raw)
                     num_bytes += part.num_bytes
             except InputError as error:

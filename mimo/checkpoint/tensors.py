@@ -23,12 +23,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from mimo.checkpoint.files import Sum, naming, read_document, reading, write_synced
+from mimo.checkpoint.manifest import Listed, Summing, listed_files
 from mimo.checkpoint.reading import read_pieces
 from mimo.engines.piece import EMA, Piece, key_of
 from mimo.errors import InputError
@@ -46,7 +46,7 @@ _CHUNK_BYTES = 1 << 22
 class Stored:
     """A rectangle of a tensor in a file: its rows one after the other, from byte ``begin`` on."""
 
-    file: str
+    file: Listed
     begin: int
     row: int
     column: int
@@ -115,20 +115,20 @@ def write_pieces(
     shapes = {piece.key: json.dumps(piece.shape) for piece in pieces}
     header = json.dumps({"__metadata__": shapes, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    path, size, begun, crc = folder / file_of(rank), 0, 0, 0
+    path, begun, summing = folder / file_of(rank), 0, Summing()
     with naming(path), path.open("wb") as file:
         bodies = (chunk for piece in pieces for chunk in _chunks(values_of(piece)))
         for chunk in itertools.chain([len(header).to_bytes(8, "little") + header], bodies):
             file.write(chunk)
-            size, crc = size + len(chunk), crc32(chunk, crc)
-            if size - begun >= _CHUNK_BYTES:
+            summing.add(chunk)
+            if (grown := summing.num_bytes - begun) >= _CHUNK_BYTES:
                 file.flush()
                 # Lets the disk begin with these bytes while others are copied and summed.
-                os.posix_fadvise(file.fileno(), begun, size - begun, os.POSIX_FADV_DONTNEED)
-                begun = size
+                os.posix_fadvise(file.fileno(), begun, grown, os.POSIX_FADV_DONTNEED)
+                begun += grown
         file.flush()
         os.fsync(file.fileno())
-    return Written(Sum.of(size, crc), hashlib.sha256(header).hexdigest())
+    return Written(summing.sum(), hashlib.sha256(header).hexdigest())
 
 
 def _chunks(values: Tensor) -> Iterator[memoryview]:
@@ -168,7 +168,8 @@ def _index_of(folder: Path, num_ranks: int) -> str:
             known = tensors.setdefault(key, whole)
             assert (known.shape, known.dtype) == (whole.shape, whole.dtype), f"{key} differs"
             begin = 8 + length + entry["data_offsets"][0]
-            known.pieces.append(Stored(name_of_file, begin, row, column, *entry["shape"]))
+            file_known = Listed(name_of_file, 0, None)
+            known.pieces.append(Stored(file_known, begin, row, column, *entry["shape"]))
     for key, tensor in tensors.items():
         gap = _gap(tensor)
         assert gap is None, f"{key}: {gap}"
@@ -178,7 +179,9 @@ def _index_of(folder: Path, num_ranks: int) -> str:
             key: {
                 "shape": tensor.shape,
                 "dtype": _NAMES[tensor.dtype],
-                "pieces": [list(vars(piece).values()) for piece in tensor.pieces],
+                "pieces": [
+                    [piece.file.name, *list(vars(piece).values())[1:]] for piece in tensor.pieces
+                ],
             }
             for key, tensor in sorted(tensors.items())
         },
@@ -210,8 +213,8 @@ def _gap(tensor: StoredTensor) -> str | None:
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint by key.
 
-    Raises InputError for one without an index, with an index of another version, or with one whose
-    pieces are not whole tensors in files of this folder.
+    Raises InputError for one without an index, with an index of another version or with another
+    checksum, or with one whose pieces are not whole tensors in files of this folder.
     """
     with reading(folder / _INDEX):
         is_there = (folder / _INDEX).exists()
@@ -224,21 +227,34 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
             )
         raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again")
     try:
-        document = read_document(folder / _INDEX)
+        manifest = listed_files(folder)
+        listed = {one.name: one for one in manifest or ()}
+        own = listed.get(_INDEX)
+        document = read_document(folder / _INDEX, own and own.crc32)
         if document.get("format") != _FORMAT:
             raise InputError(
                 f"checkpoint {folder}: {_INDEX} has format {document.get('format')!r}, this "
                 f"version reads {_FORMAT!r}; use the version that wrote it"
             )
+        files = dict[str, Listed]()
+
+        def file_named(name: str) -> Listed:
+            if name not in files:
+                size = _size_of(folder, name)
+                files[name] = listed[name] if manifest else Listed(name, size, None)
+                if files[name].num_bytes != size:
+                    raise ValueError(f"{name} has {size} bytes, not {files[name].num_bytes}")
+            return files[name]
+
         index = {
             key: StoredTensor(
                 tuple(entry["shape"]),
                 _DTYPES[entry["dtype"]],
-                [Stored(*piece) for piece in entry["pieces"]],
+                [Stored(file_named(name), *place) for name, *place in entry["pieces"]],
             )
             for key, entry in document["tensors"].items()
         }
-        _check(folder, index)
+        _check(index)
     except InputError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -248,28 +264,35 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     return index
 
 
-def _check(folder: Path, index: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError, TypeError or OSError if the index is not one of files in this folder."""
+def _size_of(folder: Path, name: str) -> int:
+    """The bytes of a file of tensors. Raises ValueError, TypeError or OSError if it is none."""
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of tensors")
+    with reading(folder / name):
+        found = (folder / name).lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{name} is a link or not a regular file")
+    return found.st_size
+
+
+def _check(index: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError or TypeError if the index is not one of these files."""
     used: dict[str, list[tuple[int, int]]] = {}
     for key, tensor in index.items():
         if not tensor.shape or any(type(size) is not int or size < 1 for size in tensor.shape):
             raise ValueError(f"{key} has shape {tensor.shape}")
         for piece in tensor.pieces:
-            name, *numbers = vars(piece).values()
-            if not _FILE.fullmatch(name) or any(type(n) is not int or n < 0 for n in numbers):
-                raise ValueError(f"{key} has a piece {name!r}, {numbers}")
+            file, *numbers = vars(piece).values()
+            if any(type(n) is not int or n < 0 for n in numbers):
+                raise ValueError(f"{key} has a piece {file.name!r}, {numbers}")
             end = piece.begin + piece.rows * piece.columns * tensor.dtype.itemsize
+            if end > file.num_bytes:
+                raise ValueError(f"{file.name} has {file.num_bytes} bytes, not {end}")
             if end > piece.begin:
-                used.setdefault(name, []).append((piece.begin, end))
+                used.setdefault(file.name, []).append((piece.begin, end))
         if gap := _gap(tensor):
             raise ValueError(f"{key}: {gap}")
     for name, stretches in used.items():
-        with reading(folder / name):
-            found, end = (folder / name).lstat(), max(end for _, end in stretches)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{name} is a link or not a regular file")
-        if found.st_size < end:
-            raise ValueError(f"{name} has {found.st_size} bytes, not {end}")
         # Else a small file could claim to be tensors that fill any memory.
         if any(one[1] > other[0] for one, other in itertools.pairwise(sorted(stretches))):
             raise ValueError(f"{name} has bytes that belong to several tensors")

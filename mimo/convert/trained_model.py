@@ -16,7 +16,7 @@ from torch import Tensor
 from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.assets import ASSETS, recipe_of
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.checkpoint.integrity import problems_of, refuse
+from mimo.checkpoint.integrity import open_checkpoint
 from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight
 from mimo.families.lora import adapter_names, adapter_shapes, is_adapter, merged_weight
@@ -130,7 +130,7 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
     """
     checkpoint = find_checkpoint(run)
     with progress_of("verifying") as progress:
-        refuse(checkpoint, problems_of(checkpoint, progress))
+        open_checkpoint(checkpoint, progress)
     recipe = recipe_of(checkpoint)
     assets = checkpoint / ASSETS
     if recipe.init_from is None or not (assets / "config.json").is_file():

@@ -7,6 +7,7 @@ It computes what training computes, item attention and windows included, and is 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -21,8 +22,9 @@ from data.index.samples import Processors
 from data.media.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.messages import Mention, PlaceholderError
-from mimo.checkpoint.assets import recipe_of
+from mimo.checkpoint.assets import changed_assets, own_recipe
 from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.integrity import open_checkpoint
 from mimo.errors import InputError
 from mimo.generate.one_rank import LocalModel
 from mimo.step.dataset import item_processors, open_tokenizer
@@ -83,15 +85,23 @@ class Generator:
     def __init__(self, path: Path, average: bool = False) -> None:
         """path: a run or checkpoint folder. average: use the moving average of its weights.
 
-        Raises InputError when it holds no checkpoint, or no average.
+        The checkpoint's own copies of tokenizer, template and configuration are used; which files
+        of the recipe's folders differ from them, a line on stderr says.
+        Raises InputError when it holds no checkpoint, a damaged one, or no average.
         """
-        recipe = recipe_of(find_checkpoint(path))
+        checkpoint = find_checkpoint(path)
+        stored = open_checkpoint(checkpoint)
+        recipe = own_recipe(checkpoint)
+        if changed := ", ".join(map(str, changed_assets(checkpoint))):
+            print(f"{changed}: changed since training; {checkpoint} uses its own", file=sys.stderr)
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
         self.encoders = {
             media: name for name, one in recipe.encoders.items() for media in one.media_tokens
         }
-        self.model = LocalModel.from_checkpoint(path, self.chat.vocab_size, average)
+        self.model = LocalModel.from_checkpoint(
+            checkpoint, recipe, stored, self.chat.vocab_size, average
+        )
 
     @torch.no_grad()
     def answer(
@@ -206,7 +216,7 @@ def main(
 
     items: placed before the prompt, in this order. average: as of `Generator`.
     """
-    processors = item_processors(recipe_of(find_checkpoint(path)))
+    processors = item_processors(own_recipe(find_checkpoint(path)))
     files = [file for item in items for file in _decoded(item, processors)]
     generator = Generator(path, average)
     for media, text in generator.chat.media_text.items():

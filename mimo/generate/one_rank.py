@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from data.batch import PackedLane
-from mimo.checkpoint.assets import recipe_of, with_configuration
-from mimo.checkpoint.contents import load_checkpoint
-from mimo.checkpoint.folder import find_checkpoint
-from mimo.checkpoint.integrity import refuse, wrong_sizes
-from mimo.checkpoint.tensors import read_index
+from mimo.checkpoint.contents import Index, load_checkpoint
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.engines.megatron.segments import PackedSegments
 from mimo.hf.initial import InitialWeights
@@ -96,20 +92,23 @@ class LocalModel:
         self.device = self.model.device
 
     @classmethod
-    def from_checkpoint(cls, path: Path, tokenizer_size: int, average: bool = False) -> LocalModel:
-        """Load a run's or a checkpoint's weights, or their moving average, whoever wrote them.
+    def from_checkpoint(
+        cls,
+        checkpoint: Path,
+        recipe: Recipe,
+        stored: Index,
+        tokenizer_size: int,
+        average: bool = False,
+    ) -> LocalModel:
+        """Load a checkpoint's weights, or their moving average, whatever layout wrote them.
 
-        Joins a world of one rank. Raises InputError if there is no checkpoint, files are missing
-        or too short, or there is too little memory, ValueError if the checkpoint does not fit its
-        recipe.
+        recipe: `own_recipe`. stored: of `open_checkpoint`. Joins a world of one rank. Raises
+        InputError if what is read is damaged or there is too little memory, ValueError if the
+        checkpoint does not fit its recipe.
         """
         join_world_of_one()
-        checkpoint = find_checkpoint(path)
-        refuse(checkpoint, wrong_sizes(checkpoint))
-        recipe = with_configuration(recipe_of(checkpoint), checkpoint)
         alone = one_rank_recipe(recipe, freeze=True)
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
-        stored = read_index(checkpoint)
         local = cls(recipe, tokenizer_size, freeze=True, provided=stored)
         modules = local.model.modules
         load_checkpoint(modules, checkpoint, stored, with_optimizer=False, average=average)

@@ -21,7 +21,7 @@ from rich.table import Table
 from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.contents import load_checkpoint
 from mimo.checkpoint.folder import Progress, read_progress
-from mimo.checkpoint.tensors import read_index
+from mimo.checkpoint.integrity import open_checkpoint
 from mimo.device import gpu_memory, machine_memory
 from mimo.errors import InputError
 from mimo.generate.layer_statistics import WatchedLayers
@@ -148,7 +148,7 @@ def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
     check_memory(alone, layout, range(1), gpu_memory() or machine_memory())
     if weights is None:
         return Trainer(alone, build_topology(layout), run, initial_weights(alone))
-    stored = read_index(weights)
+    stored = open_checkpoint(weights)
     trainer = Trainer(alone, build_topology(layout), run, provided=stored)
     load_checkpoint(trainer.model.modules, weights, stored, with_optimizer=False)
     return trainer

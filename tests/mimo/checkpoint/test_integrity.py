@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -12,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mimo.checkpoint import manifest
 from mimo.checkpoint.files import Unreadable
-from mimo.checkpoint.folder import go_back, latest_checkpoint, resumable
-from mimo.checkpoint.integrity import (
-    Listed,
-    choose,
-    dealt,
-    listed_files,
-    problems_of,
-    wrong_checksums,
-    wrong_sizes,
-)
+from mimo.checkpoint.folder import Progress, complete, go_back, latest_checkpoint, resumable
+from mimo.checkpoint.integrity import choose, dealt, open_checkpoint, problems_of, wrong_sizes
+from mimo.checkpoint.manifest import Listed, listed_files, wrong_checksums
 from mimo.checkpoint.start import Resume
+from mimo.checkpoint.tensors import file_of, read_pieces, write_index, write_pieces
+from mimo.engines.piece import Piece
 from mimo.errors import InputError
 from mimo.hf.recipes import load_recipe
 from mimo.train.incidents import incidents
@@ -185,6 +183,8 @@ DOCUMENTS = {
     **{f"a name {k}": {"files": {name: GOOD}} for k, name in NAMES.items()},
     **{f"an entry with {k}": {"files": {"x": entry}} for k, entry in ENTRIES.items()},
     "another format": {"format": "mimo checkpoint 2", "files": {}},
+    "an unknown key": {"files": {}, "more": 1},
+    "blocks without its own checksum": {"files": {}, "blocks": {"bytes": 1, "files": {}}},
     "no files": {"files": 3},
 }
 
@@ -198,6 +198,96 @@ def test_a_manifest_that_names_anything_else_is_refused(
     (latest / "manifest.json").write_text(text)
     with pytest.raises(InputError, match=r"manifest.json is damaged"):
         listed_files(latest)
+
+
+# --------------------------------------------------------------------------- single bits
+
+FLIPS = 3
+
+
+def flipped(path: Path, number: int, begin: int = 0) -> bytes:
+    """Flip a bit of a file, at the place that a number stands for; returns what was there."""
+    original = path.read_bytes()
+    place = random.Random(f"{path.name} {number}").randrange(8 * begin, 8 * len(original))
+    changed = bytearray(original)
+    changed[place // 8] ^= 1 << place % 8
+    path.write_bytes(changed)
+    return original
+
+
+def generate_from_flipped_bits(rank: int, checkpoint: Path) -> dict[str, list[str]]:
+    """By file of a checkpoint, what `generate` says of single bits of it that have changed."""
+    from mimo.generate.answer import Generator
+
+    said: dict[str, list[str]] = {}
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        own = said.setdefault(str(path.relative_to(checkpoint)), [])
+        for number in range(FLIPS):
+            original = flipped(path, number)
+            try:
+                Generator(checkpoint)
+                own.append("nothing")
+            except InputError as error:
+                own.append(str(error))
+            path.write_bytes(original)
+    Generator(checkpoint)
+    return said
+
+
+def test_generate_refuses_every_single_bit_that_changed_and_names_the_file(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
+    run(run_ranks, recipe, *LAYOUT, *ADAM, "train.steps=1")
+    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step_1"
+    (said,) = run_ranks(generate_from_flipped_bits, 1, checkpoint)
+    names = {"manifest.json", "progress.json", "recipe.yaml", "tensors.json"}
+    assert said.keys() > names | {f"tensors_{rank}.safetensors" for rank in range(2)}
+    for name, texts in said.items():
+        assert len(texts) == FLIPS
+        assert all(name in text and "damaged" in text for text in texts), (name, texts)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_reader_of_any_part_gets_what_was_written_or_a_word_of_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 100)  # a piece's rows have 40 bytes
+    whole = torch.arange(1200.0).view(120, 10)
+    sums = {}
+    for rank, rows in enumerate(whole.split(120 // num_ranks)):
+        part = Piece("w", (120, 10), rank * len(rows), 0, rows)
+        sums[file_of(rank)] = write_pieces(tmp_path, rank, [part]).sum
+    write_index(tmp_path, num_ranks)
+    complete(tmp_path, Progress(1, 0), "name: x\n", sums)
+    refused, intact = 0, 0
+    for number in range(60):
+        path = tmp_path / file_of(number % num_ranks)
+        original = flipped(path, number)
+        index = open_checkpoint(tmp_path)
+        row, column = number % 100, number % 7
+        wanted = torch.zeros(20, 10)[:, : 10 - column]
+        try:
+            read_pieces(tmp_path, index, [Piece("w", (120, 10), row, column, wanted)])
+            assert torch.equal(wanted, whole[row : row + 20, column:])
+            intact += 1
+        except InputError as error:
+            refused += str(error).startswith(f"{tmp_path} is damaged: {path.name} has another")
+        assert [line.split()[0] for line in problems_of(tmp_path)] == [path.name]
+        path.write_bytes(original)
+    assert refused + intact == 60
+    assert min(refused, intact) > 5, "only blocks with wanted bytes are read"
+
+
+def test_a_checkpoint_of_an_earlier_version_is_compared_as_a_whole(run_dir: Path) -> None:
+    latest = run_dir / "checkpoints" / "step_3"  # its manifest has no sums of blocks
+    assert read_pieces(latest, open_checkpoint(latest), []) == 0
+    flip_bit(latest / "tensors_1.safetensors")
+    with pytest.raises(InputError, match=r"step_3 is damaged: tensors_1.safetensors has checksum"):
+        open_checkpoint(latest)
+    (latest / "manifest.json").unlink()
+    assert open_checkpoint(latest).keys() == {"language.w"}, "the oldest have no checksums"
 
 
 # ------------------------------------------------------------------------------- whole runs

@@ -16,6 +16,7 @@ from mimo.generate.replay import Replay
 from mimo.hf.recipes import load_recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
+from tests.mimo.checkpoint.manifests import write_manifest
 from tests.mimo.model.test_fsdp_runs import FSDP, TP, make, trained
 
 LAYOUTS = {
@@ -116,6 +117,7 @@ def test_weights_may_be_others_and_samples_that_have_changed_are_refused(
     for checkpoint in (run / "checkpoints").glob("step_*"):
         path = checkpoint / "recipe.yaml"
         path.write_text(path.read_text().replace("seed: 1", "seed: 2"))
+        write_manifest(checkpoint)
     (found,) = run_ranks(again, 1, run, [1, 2])
     assert "sample another" in found[0]
     assert all("samples are not those of the run any more" in one for one in found)

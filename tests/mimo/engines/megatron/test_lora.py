@@ -233,11 +233,9 @@ def one_rank_steps(rank: int, path: Path, overrides: list[str]) -> Reference:
 
 def loaded_weights(rank: int, path: Path, run: str) -> dict[str, np.ndarray]:
     """A run's last checkpoint, loaded on one rank."""
-    from mimo.generate.one_rank import LocalModel
-    from mimo.step.dataset import open_tokenizer
+    from mimo.generate.answer import Generator
 
-    num_tokens = open_tokenizer(load_recipe(path)).vocab_size
-    local = LocalModel.from_checkpoint(path.parent / "runs" / run, num_tokens)
+    local = Generator(path.parent / "runs" / run).model
     return {
         f"{module}.{name}": param.detach().numpy()
         for module, part in local.model.modules.items()
