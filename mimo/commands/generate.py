@@ -58,14 +58,22 @@ def evaluate(
         ),
     ] = None,
     ema: EmaOption = False,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="exact, per_word, contains, anls or relaxed_number, in place of data.metrics; "
+            "may be given several times."
+        ),
+    ] = None,
 ) -> int | None:
     """Answer the held-out samples of a run's recipe and compare with the expected answers.
 
+    All answers go to held_out_<split>.jsonl in the run's folder.
     Like `mimo generate`, it computes the whole sequence anew for each new token.
     """
     from mimo.generate.evaluate import main as compare
 
-    return compare(run, split, max_new_tokens, ema)
+    return compare(run, split, max_new_tokens, ema, metric or ())
 
 
 def replay(

@@ -48,5 +48,5 @@ def _show(run_dir: Path) -> int:
     result = evaluate(run_dir, picture)
     print(f"run folder: {run_dir}")
     print(f"picture: {picture}")
-    print(f"exact_match={result.exact_match:.3f} per_digit={result.per_word:.3f}")
+    print(str(result).replace("per_word", "per_digit"))
     return 0

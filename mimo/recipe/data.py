@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mimo import bounds
 from mimo.recipe.modules import Section
@@ -36,6 +36,14 @@ def _at_least_one(sources: tuple[Source, ...]) -> tuple[Source, ...]:
     return sources
 
 
+Metric = Literal["exact", "per_word", "contains", "anls", "relaxed_number"]
+Metrics = Annotated[
+    tuple[Metric, ...],
+    Field(strict=False, min_length=1),
+    BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+]
+
+
 class Data(Section):
     """Samples, tokenizer and packing. Paths are relative to the current folder."""
 
@@ -51,6 +59,10 @@ class Data(Section):
     """Held-out samples for the loss during training."""
     test: Sources = ()
     """Held-out samples for `mimo evaluate`."""
+    metrics: Metrics = ("exact", "per_word")
+    """How `mimo evaluate` scores answers, one metric or a list: `exact` (all words), `per_word`
+    (words right in their place), `contains` (the expected text is in the answer), `anls` (edit
+    distance, at least 0.5), `relaxed_number` (within 5 %, else equal text)."""
     tokenizer: bounds.PathText
     """Folder with the tokenizer and its chat template."""
     sequence_length: bounds.SequenceLength

@@ -143,7 +143,10 @@ def _predictions(folder: Path) -> Section:
     for path in sorted(folder.glob("held_out*.json")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            scores = [(name, f"{found[name]:.3f}") for name in ("exact_match", "per_word")]
+            names = found.get("metrics", ("exact_match", "per_word"))
+            scores = [(name, f"{found[name]:.3f}") for name in names]
+            left_out = dict(found.get("left_out", {})).items()
+            scores += [(f"left out: {reason}", str(count)) for reason, count in left_out]
             rows = [
                 (one["question"], one["given"], one["expected"], "✓" if one["exact"] else "✗")
                 for one in found["samples"]

@@ -295,7 +295,10 @@ class Converted:
         """Store more beside what is there."""
         described = checkpoint_tensors.describe(self.checkpoint)
         tensors = checkpoint_tensors.read(self.checkpoint, described)
-        tensors |= {key: torch.ones(shape) for key, shape in shapes.items()}
+        tensors |= {
+            key: torch.full(shape, 2.0 if key.startswith("ema.") else 1.0)
+            for key, shape in shapes.items()
+        }
         forms = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         for path in self.checkpoint.glob("tensors*"):
             path.unlink()
@@ -323,6 +326,21 @@ def test_a_checkpoint_without_adapters_is_refused(converted: Converted) -> None:
     assert done.exit_code == 2
     assert "has no lora, so there is no adapter to write; leave --adapter out" in done.stderr
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("options", "value"), [([], 1.0), (["--ema"], 2.0)])
+def test_the_average_of_adapters_is_exported_where_it_is_asked_for(
+    converted: Converted, options: list[str], value: float
+) -> None:
+    converted.add_tensors(ADAPTER | {f"ema.{key}": shape for key, shape in ADAPTER.items()})
+    converted.ask_for_lora(rank=4)
+    out = converted.directory / "out"
+    command = ["convert", "to-hf", str(converted.checkpoint), str(out), "--adapter", *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    exported = load_file(out / "adapter_model.safetensors")
+    assert len(exported) == 6, "two matrices of each of q, k and v"
+    assert all(bool((tensor == value).all()) for tensor in exported.values())
 
 
 def test_adapters_without_their_base_model_are_refused(converted: Converted) -> None:

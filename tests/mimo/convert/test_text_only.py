@@ -75,7 +75,7 @@ def test_text_trains_a_language_model_alone_and_transformers_computes_what_it_le
 def _logits(rank: int, run: Path) -> tuple[np.ndarray, Tensor]:
     """Ids of a chat (T,), and our logits (T, V) after it; evaluates, too."""
     from mimo.generate.answer import Generator
-    from mimo.generate.evaluate import answer_split, score
+    from mimo.generate.evaluate import Scoring, answer_split
 
     generator = Generator(run)
     turns = [("user", "what comes after 3 ?"), ("assistant", "4")]
@@ -87,7 +87,13 @@ def _logits(rank: int, run: Path) -> tuple[np.ndarray, Tensor]:
     answered = list(answer_split(run, "test"))
     assert [one.expected for one in answered] == [str(n + 1) for n in range(9)]
     exact = sum(one.is_exact for one in answered) / len(answered)
-    assert score(answered).exact_match == exact, "samples without images count where none has any"
+    scoring = Scoring(["exact"])
+    for one in answered:
+        scoring.add(one)
+    found = scoring.result({})
+    assert found.metrics == {"exact_match": exact}, (
+        "samples without images count where none has any"
+    )
     return sample.input_ids, logits[:, : generator.model.num_tokens]
 
 

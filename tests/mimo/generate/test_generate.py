@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import pytest
 from PIL import Image
 
 from mimo.errors import InputError
+from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.report.one_run import main as main_of_report
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import corrupt, mimo, mimo_here, run
+from tests.mimo.model.test_fsdp_runs import make
+from tests.mimo.runs import ADAM, corrupt, mimo, mimo_here, run
 
 
 @pytest.fixture
@@ -132,13 +136,15 @@ def test_held_out_samples_that_cannot_be_compared_are_skipped_counted_and_named(
     test = f"data.test=[{{path: '{recipe.parent}/test-*.tar'}}]"
     run(run_ranks, recipe, "train.steps=1", test)
     (printed,) = run_ranks(_evaluate, 1, recipe.parent / "runs" / "tiny")
-    skipped, open_ended, in_pictures, count, _, last = printed.splitlines()
+    skipped, open_ended, in_pictures, count, scored, _, _, last = printed.splitlines()
     assert skipped.startswith("skipped sample 'sample0000' of ")
     assert "test-00000.tar, item 0: the image cannot be decoded" in skipped
     assert "sample 'open' of " in open_ended
     assert "test-00001.tar: the last message is of 'user': need an answer" in open_ended
     assert "test-00001.tar: the last message has items: need an answer in text" in in_pictures
     assert count == "skipped_samples=3"
+    assert scored.startswith("scored 1 of 5 samples, left out 4 (1: text alone, where others ")
+    assert "; 1: the last message has items: need an answer in text alone" in scored
     assert last.startswith("exact_match=")
     told = json.loads((recipe.parent / "runs" / "tiny" / "held_out_test.json").read_text())
     assert last == f"exact_match={told['exact_match']:.3f} per_word={told['per_word']:.3f}"
@@ -172,6 +178,132 @@ def _evaluate(rank: int, folder: Path) -> str:
     with redirect_stdout(io.StringIO()):
         assert len(list(answer_split(folder))) == 2
     return printed.getvalue()
+
+
+def test_evaluate_keeps_every_answer_and_says_which_samples_count(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    tiny.write_samples(recipe.parent, (1,) * 14 + (0,) * 3, name="test")
+    _write_odd_samples(recipe.parent / "test-00001.tar")
+    test = f"data.test=[{{path: '{recipe.parent}/test-*.tar'}}]"
+    run(run_ranks, recipe, "train.steps=1", test, "data.metrics=[contains, anls]")
+    folder = recipe.parent / "runs" / "tiny"
+    ((printed, last),) = run_ranks(_evaluate_by_command, 1, folder)
+    scored, answers, _, line = printed.splitlines()[-4:]
+    left_out = "3: text alone, where others have items"
+    assert scored.startswith(f"scored 14 of 19 samples, left out 5 ({left_out}; 1: the last messag")
+    assert answers == f"answers: {folder}/held_out_test.jsonl"
+    found = [json.loads(one) for one in (folder / "held_out_test.jsonl").read_text().splitlines()]
+    assert [one["key"] for one in found] == [f"sample{number:04d}" for number in range(17)]
+    assert [one["items"] for one in found] == [1] * 14 + [0] * 3
+    for one in found:
+        assert one["scores"].keys() == {"exact", "relaxed_number"}, "of the last call"
+        assert one["scores"]["exact"] == float(one["answer"].split() == one["expected"].split())
+    assert found[1]["question"] == "what is this ?"
+    told = json.loads((folder / "held_out_test.json").read_text())
+    assert sum(told["left_out"].values()) == 5
+    assert told["scored"] == 14
+    assert last == " ".join(f"{name}={told[name]:.3f}" for name in told["metrics"])
+    assert [one.partition("=")[0] for one in line.split()] == ["contains", "anls"]
+    assert main_of_report(folder, None) == 0
+    page = (folder / "report.html").read_text()
+    assert "relaxed_number" in page
+    assert left_out.partition(": ")[2] in page
+
+
+def _evaluate_by_command(rank: int, folder: Path) -> tuple[str, str]:
+    """What `mimo evaluate` prints with the recipe's metrics, and its last line with others."""
+    from typer.testing import CliRunner
+
+    from mimo.cli import app
+
+    first = CliRunner().invoke(app, ["evaluate", str(folder), "--max-new-tokens", "3"])
+    others = ["--metric", "exact", "--metric", "relaxed_number"]
+    again = CliRunner().invoke(app, ["evaluate", str(folder), "--max-new-tokens", "3", *others])
+    assert (first.exit_code, again.exit_code) == (0, 0), (first.output, again.output)
+    wrong = CliRunner().invoke(app, ["evaluate", str(folder), "--metric", "exakt"])
+    assert wrong.exit_code == 2
+    assert wrong.stderr == "--metric exakt: did you mean 'exact'?\n"
+    return first.stdout, again.stdout.splitlines()[-1]
+
+
+def test_the_average_of_the_weights_answers_where_it_is_asked_for(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    test = f"data.test=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    run(run_ranks, recipe, *ADAM, "train.steps=1", "train.ema_decay=0.5", test)
+    run_ranks(_evaluate_average, 1, recipe.parent / "runs" / "tiny")
+
+
+def _evaluate_average(rank: int, folder: Path) -> None:
+    import torch
+    from typer.testing import CliRunner
+
+    from mimo.checkpoint import tensors
+    from mimo.cli import app
+    from mimo.generate.answer import Generator
+
+    checkpoint = folder / "checkpoints" / "step_1"
+    stored = tensors.read(checkpoint, tensors.describe(checkpoint))
+    key = "language.decoder.layers.0.mlp.linear_fc1.weight"
+    assert not torch.equal(stored[key], stored[f"ema.{key}"])
+    used = []
+
+    def answer(self: Generator, requests: list, *_: object) -> list[str]:
+        pieces = self.model.model.modules["language"].pieces("load", with_optimizer=False)
+        used.extend(piece.values.clone() for piece in pieces if piece.key == key)
+        return [""] * len(requests)
+
+    for options, expected in (([], stored[key]), (["--ema"], stored[f"ema.{key}"])):
+        used.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Generator, "answer", answer)
+            done = CliRunner().invoke(app, ["evaluate", str(folder), *options])
+        assert done.exit_code == 0, done.output
+        assert used
+        assert all(torch.equal(one, expected) for one in used), options
+
+
+def test_the_checkpoints_own_tokenizer_template_and_configuration_answer(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    recipe = make(tmp_path, "qwen3_vl")
+    tokenizer = tmp_path / "tokenizer"  # another folder than the model's
+    run(run_ranks, recipe, "train.steps=1", f"data.tokenizer={tokenizer}")
+    run_ranks(_answer_after_changes, 1, tmp_path, tmp_path / "runs" / "run")
+
+
+def _answer_after_changes(rank: int, directory: Path, folder: Path) -> None:
+    from mimo.generate.answer import Generator
+
+    def opened() -> tuple[tuple[list[int], str, dict], list[str]]:
+        with redirect_stderr(io.StringIO()) as said:
+            generator = Generator(folder)
+        sample = generator.chat.encode_prompt([{"role": "user", "content": "read 3 7"}], [])
+        facts = sample.input_ids.tolist(), generator.chat.template, generator.processors
+        return facts, [one for one in said.getvalue().splitlines() if "since" in one]
+
+    base, tokenizer = directory / "base", directory / "tokenizer"
+    before, said = opened()
+    assert not said
+    template = tokenizer / "chat_template.jinja"
+    template.write_text("{{ 'Answer!' }}" + template.read_text())
+    known = json.loads((tokenizer / "tokenizer.json").read_text())
+    vocabulary = known["model"]["vocab"]
+    vocabulary["3"], vocabulary["7"] = vocabulary["7"], vocabulary["3"]
+    (tokenizer / "tokenizer.json").write_text(json.dumps(known))
+    write_tiny(TinyCheckpoint("gemma3"), directory / "other")  # another model, of another family
+    base.rename(directory / "was")
+    (directory / "other").rename(base)
+    after, said = opened()
+    assert after == before
+    (line,) = said
+    assert f"{template}, {tokenizer / 'tokenizer.json'}, " in line
+    assert f"{base / 'config.json'}" in line
+    assert line.endswith(f"changed since training; {folder}/checkpoints/step_1 uses its own")
+    shutil.rmtree(base)
+    shutil.rmtree(tokenizer)
+    assert opened() == (before, [])
 
 
 def test_evaluate_lets_a_model_finish_the_longest_answer_and_cuts_where_it_is_told(
