@@ -114,3 +114,14 @@ def test_of_long_runs_only_means_have_to_be_alike(factor: float, follows: bool) 
     assert (found.problem == "") == follows
     assert follows or "the mean loss of 100 steps" in found.problem
     assert found.difference == 0, "that of steps which can be compared"
+
+
+@pytest.mark.parametrize(("jump", "problem"), [(24.9, ""), (25.1, "steps of step 151 is off by")])
+def test_a_mean_is_over_100_losses_that_of_its_own_step_among_them(
+    jump: float, problem: str
+) -> None:
+    reference = [{"step": step, "loss": 1.0, "grad_norm": 1.0} for step in range(300)]
+    jumps = [dict(one) for one in reference]
+    jumps[150]["loss"] += jump
+    found = follow(jumps, reference, "fp32").problem
+    assert problem in found if problem else found == ""

@@ -104,6 +104,16 @@ def test_layouts_run_in_alternation_and_what_is_done_is_not_run_again(
     assert started == []
 
 
+def test_layouts_are_compared_with_the_reference_that_the_file_names(
+    file: Path, started: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(f"{FILE}reference: two\n")
+    assert main(file, []) == 0
+    assert "layouts follow the losses of two" in capsys.readouterr().out
+    one, two = (float(row["largest_loss_difference"]) for row in rows(file))
+    assert one > two == 0.0
+
+
 def test_an_interrupted_experiment_goes_on_with_the_run_that_was_interrupted(
     file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,11 @@ def test_overrides_come_from_all_layouts_then_the_command_line_then_the_layout(
     assert found.layouts["b"].overrides == (*shared, "language.grid.tp=2")
 
 
+def test_the_reference_is_the_layout_that_is_named_or_else_the_first(tmp_path: Path) -> None:
+    assert read(tmp_path, f"{HEAD}reference: b\n{TWO}").reference == "b"
+    assert read(tmp_path, HEAD + TWO).reference == "a"
+
+
 def test_repeats_are_in_alternation(tmp_path: Path) -> None:
     found = read(tmp_path, f"{HEAD}repeats: 2\n{TWO}")
     rounds = [(layout.name, repeat) for layout, repeat in found.rounds]

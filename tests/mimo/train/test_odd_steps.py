@@ -49,6 +49,12 @@ def test_a_score_is_the_distance_from_the_median_in_robust_deviations() -> None:
     assert spikes.score(3.5) == pytest.approx(0.0)
 
 
+def test_a_loss_is_compared_with_all_losses_of_the_window_and_no_older_ones() -> None:
+    spikes = LossSpikes(8, map(float, range(20)))
+    # Of 12 to 19 the median is 15.5, and the median distance from it 2.
+    assert spikes.score(20.0) == pytest.approx(0.6745 * 4.5 / 2)
+
+
 def test_too_few_losses_and_equal_ones_have_no_spikes() -> None:
     few = LossSpikes(8)
     assert [few.score(loss) for loss in (1.0, 1.0, 1.0, 99.0)] == [0.0] * 4
