@@ -10,20 +10,23 @@ from mimo.cluster.submit import submit as submit_one
 from mimo.cluster.submit import submit_array
 from mimo.cluster.watch import look
 from mimo.errors import InputError
-from mimo.experiment.runs import Outcome, Run, make_ready
+from mimo.experiment.runs import Outcome, Run, check_layouts, make_ready
 from mimo.train.run_files import LAUNCH
 
 
 def submit(runs: Sequence[Run], path: Path, cluster: Path | None) -> list[Outcome]:
     """Submit what is not done and cannot be in the queue; returns the outcomes of what is refused.
 
-    path: of the recipe. cluster: a file of `cluster:` keys.
+    path: of the recipe. cluster: a file of `cluster:` keys. Raises RecipeError for layouts that
+    cannot run, before anything is submitted.
     """
     groups, refused = dict[tuple[str, ...], dict[Run, Job]](), list[Outcome]()
-    for run in runs:
-        if waiting := waits_for(run):
-            print(f"{run.name}: not submitted again; {waiting}")
-            continue
+    waiting = {run: job for run in runs if (job := waits_for(run))}
+    for run, job in waiting.items():
+        print(f"{run.name}: not submitted again; {job}")
+    free = [run for run in runs if run not in waiting]
+    check_layouts(free, path, lambda run: prepare(path, run.overrides, cluster, "fixed"))
+    for run in free:
         if (known := make_ready(run, path)) is not None:
             refused += [known] if known.error else []
             continue

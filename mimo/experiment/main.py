@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from mimo.errors import EXIT_CONTINUE
-from mimo.experiment.jobs import collect, submit
+from mimo.experiment.jobs import collect, submit, was_submitted
 from mimo.experiment.page import problems_table, results_table, verdict, write_page
 from mimo.experiment.results import results_of, write_csv
-from mimo.experiment.runs import Interrupted, Outcome, Run, run_here
+from mimo.experiment.runs import Interrupted, Outcome, Run, check_layouts, run_here
 from mimo.experiment.schema import Experiment, read_experiment
-from mimo.hf.recipes import load_recipe
+from mimo.hf.recipes import load_phases, load_recipe
+from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.recipe.schema import Recipe
 from mimo.report.page import show
 from mimo.step.prepare import prepare
@@ -31,7 +32,7 @@ def main(
 
     EXIT_CONTINUE where the same call has more to do later: it was told to end, or jobs are not
     done. submitting: as jobs, instead of running here. cluster: a file of their `cluster:` keys.
-    Raises InputError for a wrong file, or a recipe that no layout can use.
+    Raises InputError for a wrong file, and for layouts that cannot run, before the first run.
     """
     experiment = read_experiment(path, overrides)
     recipe = load_recipe(experiment.recipe, experiment.shared)
@@ -45,6 +46,8 @@ def main(
                 print(f"{one.run.name}: {one.error}", file=sys.stderr)
             print("the same command without --submit collects the results")
             return int(bool(refused))
+        here = [run for run in runs if not was_submitted(run)]
+        check_layouts(here, experiment.recipe, partial(_check_here, experiment.recipe))
         known = partial(collect, path=experiment.recipe)
         try:
             outcomes = [*run_here(runs, recipe.train.steps, known)]
@@ -52,6 +55,17 @@ def main(
             print(interrupted, file=sys.stderr)
             return EXIT_CONTINUE
         return _tell(experiment, recipe, outcomes, folder)
+
+
+def _check_here(path: Path, run: Run) -> None:
+    """Check a run as `mimo train` does, but for its folder. path: of the recipe.
+
+    Raises RecipeError with all problems.
+    """
+    phased = load_phases(path, run.overrides)
+    layouts = phased.each(lambda recipe: check_recipe(recipe, None))
+    check_room(phased, layouts, None)
+    phased.each(check_data)
 
 
 def _tell(experiment: Experiment, recipe: Recipe, outcomes: Sequence[Outcome], folder: Path) -> int:

@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from mimo.cluster.watch import plain
-from mimo.errors import EXIT_CONTINUE, InputError
+from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
 from mimo.experiment.schema import Layout
 from mimo.hf.recipes import load_recipe
 from mimo.launch.signals import Signalled, heeded
@@ -75,10 +75,23 @@ class Run:
         """What its command wrote to stderr."""
         return self.log.with_suffix(".err")
 
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Overrides of the recipe: the layout's, and the name and folder of the run."""
+        place = (f"name={self.name}", f"train.run_dir={json.dumps(str(self.folder))}")
+        return (*self.layout.overrides, *place)
+
     def recipe(self, path: Path) -> Recipe:
         """As it is to be run now, of the recipe at ``path``. Raises RecipeError."""
-        own = (f"name={self.name}", f"train.run_dir={json.dumps(str(self.folder))}")
-        return load_recipe(path, (*self.layout.overrides, *own))
+        return load_recipe(path, self.overrides)
+
+    def is_done(self, path: Path) -> bool:
+        """Whether it ran to its end with the recipe as it is now. Raises RecipeError."""
+        recipe = self.recipe(path)
+        if not self.recipe_file.exists():
+            return False
+        same = self.recipe_file.read_text(encoding="utf-8") == recipe.to_yaml()
+        return same and len(self.records()) == recipe.train.steps
 
     def records(self) -> list[Record]:
         """The training steps in its metrics; of a step that was done again the last."""
@@ -104,6 +117,31 @@ class Outcome:
     def is_done(self) -> bool:
         """Whether its records are those of the whole run."""
         return not self.error and not self.job
+
+
+def check_layouts(runs: Sequence[Run], path: Path, check: Callable[[Run], object]) -> None:
+    """Check each layout that has runs to do, before the first one starts.
+
+    path: of the recipe. check: raises RecipeError for a layout that cannot run.
+    Raises RecipeError with the refusals of all layouts; a line names the layouts that it is about.
+    """
+    refused, to_do = dict[str, list[str]](), dict[str, Run]()
+    for run in runs:
+        if run.layout.name in to_do:
+            continue
+        try:
+            if not run.is_done(path):
+                to_do[run.layout.name] = run
+                check(run)
+        except StartError:
+            continue  # a file system that fails now may answer when the run starts
+        except InputError as error:
+            to_do[run.layout.name] = run
+            for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
+                refused.setdefault(problem, []).append(run.layout.name)
+    if refused:
+        lines = [f"{', '.join(names)}: {problem}" for problem, names in refused.items()]
+        raise RecipeError(*lines)
 
 
 def make_ready(run: Run, path: Path) -> Outcome | None:

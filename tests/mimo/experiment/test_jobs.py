@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.errors import EXIT_CONTINUE
+from mimo.errors import EXIT_CONTINUE, RecipeError
 from mimo.experiment import runs
 from mimo.experiment.main import main
 from mimo.experiment.runs import Run
@@ -127,10 +127,16 @@ def test_a_job_that_ended_too_early_is_told_and_submitted_again_alone(
     assert "made/one.1" not in Path(again).read_text()
 
 
-def test_a_layout_that_cannot_be_is_told_and_the_others_are_submitted(
-    file: Path, capsys: pytest.CaptureFixture[str]
+def test_layouts_that_cannot_run_are_refused_together_before_any_is_submitted(
+    file: Path,
 ) -> None:
-    file.write_text(file.read_text().replace("tp: 2", "tp: 3"))
-    assert submit(file) == 1
-    assert "language.grid: tp=3 must divide" in capsys.readouterr().err
-    assert "made/two.1" not in Path(submitted(file)[0]).read_text()
+    text = file.read_text().replace("tp: 2", "tp: 3").replace("{dp: 2}", "{dp: 5}")
+    file.write_text(text)
+    with pytest.raises(RecipeError) as refused:
+        submit(file)
+    one, two, *_ = refused.value.problems
+    assert one.startswith("one: ")
+    assert "train.global_batch_size" in one
+    assert two.startswith("two: ")
+    assert "language.grid: tp=3 must divide" in two
+    assert submitted(file) == []

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from mimo.errors import EXIT_CONTINUE, InputError, StartError
+from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
 from mimo.experiment import runs
 from mimo.experiment.main import main
 from mimo.experiment.runs import Run
 from mimo.recipe.schema import Recipe
 from mimo.recipe.source import read_yaml
-from tests.mimo.tiny import write_recipe
+from tests.mimo.tiny import write_recipe, write_samples
 
 STEPS = 20
 FILE = """
@@ -78,6 +78,7 @@ def use(monkeypatch: pytest.MonkeyPatch, names: list[str], trainer: Trainer) -> 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
+    write_samples(tmp_path)
     write_recipe(tmp_path)
     path = tmp_path / "made.yaml"
     path.write_text(FILE)
@@ -156,14 +157,12 @@ def test_a_layout_that_fails_is_a_row_on_the_page_with_its_log_and_the_others_go
         return 1
 
     use(monkeypatch, started, failing)
-    file.write_text(FILE.replace("repeats: 2", "  - {name: bad, language.grid: {tp: x}}"))
+    file.write_text(FILE.replace("repeats: 2", ""))
     assert main(file, []) == 1
     assert started == ["one.1", "two.1"]
-    one, two, bad = rows(file)
+    one, two = rows(file)
     assert (one["state"], one["problem"]) == ("follows", "")
     assert (two["state"], two["problem"]) == ("failed", "rank 2 died of <exit code> 9")
-    assert bad["state"] == "failed"
-    assert "language.grid" in bad["problem"]
     page = (folder_of(file) / "index.html").read_text()
     assert "rank 2 died of &lt;exit code&gt; 9" in page
     assert str(folder_of(file) / "logs" / "two.1.err") in page
@@ -265,6 +264,42 @@ def test_a_layout_whose_files_do_not_answer_is_a_row_with_its_error(
     assert "one" in {row["layout"] for row in rows(file) if row["state"] == "follows"}
     (two,) = (row for row in rows(file) if row["layout"] == "two")
     assert "Stale file handle" in two["problem"]
+
+
+LAYOUTS = """
+  - {name: bad, language.grid: {tp: x}}
+  - {name: tall, language.grid: {tp: 3}}
+  - {name: short, data.sequence_length: 8}
+  - {name: shorter, data.sequence_length: 8, language.grid: {tp: 2}}
+repeats: 2"""
+
+
+def test_all_layouts_that_cannot_run_are_refused_together_before_the_first_run(
+    file: Path, started: list[str]
+) -> None:
+    assert main(file, ["train.seed=5"]) == 0
+    started.clear()
+    file.write_text(FILE.replace("\nrepeats: 2", LAYOUTS))
+    with pytest.raises(RecipeError) as refused:
+        main(file, [])
+    assert started == []
+    assert read_yaml(folder_of(file) / "one.1" / "recipe.yaml").data["train"]["seed"] == 5
+    bad, tall, *_, short = refused.value.problems
+    assert bad.startswith("bad: ")
+    assert "language.grid.tp" in bad
+    assert tall.startswith("tall: ")
+    assert "tp=3 must divide" in tall
+    assert short.startswith("short, shorter: ")
+    assert "longer than sequence_length 8" in short
+
+
+def test_runs_that_are_done_need_no_data_and_are_not_checked_again(
+    file: Path, started: list[str]
+) -> None:
+    assert main(file, []) == 0
+    for shard in file.parent.glob("*.tar"):
+        shard.unlink()
+    assert main(file, []) == 0
 
 
 def test_a_recipe_that_no_layout_can_use_is_bad_input(file: Path, started: list[str]) -> None:
