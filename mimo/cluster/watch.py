@@ -33,6 +33,7 @@ from mimo.errors import InputError
 from mimo.report.jobs import jobs_of, last_words
 from mimo.report.page import number, percent
 from mimo.report.runs import TIMES, RunData, begun_runs
+from mimo.train.run_files import BAD_SAMPLES
 from mimo.train.run_lock import holder
 
 _NEWEST_BYTES = 4 * 2**20  # of metrics: some thousand steps
@@ -179,6 +180,8 @@ def facts_of(view: View) -> Iterator[tuple[str, str]]:
         yield "idle", ", ".join(idle)
     yield "checkpoint", _checkpoint(view.folder)
     yield "restarts", str(sum(one.get("kind") == "restart" for one in run.incidents))
+    if skipped := run.last("skipped_samples"):
+        yield "skipped samples", f"{skipped:,.0f}, listed in {BAD_SAMPLES}"
     for last in run.incidents[-1:]:
         yield "last incident", f"{last.get('time')} {last.get('kind')}: {last.get('text')}"
     yield from last_words_of(view)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,13 @@ from data.index.samples import ENOUGH, SkippedSample, worst_shards
 from mimo.checkpoint.folder import Progress
 from mimo.recipe.data import Data
 from mimo.step.dataset import Dataset
+from mimo.train import incidents
+from mimo.train.run_files import BAD_SAMPLES
 
-BAD_SAMPLES = "bad_samples.jsonl"
 _MOST_OF_AN_INDEX = 10_000  # lines
 _LONGEST = 2000  # characters of a reason
+_LONGEST_TOLD = 200
+_TOLD = 10  # skipped samples of a run before only every doubling of their number is told
 
 
 def leave_note(step: int, number: int, rank: int, bad: SkippedSample) -> None:
@@ -43,12 +46,16 @@ class BadSamples:
     when reading, lines from the step on from which it resumes are dropped.
     """
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
-        self._path = run_dir / BAD_SAMPLES
+    def __init__(
+        self, run_dir: Path, first_step: int, say: Callable[[str], object] = print
+    ) -> None:
+        """say: takes a line for the console."""
+        self._run_dir, self._path, self._say = run_dir, run_dir / BAD_SAMPLES, say
         self._read: list[str] = []
         if self._path.exists():
             lines = self._path.read_text(encoding="utf-8").splitlines()
             self._read = [line for line in lines if _step_of(line) < first_step]
+        self._count = self._count_told = len(self._read)
 
     def of_indexes(self, splits: Mapping[str, Dataset | None]) -> None:
         """List what the indexes leave out: all are counted, ten thousand of each are named."""
@@ -64,11 +71,27 @@ class BadSamples:
         self._path.write_text(text, encoding="utf-8")
 
     def found(self, step: int, numbers: Iterable[int]) -> None:
-        """Append samples that some rank could not read, given by their numbers in the step."""
-        for number in numbers:
-            note = json.loads(_get_default_store().get(_place(step, number)))
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(_line({"found": "reading"} | note) + "\n")
+        """Append samples that some rank could not read, given by their numbers in the step.
+
+        Tells them on the console and as an incident: the first ten of a run, then each time that
+        their number has doubled.
+        """
+        notes = [json.loads(_get_default_store().get(_place(step, number))) for number in numbers]
+        if not notes:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(_line({"found": "reading"} | note) + "\n" for note in notes)
+        before, self._count = self._count, self._count + len(notes)
+        if before >= _TOLD and self._count < 2 * self._count_told:
+            return
+        self._count_told = self._count
+        last = SkippedSample(**{k: v for k, v in notes[-1].items() if k not in ("step", "rank")})
+        text = (
+            f"{len(notes)} skipped in this step, {self._count} in all; the last: "
+            f"{' '.join(str(last).split())[:_LONGEST_TOLD]}; all are in {BAD_SAMPLES}"
+        )
+        self._say(f"skipped samples: step {step + 1}: {text}")
+        incidents.record(self._run_dir, "skipped samples", text, step, num_samples=self._count)
 
 
 def _line(entry: dict[str, Any]) -> str:

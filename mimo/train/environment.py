@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,12 +20,16 @@ _PACKAGES = (
 )
 
 
-def write_environment(run_dir: Path, num_ranks: int, step: int, device: str) -> None:
+def write_environment(
+    run_dir: Path, num_ranks: int, step: int, device: str, summary: Mapping[str, str]
+) -> None:
     """Add this start of the run, which does ``step`` next; the rank that reports calls it.
 
     device: what it is called. (Whoever reads the file needs no torch, so this asks for none.)
+    summary: facts by name, of `mimo.train.run_summary`.
     """
-    starts = [*starts_of(run_dir), _here(num_ranks, step, device)]
+    start = {**_here(num_ranks, step, device), "summary": dict(summary)}
+    starts = [*starts_of(run_dir), start]
     partial = run_dir / f".{ENVIRONMENT}"
     partial.write_text(json.dumps(starts, indent=1) + "\n")
     os.replace(partial, run_dir / ENVIRONMENT)

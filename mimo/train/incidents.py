@@ -13,7 +13,15 @@ from mimo.train.run_files import json_lines
 INCIDENTS = "incidents.jsonl"
 
 Kind = Literal[
-    "signal", "restart", "skipped step", "not finite", "loss spike", "hang", "crash", "checkpoint"
+    "signal",
+    "restart",
+    "skipped step",
+    "skipped samples",
+    "not finite",
+    "loss spike",
+    "hang",
+    "crash",
+    "checkpoint",
 ]
 
 

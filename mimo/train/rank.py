@@ -37,7 +37,7 @@ from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
-from mimo.train.bad_samples import BAD_SAMPLES, BadSamples
+from mimo.train.bad_samples import BadSamples
 from mimo.train.batches import sum_over_world
 from mimo.train.continuation import continue_order
 from mimo.train.ending import Ending
@@ -49,8 +49,9 @@ from mimo.train.loop import Trainer
 from mimo.train.metrics import MetricsWriter
 from mimo.train.presence import COLLECTIVE_PATIENCE, Presence
 from mimo.train.restarts import job_name
-from mimo.train.run_files import RANKS
+from mimo.train.run_files import BAD_SAMPLES, RANKS
 from mimo.train.run_lock import keep_lock
+from mimo.train.run_summary import precision_warnings, summary_of
 from mimo.train.startup import STARTING
 
 logger = logging.getLogger(__name__)
@@ -181,15 +182,18 @@ def _train(
     with changed_shards_named(), ExitStack() as stack:
         writer = bad_samples = None
         if topology.reports:
-            write_environment(
-                run_dir, topology.layout.world_size, trainer.progress.step, device_name()
-            )
-            writer = stack.enter_context(MetricsWriter(recipe, run_dir, trainer.progress.step))
-            bad_samples = BadSamples(run_dir, trainer.progress.step)
-            bad_samples.of_indexes({"sources": dataset, "validation": validation})
+            splits = {"sources": dataset, "validation": validation}
+            first_step, vocabulary = trainer.progress.step, trainer.chat.vocab_size
+            facts = summary_of(recipe, topology.layout, vocabulary, trainer.progress, splits)
+            write_environment(run_dir, topology.layout.world_size, first_step, device_name(), facts)
+            writer = stack.enter_context(MetricsWriter(recipe, run_dir, first_step))
+            bad_samples = BadSamples(run_dir, first_step, writer.say)
+            bad_samples.of_indexes(splits)
             _say_skipped(writer, dataset)
-            for line in said:
+            summary = (f"summary {name}: {text}" for name, text in facts.items())
+            for line in (*said, *summary, *precision_warnings(recipe, initial)):
                 writer.say(line)
+                logger.info(line)
         owes = False
         if validation is not None:
             (lacks,) = sum_over_world([float(writer is not None and writer.lacks_validation)])

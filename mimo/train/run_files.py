@@ -14,6 +14,7 @@ from typing import Any
 from mimo.train.hang import State
 
 METRICS = "metrics.jsonl"
+BAD_SAMPLES = "bad_samples.jsonl"
 LAUNCH = "launch"
 """The folder, in the run folder, of what starts jobs: script, recipe, placement, output."""
 RANKS = "ranks"

@@ -20,7 +20,7 @@ from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.recipe.schema import Recipe
-from mimo.train.bad_samples import BAD_SAMPLES
+from mimo.train.run_files import BAD_SAMPLES
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.ranks import MarkedJob

@@ -16,7 +16,9 @@ from mimo.checkpoint.folder import Progress
 from mimo.recipe.data import Data
 from mimo.step.dataset import Dataset
 from mimo.train import bad_samples
-from mimo.train.bad_samples import BAD_SAMPLES, BadSamples, check_skipped, leave_note
+from mimo.train.bad_samples import BadSamples, check_skipped, leave_note
+from mimo.train.incidents import incidents
+from mimo.train.run_files import BAD_SAMPLES
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,34 @@ def test_a_resumed_run_lists_each_bad_sample_once(tmp_path: Path) -> None:
     assert lines(tmp_path)[2:] == [
         {"found": "reading", "step": 2, "rank": 0, "shard": "b.tar", "key": "k2", "reason": "gone"}
     ]
+
+
+def test_skipped_samples_are_told_one_by_one_and_then_when_their_number_has_doubled(
+    tmp_path: Path,
+) -> None:
+    said = list[str]()
+    found = BadSamples(tmp_path, 0, said.append)
+    found.of_indexes({})
+    found.found(0, [])
+    for step in range(50):
+        leave_note(step, 7, 1, SkippedSample("b.tar", f"k{step}", "cut\noff" + "x" * 500, 2))
+        found.found(step, [7])
+    counts = [*range(1, 11), 20, 40]
+    assert [int(line.split()[3].rstrip(":")) for line in said] == counts
+    assert said[-1].startswith(
+        "skipped samples: step 40: 1 skipped in this step, 40 in all; the last: "
+        "sample 'k39' of b.tar, item 2: cut offxxx"
+    )
+    assert said[0].endswith(f"x; all are in {BAD_SAMPLES}")
+    told = incidents(tmp_path)
+    assert [(one["kind"], one["step"], one["num_samples"]) for one in told] == [
+        ("skipped samples", count - 1, count) for count in counts
+    ]
+    said.clear()
+    resumed = BadSamples(tmp_path, 40, said.append)
+    leave_note(40, 1, 0, SkippedSample("b.tar", "k", "gone"))
+    resumed.found(40, [1])
+    assert said == []
 
 
 def test_the_bad_samples_of_an_index_are_all_counted_and_as_many_named_as_a_file_can_hold(

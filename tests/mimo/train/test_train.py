@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mimo.checkpoint.start import FromScratch
+from mimo.cluster.watch import facts_of, look
 from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
 from mimo.layout.build import build_layout
@@ -19,6 +20,8 @@ from mimo.layout.grids import Layout
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import open_dataset
 from mimo.step.plan import StepPlan
+from mimo.train.incidents import incidents
+from mimo.train.run_files import BAD_SAMPLES
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -44,6 +47,11 @@ def test_corrupt_image_is_skipped_counted_and_named(run_ranks: RunRanks, recipe:
     assert expected.items() <= bad.items()
     assert bad["shard"] == str(recipe.parent / "train-00000.tar")
     assert "cannot be decoded" in bad["reason"]
+    run_dir = recipe.parent / "runs" / "tiny"
+    (told,) = incidents(run_dir)
+    assert (told["kind"], told["step"], told["num_samples"]) == ("skipped samples", 0, 1)
+    assert "sample0000" in told["text"]
+    assert dict(facts_of(look(run_dir)))["skipped samples"] == f"1, listed in {BAD_SAMPLES}"
 
 
 @pytest.mark.slow
@@ -237,6 +245,7 @@ def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(
 # All that training may print; a notice of a library is none of it.
 CONSOLE = re.compile(
     r"run folder: \S+"
+    r"|summary [\w .]+: .+"
     r"|startup [\d.]+ s: start and imports .*, first step [\d.]+ \(rank \d\)"
     r"|the run continues from \S+"
     r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+ epoch [\d.]+"

@@ -1,0 +1,143 @@
+"""What a run trains, on what and for how long: facts said at each start and kept for the report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from data.index.samples import Index
+from mimo.checkpoint.folder import Progress
+from mimo.families.dtypes import precision_of
+from mimo.families.keymap import num_elements
+from mimo.families.lora import adapter_shapes
+from mimo.families.registry import (
+    encoder_family,
+    encoder_settings,
+    language_family,
+    language_settings,
+)
+from mimo.hf.initial import InitialWeights
+from mimo.layout.grids import LANGUAGE, Layout
+from mimo.model.flops import learning_names
+from mimo.recipe.schema import Recipe
+from mimo.step.dataset import Dataset, sources_of
+
+_MEASURED = 256  # samples of a source, from which its mean length is estimated
+
+
+def summary_of(
+    recipe: Recipe,
+    layout: Layout,
+    tokenizer_size: int,
+    progress: Progress,
+    splits: dict[str, Dataset | None],
+) -> dict[str, str]:
+    """Facts of a run by name, each of one line. Reads some samples' lengths in the indexes.
+
+    tokenizer_size: number of its tokens. progress: where the run begins. splits: `sources`, and
+    perhaps `validation`.
+    """
+    facts = dict[str, str]()
+    for name in layout.grids:
+        count = num_parameters(recipe, name, tokenizer_size)
+        facts[f"model {name}"] = (
+            f"{recipe.module(name).family}, {count.total:,} parameters, "
+            f"{100 * count.trained / count.total:.3g} % trained ({count.trained:,})"
+        )
+    grids = "; ".join(f"{name}: {grid}" for name, grid in layout.grids.items())
+    facts["layout"] = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}; {grids}"
+    for split, dataset in splits.items():
+        for number, index in enumerate(dataset.indexes if dataset else ()):
+            facts[f"data.{split}.{number}"] = _data(index)
+    sources = splits["sources"]
+    assert sources is not None, "the recipe schema asks for at least one source"
+    return facts | _amounts(recipe, progress, sources)
+
+
+class NumParameters(NamedTuple):
+    """Of a module, over all ranks, each counted once and without the vocabulary's padding."""
+
+    total: int
+    trained: int
+
+
+def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> NumParameters:
+    """Count a module's parameters by its family's key map, adapters among them."""
+    language = language_settings(recipe)
+    if module == LANGUAGE:
+        size = language.num_tokens(tokenizer_size)
+        weights = language_family(recipe).weights_in_hf(
+            language.model_copy(update={"vocab_size": size})
+        )
+    else:
+        settings = encoder_settings(recipe, module)
+        weights = encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
+    part, learns = recipe.module(module), learning_names(recipe, module)
+    targets = tuple(f".linear_{one}.weight" for one in part.lora.targets) if part.lora else ()
+    total = trained = 0
+    for weight in weights:
+        size = num_elements([weight])
+        total += size
+        trained += size * learns(weight.name)
+        if part.lora is not None and ".layers." in weight.name and weight.name.endswith(targets):
+            shape = (weight.num_rows, size // weight.num_rows)
+            own = sum(one.numel() for one in adapter_shapes(shape, part.lora.rank))
+            total += own
+            trained += own * part.trains
+    return NumParameters(total, trained)
+
+
+def _data(index: Index) -> str:
+    """A source, with a digest that changes when a shard is written anew."""
+    catalog = index.catalog
+    shards = repr((catalog.names, catalog.sizes, catalog.versions))
+    digest = hashlib.sha256(shards.encode()).hexdigest()[:8]
+    bad = f", {index.num_skipped:,} unusable" if index.num_skipped else ""
+    plural = "s" if len(index.shards) > 1 else ""
+    return (
+        f"{len(index):,} samples{bad} in {len(index.shards):,} shard{plural} of "
+        f"{sum(catalog.sizes):,} bytes, written as {digest}"
+    )
+
+
+def _amounts(recipe: Recipe, progress: Progress, dataset: Dataset) -> dict[str, str]:
+    """Tokens of a step, epochs of the whole run, and precision."""
+    train, budget = recipe.train, recipe.data.tokens_per_microbatch
+    mean = _mean_tokens(dataset.indexes, [one.weight for one in sources_of(recipe, "sources")])
+    per_step = float(train.global_batch_size)
+    step = f"{train.global_batch_size:,} samples, about {per_step * mean:,.0f} tokens"
+    if budget is not None:
+        step = f"{train.global_batch_size:,} packed sequences of up to {budget:,} tokens"
+        per_step *= budget / mean
+    end = progress.used.end + round((train.steps - progress.step) * per_step)
+    epochs = [f"{epoch:.3g}" for epoch in sorted(dataset.order.epochs(end)) if epoch]
+    all_sources = " to ".join(dict.fromkeys((epochs[0], epochs[-1])))
+    return {
+        "step": step,
+        "run": f"{train.steps:,} steps, about {all_sources} epochs",
+        "precision": train.precision,
+    }
+
+
+def _mean_tokens(indexes: Sequence[Index], weights: Sequence[float]) -> float:
+    """The mean length of a sample of the mix."""
+    lengths = [
+        index.column("token_length", np.linspace(0, len(index) - 1, min(len(index), _MEASURED)))
+        for index in indexes
+    ]
+    return float(np.average([own.mean() for own in lengths], weights=weights))
+
+
+def precision_warnings(recipe: Recipe, initial: InitialWeights | None) -> Iterator[str]:
+    """A line where a run computes in fp32 only because its recipe does not say bf16."""
+    if initial is None or "precision" in recipe.train.model_fields_set:
+        return
+    stored = precision_of(initial.checkpoint.dtype)
+    if stored == "bf16":
+        yield (
+            f"warning: train.precision is {recipe.train.precision} by default, but init_from "
+            f"{recipe.init_from} is in {stored}; set train.precision: {stored} for half the memory"
+        )
