@@ -10,7 +10,7 @@ from typing import Any
 
 from mimo.errors import InputError
 from mimo.report.page import Part, Section, Table, number, percent, render, show, write
-from mimo.report.pictures import lines
+from mimo.report.pictures import is_flat_zero, lines
 from mimo.report.runs import RunData, read_runs
 
 # Metrics that are drawn where any run has them, with their units.
@@ -60,8 +60,11 @@ def figures(runs: Sequence[RunData]) -> Table:
 
 
 def differences(runs: Sequence[RunData]) -> Table:
-    """Keys of the recipes that are not the same in all runs; a dash where a run has none."""
-    flat = [dict(_leaves(run.recipe)) for run in runs]
+    """What is not the same in all runs: keys of the recipes, and the shards of each source.
+
+    A dash where a run has none.
+    """
+    flat = [dict(_leaves(run.recipe)) | _shards(run) for run in runs]
     keys = sorted({key for one in flat for key in one} - {"name"})
     rows = [
         (key, *(str(one.get(key, "–")) for one in flat))
@@ -69,6 +72,12 @@ def differences(runs: Sequence[RunData]) -> Table:
         if any(key not in one or one[key] != flat[0].get(key) for one in flat)
     ]
     return Table(("key", *(run.title for run in runs)), rows, words=True)
+
+
+def _shards(run: RunData) -> dict[str, str]:
+    """The shards that each source had at the last start, where it was recorded."""
+    facts = run.summary.items()
+    return {f"{name} (shards)": text for name, text in facts if name.startswith("data.")}
 
 
 def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -90,15 +99,18 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     pictures = []
     for pattern, unit in _DRAWN:
         for name in filter(re.compile(pattern).fullmatch, known):
-            having = [run for run in runs if name in run.curves and run.curves[name].finite.size]
+            drawn = [run for run in runs if name in run.curves]
+            having = [run for run in drawn if not is_flat_zero(run.curves[name])]
             if having:
                 curves = {run.title: run.curves[name] for run in having}
                 pictures.append(lines(name, unit, curves))
     different = differences(runs)
     note = "" if different.rows else "The recipes are the same but for their names."
+    if not different.rows and all(map(_shards, runs)):
+        note += " So are the shards of their data."
     return [
         Section("Results", tables=[figures(runs)]),
-        Section("Differences of the recipes", tables=[different], note=note),
+        Section("Differences", tables=[different], note=note),
         Section("Curves", pictures),
     ]
 

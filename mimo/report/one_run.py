@@ -11,7 +11,7 @@ from typing import Any
 
 from mimo.report.jobs import jobs_of, last_words
 from mimo.report.page import Part, Section, Table, number, percent, render, write
-from mimo.report.pictures import Picture, data_url, lines, shares
+from mimo.report.pictures import Picture, data_url, is_flat_zero, lines, shares
 from mimo.report.runs import TIMES, Curve, RunData, begun_runs
 from mimo.train.run_files import LAUNCH
 
@@ -30,14 +30,14 @@ _FAMILIES = (
     ("Throughput", "Tokens per second", "1/s", r"tokens_per_second"),
     ("Throughput", "Share of the peak (MFU)", "", r"mfu"),
     ("Throughput", "A step", "seconds", r"(step|data_wait|host)_seconds"),
-    ("Throughput", "Standing still for a checkpoint", "seconds", r"save_seconds"),
+    ("Throughput", "Blocked by checkpointing", "seconds", r"save_seconds"),
     ("Where the time goes", "Idle share of ranks", "", r"(encoder_)?idle_fraction(_.+)?"),
     ("Where the time goes", "Waits at bridges", "seconds", r"bridge_wait_seconds_.+"),
     ("Where the time goes", "Sent over bridges in a step", "bytes", r"bridge_(least_)?bytes_.+"),
-    ("Balance", "Most loaded encoder lane over the mean", "", r"encoder_imbalance"),
+    ("Balance", "Encoder imbalance (max/mean)", "", r"encoder_imbalance"),
     ("Balance", "FLOPs of a step", "", r"flops_.+"),
-    ("Memory", "Most of any rank", "GiB", r"memory_gib_.+"),
-    ("Data", "Times a source was gone through", "epochs", r"epochs_.+"),
+    ("Memory", "Peak memory of any rank", "GiB", r"memory_gib_.+"),
+    ("Data", "Epochs per source", "epochs", r"epochs_.+"),
     ("Data", "Tokens of a step", "", r"(loss_)?tokens"),
     ("Data", "Samples left out", "", r"skipped_samples"),
 )
@@ -45,7 +45,8 @@ _SECTIONS = tuple(dict.fromkeys(section for section, *_ in _FAMILIES))
 
 
 def sections_of(run: RunData) -> Iterator[Section]:
-    """All sections about one run, those with nothing to say too."""
+    """All sections about one run, those with nothing to say too: the answers first."""
+    yield _predictions(run.folder)
     pictures = _pictures(run.curves)
     for title in _SECTIONS:
         tables, first = list[Table](), list[Picture]()
@@ -57,7 +58,6 @@ def sections_of(run: RunData) -> Iterator[Section]:
             tables = [_validations(run)]
         yield Section(title, [*first, *pictures.pop(title, ())], tables)
     yield Section("Other figures", pictures.get("", []))
-    yield _predictions(run.folder)
     yield _incidents(run)
     yield Section("Configuration", text=run.recipe_text)
     yield _environment(run)
@@ -68,7 +68,7 @@ def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
     members = dict[int, dict[str, Curve]]()
     others = dict[str, Curve]()
     for name, curve in curves.items():
-        if TIMES.fullmatch(name) or not curve.finite.size:
+        if TIMES.fullmatch(name) or is_flat_zero(curve):
             continue
         fits = (n for n, family in enumerate(_FAMILIES) if re.fullmatch(family[-1], name))
         if (family := next(fits, None)) is None:
@@ -98,6 +98,7 @@ def _times(run: RunData) -> tuple[list[Picture], list[Table]]:
             cells = (number(seconds), number(largest), percent(share))
             rows.append((module, phase.replace("_", " "), *cells))
         curves = {one["phase"]: run.curves[one[0]] for one in own}
+        curves = {name: curve for name, curve in curves.items() if not is_flat_zero(curve)}
         over_time.append(lines(f"{module}: mean over its ranks", "seconds", curves))
     columns = ("module", "part of the step", "mean of its ranks, s", "slowest rank, s", "share")
     title = "A step by module and part of the step, medians over the steps"
@@ -183,6 +184,7 @@ def _environment(run: RunData) -> Section:
     starts = [_cells(one, columns) for one in run.starts[-_MAX_ROWS:]]
     last = dict(run.starts[-1]) if run.starts else {}
     packages = last.pop("packages", {})
+    last.pop("summary", None)  # it is the page's header
     facts = {**last, **(packages if isinstance(packages, dict) else {})}
     rows = [(str(name), str(value)) for name, value in facts.items() if name not in columns]
     note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
@@ -221,7 +223,7 @@ def part_of(run: RunData, with_title: bool) -> Part:
     }
     tiles = {name: value for name, value in tiles.items() if value != "–"}
     found = [section for section in sections_of(run) if section.says_something]
-    return Part(run.title if with_title else "", tiles, found)
+    return Part(run.title if with_title else "", tiles, found, run.summary)
 
 
 def main(run: Path, page: Path | None) -> int:
@@ -229,7 +231,7 @@ def main(run: Path, page: Path | None) -> int:
     runs = begun_runs(run)
     parts = [part_of(one, with_title=len(runs) > 1) for one in runs]
     if len(runs) > 1 and (answers := _predictions(run)).says_something:
-        parts.append(Part("The whole job", {}, [answers]))
+        parts.insert(0, Part("The whole job", {}, [answers]))
     if not runs or (run / LAUNCH).is_dir():
         tiles = {} if runs else {"state": "no rank has started"}
         parts.append(Part("", tiles, [_jobs(run)]))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table as ConsoleTable
 from rich.text import Text
@@ -45,22 +49,29 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a page: figures at a glance by name, and sections. Without a title it is the only one."""
+    """Of a page: figures at a glance by name, and sections. Without a title it is the only one.
+
+    facts: by name, what the rest is about.
+    """
 
     title: str
     tiles: Mapping[str, str] = field(default_factory=dict)
     sections: Sequence[Section] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 def render(title: str, parts: Sequence[Part]) -> str:
-    """The page as HTML; whatever is given is escaped."""
+    """The page as HTML; whatever is given is escaped, and no script but the page's own runs."""
     environment = Environment(
         loader=PackageLoader("mimo.report", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    return environment.get_template("page.html").render(title=title, parts=parts)
+    script = (files("mimo.report") / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = environment.get_template("page.html")
+    return template.render(title=title, parts=parts, script=Markup(script), digest=digest)
 
 
 def write(page: Path, text: str) -> None:

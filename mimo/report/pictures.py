@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from mimo.report.runs import Curve
@@ -33,18 +35,28 @@ _STYLE: Any = {  # its keys are of a type of matplotlib's
 class Picture:
     """title: also what a page says where it shows no pictures. address: a `data:` URL.
 
-    figure: that it was drawn as, if it was.
+    figure: that it was drawn as, if it was. other_address: with the other scale, linear or
+    logarithmic, if that can be chosen. is_log: whether the scale of ``address`` is logarithmic.
+    curves: for the page's script: JSON of what is drawn, and where.
     """
 
     title: str
     address: str
     figure: Figure | None = None
+    other_address: str = ""
+    is_log: bool = False
+    curves: str = ""
 
     def write_png(self, path: Path) -> None:
         """The same as a file, if it was drawn."""
         if self.figure is not None:
             self.figure.suptitle(self.title, fontsize=10)
             self.figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def is_flat_zero(curve: Curve) -> bool:
+    """Whether a curve has nothing to show: no number but zeros."""
+    return not curve.finite.any()
 
 
 def data_url(content: bytes, kind: str) -> str:
@@ -54,18 +66,34 @@ def data_url(content: bytes, kind: str) -> str:
 
 @mpl.rc_context(_STYLE)
 def lines(title: str, unit: str, curves: Mapping[str, Curve]) -> Picture:
-    """Curves over the steps."""
+    """Curves over the steps, with a linear and, if any value is above 0, a logarithmic axis."""
     figure, axes = _figure(2.4)
     everything = np.concatenate([one.finite for one in curves.values()] or [np.zeros(0)])
+    told = []
     for name, curve in curves.items():
         few = {"marker": "o", "markersize": 3} if len(curve.steps) <= 30 else {}
-        axes.plot(curve.steps, curve.values, linewidth=1, label=f" {name}", **few)
-    if not unit and everything.size and 0 < everything.min() * _LOG_RATIO < everything.max():
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
+        (line,) = axes.plot(curve.steps, curve.values, linewidth=1, label=f" {name}", **few)
+        values = [float(f"{one:.6g}") if np.isfinite(one) else None for one in curve.values]
+        own = {"name": name, "color": to_hex(line.get_color()), "steps": curve.steps.tolist()}
+        told += [own | {"values": values}] if values else []
     axes.set(xlabel="step", ylabel=unit)
     _legend(axes, len(curves))
-    return _done(title, figure)
+    above = everything[everything > 0]
+    has_log = len(np.unique(above)) > 1
+    is_log = has_log and not unit and bool(0 < everything.min() * _LOG_RATIO < everything.max())
+    drawn = []
+    for log in (not is_log, is_log) if has_log else (False,):
+        axes.set_yscale("linear")
+        if log:
+            axes.set_yscale("log", nonpositive="mask")
+            axes.yaxis.set_major_formatter("{x:g}")
+        address = _address(figure)
+        box, (first, last) = axes.get_position(), axes.get_xlim()
+        place = {"left": box.x0, "right": box.x1, "top": 1 - box.y1, "bottom": 1 - box.y0}
+        drawn.append((address, place | {"first": first, "last": last}))
+    other, shown = drawn[0], drawn[-1]
+    script = json.dumps({"plots": [shown[1], other[1]], "curves": told}) if told else ""
+    return Picture(title, shown[0], figure, other[0] if has_log else "", is_log, script)
 
 
 @mpl.rc_context(_STYLE)
@@ -115,6 +143,10 @@ def _legend(axes: Axes, count: int) -> None:
 
 
 def _done(title: str, figure: Figure) -> Picture:
+    return Picture(title, _address(figure), figure)
+
+
+def _address(figure: Figure) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return Picture(title, data_url(buffer.getvalue(), "svg+xml"), figure)
+    return data_url(buffer.getvalue(), "svg+xml")

@@ -73,6 +73,16 @@ class RunData:
         return [r for r, one in found if not one.failure and one.age_seconds < _ALIVE_SECONDS]
 
     @property
+    def summary(self) -> dict[str, str]:
+        """Facts of the last start, of `mimo.train.run_summary`; none where they were not kept."""
+        found = self.starts[-1].get("summary") if self.starts else None
+        return (
+            {str(name): str(text) for name, text in found.items()}
+            if isinstance(found, dict)
+            else {}
+        )
+
+    @property
     def steps_done(self) -> int:
         """Steps in its metrics."""
         return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)

@@ -50,8 +50,9 @@ def summary_of(
     grids = "; ".join(f"{name}: {grid}" for name, grid in layout.grids.items())
     facts["layout"] = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}; {grids}"
     for split, dataset in splits.items():
-        for number, index in enumerate(dataset.indexes if dataset else ()):
-            facts[f"data.{split}.{number}"] = _data(index)
+        pairs = zip(sources_of(recipe, split), dataset.indexes if dataset else (), strict=False)
+        for number, (source, index) in enumerate(pairs):
+            facts[f"data.{split}.{number}"] = f"{source.path}: {_data(index)}"
     sources = splits["sources"]
     assert sources is not None, "the recipe schema asks for at least one source"
     return facts | _amounts(recipe, progress, sources)

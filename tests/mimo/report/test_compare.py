@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_runs_are_beside_each_other_with_the_keys_that_differ(
         assert "train.learning_rate" in text
         assert "110.5" in text
         assert "train.steps" not in text
-    captions = re.findall("<figcaption>(.*)</figcaption>", page)
+    captions = re.findall(r"<figcaption>(\w+)", page)
     assert captions == ["loss", "validation_loss", "lr", "tokens_per_second", "idle_fraction"]
 
 
@@ -44,3 +45,16 @@ def test_runs_of_one_name_are_told_apart_and_one_alone_is_no_comparison(tmp_path
     assert "The recipes are the same" in page
     with pytest.raises(InputError, match="two runs or more"):
         main(folders[:1], tmp_path / "page.html")
+
+
+def test_shards_that_changed_under_one_path_are_a_difference(tmp_path: Path) -> None:
+    texts = {"one": "a.tar: 9 samples, written as 12", "two": "a.tar: 9 samples, written as 34"}
+    for name, text in texts.items():
+        facts = {"precision": "fp32", "data.sources.0": text, "data.sources.1": "b.tar: same"}
+        starts = [{"summary": {"data.sources.0": "an earlier start"}}, {"summary": facts}]
+        folder = make_run(tmp_path / name)
+        (folder / "environment.json").write_text(json.dumps(starts))
+    runs = [run for name in texts for run in read_runs(tmp_path / name)]
+    assert differences(runs).rows == [("data.sources.0 (shards)", *texts.values())]
+    assert main([tmp_path / "one", tmp_path / "one"], tmp_path / "page.html") == 0
+    assert "So are the shards" in (tmp_path / "page.html").read_text()

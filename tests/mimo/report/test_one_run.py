@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -28,6 +30,16 @@ HOSTILE = "<script>alert(1)</script> $\\frac{ \" ' {{ 7 * 7 }}"
 
 def sections(page: str) -> list[str]:
     return re.findall(r"<h3>(.*)</h3>", page)
+
+
+def assert_runs_its_own_script_alone(page: str) -> None:
+    """A browser runs a script of this digest, and no other that is in the page or names one."""
+    (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    assert page.count("<script") == 1
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy"\s+content="(.*?)"', page)
+    assert policy.startswith("default-src 'none'; ")
+    assert policy.endswith(f"; script-src 'sha256-{digest}'")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +93,13 @@ def test_the_page_of_a_real_run_is_complete_and_needs_no_network(trained: Path) 
     page = (folder / "report.html").read_text()
     assert sections(page) == SECTIONS
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
-    assert "<script" not in page
+    assert_runs_its_own_script_alone(page)
+    assert re.findall("<dt>(.*?)</dt>", page) == [
+        *("model vision", "model language", "layout", "data.sources.0"),
+        *("step", "run", "precision"),
+    ]
+    assert "<figcaption>Gradient norm" in page
+    assert "Steps skipped so far" not in page
     (start,) = starts_of(folder)
     assert (start["step"], start["ranks"], start["device"]) == (0, 3, "CPU")
     assert start["packages"]["torch"] in page
@@ -133,7 +151,8 @@ def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path: Path) -> None:
     recipe = RECIPE.replace("a.tar", quoted)
     folder = make_run(tmp_path / "made", recipe, metrics={HOSTILE: 1.0, "grad_norm_$\\x$": 2.0})
     record(folder, "crash", HOSTILE, 3, fact=HOSTILE)
-    (folder / "environment.json").write_text(json.dumps([{"host": HOSTILE, "packages": HOSTILE}]))
+    start = {"host": HOSTILE, "packages": HOSTILE, "summary": {HOSTILE: HOSTILE}}
+    (folder / "environment.json").write_text(json.dumps([start]))
     answer = Answered([np.zeros((4, 4, 3), np.uint8)], HOSTILE, HOSTILE, "b")
     draw([answer], folder / "held_out_test.png")
     sample = {"question": HOSTILE, "given": "a", "expected": HOSTILE, "exact": False}
@@ -143,12 +162,22 @@ def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path: Path) -> None:
     (folder / "held_out_half.json").write_text('{"split": "va')
     assert main(folder, tmp_path / "page.html") == 0
     page = (tmp_path / "page.html").read_text()
-    assert "<script" not in page
-    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 6
-    assert "49" not in re.sub(r'src="data:[^"]*"', "", page)
+    assert_runs_its_own_script_alone(page)
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 9
+    without_curves = re.sub(r'(src="data:|data-curves=")[^"]*"', "", page)
+    assert "49" not in re.sub(r"sha256-[^']*'", "", without_curves)
     assert "data:image/png;base64" in page
     assert "0.500" in page
-    assert "Predictions" in sections(page)
+    assert sections(page)[0] == "Predictions"
+
+
+def test_curves_that_are_zero_throughout_are_not_drawn(tmp_path: Path) -> None:
+    zeros = {"skipped_samples": 0, "grad_norm": 1.0, "grad_norm_vision": 0.0, "own": 0}
+    (run,) = read_runs(make_run(tmp_path, metrics=zeros))
+    pictures = [picture for one in part_of(run, False).sections for picture in one.pictures]
+    drawn = {one.title: one.curves for one in pictures}
+    assert not {"Samples left out", "own"} & drawn.keys()
+    assert [one["name"] for one in json.loads(drawn["Gradient norm"])["curves"]] == ["grad_norm"]
 
 
 def test_a_run_that_has_not_done_a_step_has_a_page_too(tmp_path: Path) -> None:
@@ -190,4 +219,12 @@ def test_a_job_of_phases_has_one_page(tmp_path: Path) -> None:
         make_run(tmp_path / "job" / name)
     assert main(tmp_path / "job", None) == 0
     page = (tmp_path / "job" / "report.html").read_text()
-    assert re.findall(r"<h2>(.*)</h2>", page) == ["job/phase_1_projector", "job/phase_2_all"]
+    phases = ["job/phase_1_projector", "job/phase_2_all"]
+    assert re.findall(r"<h2>(.*)</h2>", page) == phases
+    sample = {"question": "what?", "given": "a", "expected": "a", "exact": True}
+    (tmp_path / "job" / "held_out_test.json").write_text(
+        json.dumps({"split": "test", "exact_match": 1.0, "per_word": 1.0, "samples": [sample]})
+    )
+    assert main(tmp_path / "job", None) == 0
+    page = (tmp_path / "job" / "report.html").read_text()
+    assert re.findall(r"<h2>(.*)</h2>", page) == ["The whole job", *phases]

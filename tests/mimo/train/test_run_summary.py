@@ -88,9 +88,10 @@ def test_a_summary_has_sizes_layout_data_tokens_epochs_and_precision(recipe: Pat
     )
     assert found["layout"].startswith("3 ranks; vision: tp 1 · cp 1 · pp 1 · dp 1 = 1 rank; lang")
     size = (recipe.parent / "train-00000.tar").stat().st_size
-    data = f"12 samples in 1 shard of {size:,} bytes, written as "
+    path = recipe.parent / "train-*.tar"
+    data = f"{path}: 12 samples in 1 shard of {size:,} bytes, written as "
     assert found["data.sources.0"].startswith(data)
-    assert found["data.validation.0"].startswith("2 samples in 1 shard of ")
+    assert found["data.validation.0"].startswith(f"{recipe.parent}/more-*.tar: 2 samples")
     assert re.fullmatch(r"12 samples, about \d{3} tokens", found["step"])
     assert found["run"] == "7 steps, about 7 epochs"
     assert found["precision"] == "fp32"
