@@ -35,34 +35,39 @@ app = typer.Typer(
     help="Train multimodal models in which every module has its own parallelism.",
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
-for command in (
-    *(check, preflight, prepare, launch, train, report, compare, experiment, replay, verify),
-    *(status, top, logs),
-    *(generate, evaluate, parity, tiny, quickstart),
-):
-    app.command()(readable_errors(command))
+for panel, commands in {
+    "Prepare": (check, prepare, tiny),
+    "Train": (quickstart, train),
+    "Inspect": (status, top, logs, report, compare, generate, evaluate),
+    "Prove": (verify, parity, replay, experiment),
+    "Cluster": (preflight, launch),
+}.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(readable_errors(command))
 for command in (fit, rendezvous):  # what job scripts call
     app.command(hidden=True)(readable_errors(command))
 
-for group, purpose, commands in (
-    ("data", "The samples of a recipe.", (data_index, data_doctor, data_pack)),
+for panel, group, purpose, commands in (
+    ("Prepare", "data", "The samples of a recipe.", (data_index, data_doctor, data_pack)),
     (
+        "Prove",
         "bench",
         "Measure what the parts promise.",
         (bench_bridge, bench_train, bench_data, bench_engines, bench_checkpoint),
     ),
     (
+        "Inspect",
         "checkpoint",
         "Look at checkpoints, check them, remove old ones.",
         (checkpoint_inspect, checkpoint_verify, checkpoint_prune),
     ),
-    ("convert", "Checkpoints in Hugging Face format.", (convert_from_hf, convert_to_hf)),
+    ("Prepare", "convert", "Checkpoints in Hugging Face format.", (convert_from_hf, convert_to_hf)),
 ):
     below = typer.Typer(no_args_is_help=True, help=purpose)
     for command in commands:
         name = command.__name__.removeprefix(f"{group}_").replace("_", "-")
         below.command(name)(readable_errors(command))
-    app.add_typer(below, name=group)
+    app.add_typer(below, name=group, rich_help_panel=panel)
 
 if __name__ == "__main__":
     app()

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,24 @@ def test_the_recipe_the_layout_and_the_command_line_load_without_the_engine() ->
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_help_lists_every_command_in_a_group_of_its_purpose() -> None:
+    result = CliRunner().invoke(app, ["--help"], env={"TERMINAL_WIDTH": "100"})
+    groups = dict[str, set[str]]()
+    for line in result.output.splitlines():
+        if title := re.match(r"╭─ (\w+) ─", line):
+            group = groups.setdefault(title[1], set())
+        elif name := re.match(r"│ ([a-z]\S*) ", line):
+            group.add(name[1])
+    del groups["Options"]
+    assert groups == {
+        "Prepare": {"check", "prepare", "tiny", "data", "convert"},
+        "Train": {"quickstart", "train"},
+        "Inspect": {
+            *("status", "top", "logs", "report", "compare"),
+            *("generate", "evaluate", "checkpoint"),
+        },
+        "Prove": {"verify", "parity", "replay", "experiment", "bench"},
+        "Cluster": {"preflight", "launch"},
+    }
