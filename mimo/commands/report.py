@@ -24,7 +24,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run folders.")],
     page: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("runs/compare.html"),
 ) -> int | None:
-    """Compare runs: a table, how their recipes differ, and a page of their curves."""
+    """Compare runs: a table, how recipes and data differ, and a page of their curves."""
     from mimo.report.compare import main
 
     return main(runs, page)

@@ -50,7 +50,7 @@ def summary_of(
     grids = "; ".join(f"{name}: {grid}" for name, grid in layout.grids.items())
     facts["layout"] = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}; {grids}"
     for split, dataset in splits.items():
-        pairs = zip(sources_of(recipe, split), dataset.indexes if dataset else (), strict=False)
+        pairs = zip(sources_of(recipe, split), dataset.indexes if dataset else (), strict=True)
         for number, (source, index) in enumerate(pairs):
             facts[f"data.{split}.{number}"] = f"{source.path}: {_data(index)}"
     sources = splits["sources"]
@@ -113,8 +113,8 @@ def _amounts(recipe: Recipe, progress: Progress, dataset: Dataset) -> dict[str, 
     if budget is not None:
         step = f"{train.global_batch_size:,} packed sequences of up to {budget:,} tokens"
         per_step *= budget / mean
-    end = progress.used.end + round((train.steps - progress.step) * per_step)
-    epochs = [f"{epoch:.3g}" for epoch in sorted(dataset.order.epochs(end)) if epoch]
+    end = progress.used.end + round(max(train.steps - progress.step, 0) * per_step)
+    epochs = [f"{epoch:.3g}" for epoch in sorted(dataset.order.epochs(end)) if epoch] or ["0"]
     all_sources = " to ".join(dict.fromkeys((epochs[0], epochs[-1])))
     return {
         "step": step,
