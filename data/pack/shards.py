@@ -1,4 +1,7 @@
-"""Packs rows and their files into shards, which appear whole. Equal rows give equal bytes."""
+"""Packs rows and their files into shards, which appear once all are written.
+
+Equal rows give equal bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,12 @@ from data.media.audio import AudioClips
 from data.media.image_files import image_size
 from data.pack.rows import Row, find_files, read_rows
 from data.text.forms import Embedded, parse_messages, read_chat
-from data.text.messages import mentions
+from data.text.messages import ROLES, mentions, short_text
 
 BAD_SAMPLES = "bad_samples.jsonl"
 _SHARD = "shard-{:06d}.tar"
-_OURS = re.compile(r"\.?shard-\d{6,}\.tar(\.tmp)?|bad_samples\.jsonl")
+_OURS = re.compile(r"shard-\d{6,}\.tar|bad_samples\.jsonl")
+_UNFINISHED = ".packing"  # folder of the shards until all are written
 _MAX_FILE = 256 * 2**20  # bytes
 _MAX_REASON = 1000  # characters
 _ENOUGH_ROWS = 1000  # before a share of bad ones says anything
@@ -81,26 +86,21 @@ def pack(
     overwrite: replace what a former call wrote. progress(done, total) counts thousandths of files.
 
     Raises ValueError for a folder that is not empty, a source that cannot be read on, or too many
-    bad rows; shards that are already there stay.
+    bad rows. Then no shard is added or replaced, and only the list of bad rows is left.
     """
     files, folder = find_files(source)
     media = MediaFolder(folder if media_root is None else media_root)
     out.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        former = [path for path in out.iterdir() if _OURS.fullmatch(path.name)]
-        # Catalogs of indexes would ask for shards that are no longer there.
-        for path in (*former, *out.glob(".index/*/*.catalog")):
-            path.unlink()
-    if any(out.iterdir()) and not overwrite:
+    if not overwrite and {path.name for path in out.iterdir()} - {BAD_SAMPLES, _UNFINISHED}:
         raise ValueError(f"{out} is not empty: give another folder, or --overwrite")
     packed, rows = Packed(), 0
-    with _Writer(out, size, packed) as writer:
+    with _all_or_nothing(out) as folder, _Writer(folder, size, packed) as writer:
         for number, file in enumerate(files):
             for row in read_rows(file):
                 try:
                     sample = _sample(row, f"{rows:09d}", media)
                 except (ValueError, TypeError, RecursionError) as error:
-                    _list_bad(out, row, str(error), packed)
+                    _list_bad(folder, row, str(error), packed)
                 else:
                     packed.files += len(sample) - 2
                     writer.write(sample)
@@ -109,9 +109,34 @@ def pack(
                     raise _too_many(packed, rows, max_bad_fraction, out)
                 if progress is not None:
                     progress(int(1000 * (number + row.done)), 1000 * len(files))
-    if packed.bad > max_bad_fraction * rows or not packed.samples:
-        raise _too_many(packed, rows, max_bad_fraction, out)
+        if packed.bad > max_bad_fraction * rows or not packed.samples:
+            raise _too_many(packed, rows, max_bad_fraction, out)
     return packed
+
+
+@contextmanager
+def _all_or_nothing(out: Path) -> Iterator[Path]:
+    """A folder whose files replace those of a former call in ``out`` at the end.
+
+    After an error only the list of bad rows does.
+    """
+    folder = out / _UNFINISHED
+    shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed
+    folder.mkdir()
+    try:
+        yield folder
+        former = [path for path in out.iterdir() if _OURS.fullmatch(path.name)]
+        # Catalogs of indexes would ask for shards that are no longer there.
+        for path in (*former, *out.glob(".index/*/*.catalog")):
+            path.unlink()
+        for path in sorted(folder.iterdir()):
+            path.replace(out / path.name)
+    except BaseException:
+        if (bad := folder / BAD_SAMPLES).exists():
+            bad.replace(out / BAD_SAMPLES)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _too_many(packed: Packed, rows: int, limit: float, out: Path) -> ValueError:
@@ -140,6 +165,9 @@ def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
         raise ValueError(row.problem)
     chat = read_chat(row.document)
     mentioned = mentions(chat.messages, key)
+    unknown = [message["role"] for message in chat.messages if message["role"] not in ROLES]
+    if unknown:
+        raise ValueError(f"the role {short_text(unknown[0])} is unknown; use {', '.join(ROLES)}")
     if chat.left:
         raise ValueError(f"it has files that no message mentions ({', '.join(chat.left)})")
     kinds = [one.media for one in mentioned for _ in range(one.frames)]
@@ -199,7 +227,9 @@ class MediaFolder:
         if os.path.commonpath([path, self._real]) != self._real:
             raise ValueError(f"{given!r} is a link that leaves the media root")
         if not os.path.isfile(path):
-            raise ValueError(f"{given!r} is no file in {self.root}")
+            raise ValueError(
+                f"{given!r} is no file in {self.root}; --media-root names the folder of the files"
+            )
         try:
             with open(path, "rb") as file:
                 return file.read(_MAX_FILE + 1)
@@ -208,26 +238,18 @@ class MediaFolder:
 
 
 class _Writer:
-    """Writes shards under temporary names, which they lose when they are whole."""
+    """Writes numbered shards into a folder. packed: counts samples and shards."""
 
-    def __init__(self, out: Path, size: ShardSize, packed: Packed) -> None:
-        self._out, self._size, self._packed = out, size, packed
+    def __init__(self, folder: Path, size: ShardSize, packed: Packed) -> None:
+        self._folder, self._size, self._packed = folder, size, packed
         self._tar: Any = None
         self._samples = self._bytes = 0
 
     def __enter__(self) -> _Writer:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._end()
-        finally:
-            if self._tar is not None:
-                with suppress(OSError):
-                    self._tar.close()
-                    self._file.close()
-                    self._temporary.unlink()
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
     def write(self, sample: dict[str, str | bytes]) -> None:
         from webdataset.writer import TarWriter  # here: it imports torch
@@ -238,11 +260,10 @@ class _Writer:
         if self._samples and any(limit and value > limit for value, limit in limits):
             self._end()
         if self._tar is None:
-            self._name = _SHARD.format(self._packed.shards)
-            self._temporary = self._out / f".{self._name}.tmp"
-            self._file = open(self._temporary, "wb")  # noqa: SIM115 (closed by `_end`)
+            path = self._folder / _SHARD.format(self._packed.shards)
             # Fixed owner and time: equal rows give equal bytes.
-            self._tar = TarWriter(self._file, encoder=False, mtime=0, user="data", group="data")
+            self._tar = TarWriter(str(path), encoder=False, mtime=0, user="data", group="data")
+            self._packed.shards += 1
         self._tar.write(sample)
         self._samples, self._bytes = self._samples + 1, self._bytes + size
         self._packed.samples += 1
@@ -250,7 +271,4 @@ class _Writer:
     def _end(self) -> None:
         if self._tar is not None:
             self._tar.close()
-            self._file.close()
-            os.replace(self._temporary, self._out / self._name)
-            self._packed.shards += 1
         self._tar, self._samples, self._bytes = None, 0, 0

@@ -23,11 +23,16 @@ FORMS = """need one of these forms:
   {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": \
 "data:image/png;base64,..."}}, {"type": "text", "text": "..."}]}, ...]}"""
 
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
-    "system": "system",
+_ALIASES = {  # other names of our roles, whatever the form
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "function"), "tool"),
+    "developer": "system",
+}
+_ROLES = {  # of LLaVA's `from`
+    **_ALIASES,
+    **dict.fromkeys(("assistant", "model", "function_call"), "assistant"),
+    **{role: role for role in ("system", "user", "tool")},
 }
 _KEYS = {"image": ("image", "images"), "video": ("video", "videos"), "audio": ("audio", "audios")}
 _MOST_MESSAGES = 2048
@@ -129,9 +134,8 @@ class _Reader:
         turn = _present(turn)
         if "from" in turn:
             turn = _of_llava(turn)
-        for theirs, ours in (("developer", "system"), ("function", "tool")):
-            if turn.get("role") == theirs:
-                turn["role"] = ours
+        if isinstance(role := turn.get("role"), str):
+            turn["role"] = _ALIASES.get(role, role)
         call = turn.pop("function_call", None)
         if calls := turn.get("tool_calls") or ([] if call is None else [call]):
             turn["tool_calls"] = [_call(one) for one in (calls if _is_list(calls) else [calls])]

@@ -13,6 +13,7 @@ Message = Mapping[str, Any]
 # rate is given; a data set with such frames has to say so in `fps`.
 DEFAULT_FPS = 2.0
 ANSWER_ROLES = ("assistant", "model")  # Gemma calls the assistant model
+ROLES = ("system", "user", *ANSWER_ROLES, "tool")
 
 
 class MessagesError(ValueError):

@@ -136,6 +136,10 @@ def test_every_bad_row_is_left_out_and_listed_with_its_line_and_reason(
         ({"prompt": "hello"}, "['prompt'] is no chat; need one of these forms"),
         ('{"messages": [], "messages": []}', "the key 'messages' is there twice"),
         ({"messages": [tool] * 3000}, "3000 messages, at most"),
+        (
+            {"messages": [tool, {"role": "narrator", "content": "x"}]},
+            "the role 'narrator' is unknown; use system, user, assistant, model, tool",
+        ),
         ({"messages": [{"role": "user"}]}, "the content of message 0 is None"),
         ({"messages": [tool, {**tool, "content": "\ud83d"}]}, "surrogates not allowed"),
         ("", ""),
@@ -183,18 +187,38 @@ def test_shards_have_the_size_and_the_same_bytes_each_time(
     assert digests[0] == digests[1]
 
 
-def test_a_source_that_ends_early_leaves_whole_shards_only(images: Path, tmp_path: Path):
+def test_a_source_that_ends_early_leaves_nothing_and_the_corrected_call_packs_it(
+    images: Path, tmp_path: Path
+):
     documents = json.dumps([llava(None, f"read {n}") for n in range(5)])
-    (images / "cut.json").write_text(documents[:-60])
+    out, source, size = tmp_path / "out", images / "cut.json", ShardSize(samples=3)
+    source.write_text(documents[:-60])
     with pytest.raises(ValueError, match=r"cut\.json, after element 4: "):
-        pack(str(images / "cut.json"), tmp_path / "out", size=ShardSize(samples=3))
-    assert os.listdir(tmp_path / "out") == ["shard-000000.tar"]
+        pack(str(source), out, size=size)
+    assert os.listdir(out) == []
+    (out / ".packing").mkdir()  # as after a kill
+    (out / ".packing" / "shard-000007.tar").write_bytes(b"half")
+    source.write_text(documents)
+    assert pack(str(source), out, size=size).samples == 5
+    assert sorted(os.listdir(out)) == ["shard-000000.tar", "shard-000001.tar"]
     table = pa.table({"conversations": [llava(None)["conversations"]] * 4})
     pq.write_table(table, images / "cut.parquet")
     whole = (images / "cut.parquet").read_bytes()
     (images / "cut.parquet").write_bytes(whole[:-9])
     with pytest.raises(ValueError, match=r"cut\.parquet, after row 0: "):
-        pack(str(images / "cut.parquet"), tmp_path / "other")
+        pack(str(images / "cut.parquet"), out, overwrite=True)
+    assert sorted(os.listdir(out)) == ["shard-000000.tar", "shard-000001.tar"]
+
+
+def test_a_forgotten_media_root_is_named_and_the_corrected_call_packs_the_rows(
+    images: Path, tmp_path: Path
+):
+    source, out = write_lines(tmp_path / "rows.jsonl", llava("a.png")), tmp_path / "out"
+    with pytest.raises(ValueError, match="'a.png' is no file in .*; --media-root names the folder"):
+        pack(str(source), out)
+    assert list(bad_rows(out)) == [1]
+    assert pack(str(source), out, images).files == 1
+    assert os.listdir(out) == ["shard-000000.tar"]
 
 
 def test_a_line_or_an_array_that_is_too_large_is_told(

@@ -103,6 +103,18 @@ CHATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[Any]]] = {
         [user(IMAGE, text("see?")), YES],
         ["a"],
     ),
+    "LLaVA's roles in messages": (
+        {
+            "messages": [
+                {"role": "human", "content": "see?"},
+                {"role": "gpt", "content": "yes"},
+                {"role": "observation", "content": "a cat"},
+            ],
+            "images": ["a"],
+        },
+        [user(IMAGE, text("see?")), YES, {"role": "tool", "content": "a cat"}],
+        ["a"],
+    ),
     "messages inside a text": (
         {"messages": json.dumps([user("<image>?"), YES])},
         [user("<image>?"), YES],
