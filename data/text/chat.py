@@ -81,14 +81,17 @@ class ChatTokenizer:
     """
 
     def __init__(self, directory: str | Path, media_text: Mapping[str, MediaText] = IMAGES) -> None:
-        from transformers import AutoTokenizer  # here, because it costs seconds to import
-
         self.directory = Path(directory)
         if not self.directory.is_dir():
+            problem = "does not exist"
+            if self.directory.exists():
+                problem = f"is a file; give its folder, {self.directory.parent}"
             raise ValueError(
-                f"tokenizer folder {self.directory} does not exist: need a local folder with "
+                f"tokenizer folder {self.directory} {problem}: need a local folder with "
                 "tokenizer.json"
             )
+        from transformers import AutoTokenizer  # here, because it costs seconds to import
+
         try:
             if (file := self.directory / "tokenizer.json").exists():
                 with file.open("rb") as opened:

@@ -1,5 +1,6 @@
-"""`mimo check`: which rank does what."""
+"""`mimo check`: whether a recipe can run, and which rank does what."""
 
+import itertools
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,18 +18,23 @@ def check(
     overrides: OverridesArgument = None,
     num_ranks: NumRanksOption = None,
 ) -> None:
-    """Validate a recipe and print which rank does what."""
+    """Validate a recipe and its data, and print which rank does what. Indexes nothing."""
     from mimo.hf.recipes import load_phases
-    from mimo.launch.environment import VARIABLES
-    from mimo.model.recipe_checks import check_recipe
 
     phased = load_phases(recipe, overrides or [])
+    # After the recipe is read: it imports torch, and a mistyped key is answered at once.
+    from mimo.launch.environment import VARIABLES
+    from mimo.model.recipe_checks import check_indexed_data, check_recipe
+
     layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
+    notes = phased.each(check_indexed_data)
     for phase, layout in zip(phased.phases, layouts, strict=True):
         _print_layout(phase.recipe, layout, phase.title)
         _print_memory(phase.recipe, layout)
         _print_defaults(phase.recipe, layout)
     print("environment of all ranks:", " ".join(map(str, VARIABLES)))
+    for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
+        print(f"note: {note}")
 
 
 def _print_layout(recipe: "Recipe", layout: "Layout", phase: str) -> None:

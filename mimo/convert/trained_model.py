@@ -59,7 +59,7 @@ class TrainedWeight:
         if self.adapter is not None:
             keys = self.adapter.lora_a, self.adapter.lora_b
             shapes = adapter_shapes(self.shape, self.adapter.lora.rank)
-            found |= {k: (shape, self.dtype) for k, shape in zip(keys, shapes, strict=True)}
+            found |= {k: (torch.Size(s), self.dtype) for k, s in zip(keys, shapes, strict=True)}
         return found
 
     def merged(self, tensors: dict[str, Tensor]) -> Tensor:

@@ -78,7 +78,7 @@ def _with_adapters(products: Sequence[Product], adapters: Adapters | None) -> It
         if any(f"linear_{target}." in name for target in adapters.targets):
             shapes = adapter_shapes(product.shape, adapters.rank)
             for own, shape in zip(adapter_names(name), shapes, strict=True):
-                yield Product(own, product.per, (shape[0], shape[1]))
+                yield Product(own, product.per, shape)
 
 
 def step_flops(per_unit: Mapping[str, float], counts: Mapping[str, float]) -> float:

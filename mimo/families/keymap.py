@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Weight:
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Our parameter, without padding, from whole tensors of the checkpoint by key."""
+        import torch  # here: recipes are read without it
+
         parts = [
             run.source.matrix(tensors[run.source.key])[run.start : run.start + run.count]
             for run in self.runs
@@ -97,6 +100,8 @@ class Weight:
 
     def split(self, ours: Tensor) -> dict[Source, Tensor]:
         """The rows of every source in its order, from any tensor with our rows, (R, ...)."""
+        import torch
+
         pieces: dict[Source, dict[int, Tensor]] = {source: {} for source in self.sources}
         position = 0
         for run in self.runs:

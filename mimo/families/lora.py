@@ -6,9 +6,10 @@ Letters: I inputs, O outputs, R rank of the adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ENDINGS = (".lora_a", ".lora_b")
 
@@ -25,10 +26,10 @@ def adapter_names(weight: str) -> tuple[str, str]:
     return lora_a, lora_b
 
 
-def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[torch.Size, torch.Size]:
+def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The shapes of the two matrices that adapt a whole weight (O, I): (R, I) and (O, R)."""
     outputs, inputs = weight
-    return torch.Size((rank, inputs)), torch.Size((outputs, rank))
+    return (rank, inputs), (outputs, rank)
 
 
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
@@ -37,6 +38,8 @@ def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) 
     All have one dtype; the sum is taken in fp32 at least. scale: the recipe's. A rank's parts of
     the three give its part of the result.
     """
+    import torch  # here: recipes are read without it
+
     wide = torch.promote_types(weight.dtype, torch.float32)
     update = lora_b.to(wide) @ lora_a.to(wide)
     return (weight.to(wide) + scale * update).to(weight.dtype)

@@ -108,7 +108,7 @@ def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int
             (lora_a, lora_b), (shared, _) = map(
                 adapter_names, (weight.name, weight.runs[0].source.key)
             )
-            shape_a, shape_b = map(tuple, adapter_shapes((rows, columns), lora.rank))
+            shape_a, shape_b = adapter_shapes((rows, columns), lora.rank)
             outputs = [(adapter_names(r.source.key)[1], r.start, r.count) for r in weight.runs]
             tensors.append((lora_a, shape_a, [Rows(shared, 0, lora.rank)]))
             tensors.append((lora_b, shape_b, [Rows(*run) for run in outputs]))

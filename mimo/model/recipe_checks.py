@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from data.index.store import Build
 from mimo.device import has_gpu, machine_memory
@@ -24,16 +26,19 @@ from mimo.layout.build import build_layout
 from mimo.layout.grids import Layout
 from mimo.model.memory import check_memory
 from mimo.model.roles import CUT_BY_COLUMNS
+from mimo.recipe.data import Source
 from mimo.recipe.phases import PhasedRecipe
 from mimo.recipe.schema import Recipe
 from mimo.step.dataset import (
     SPLITS,
+    check_index,
     check_media,
+    for_each_source,
     item_processors,
     open_dataset,
     open_tokenizer,
 )
-from mimo.step.indexing import build_in_processes
+from mimo.step.indexing import build_in_processes, survey_source
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
@@ -168,7 +173,36 @@ def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
         raise RecipeError(*problems)
 
 
-def _too_few_samples(recipe: Recipe, num_samples: int) -> Iterator[str]:
+def check_indexed_data(recipe: Recipe) -> list[str]:
+    """Check tokenizer, shards and the samples of sources that are indexed; index nothing.
+
+    Returns a line for each thing that is not checked, or odd. Raises RecipeError.
+    """
+    folder = recipe.data.directory
+    if recipe.data.prepare is not None and folder is not None and not Path(folder).exists():
+        return [f"data.directory: {folder} is not there yet; `mimo prepare` writes and checks it"]
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    notes = list[str]()
+
+    def num_samples(source: Source) -> float:
+        found = survey_source(recipe, source, chat, processors)
+        if found is None or found.tasks:
+            notes.append(
+                f"{source.path}: not indexed yet, so its samples are not checked; "
+                "`mimo data index` does both"
+            )
+            return math.inf
+        index = found.open()
+        check_index(index, source, recipe)
+        return len(index)
+
+    counts = for_each_source(recipe, SPLITS, num_samples)
+    if problems := [*_too_few_samples(recipe, sum(counts[: len(recipe.data.sources)]))]:
+        raise RecipeError(*problems)
+    return notes
+
+
+def _too_few_samples(recipe: Recipe, num_samples: float) -> Iterator[str]:
     size = recipe.train.micro_batch_size
     if size > num_samples:
         yield recipe.problem(

@@ -21,12 +21,16 @@ def descriptions(
     problem: Callable[[Location, str], str],
     model: type[BaseModel],
     base: Location = (),
+    skipped: str | None = None,
 ) -> Iterator[str]:
     """One line for each of pydantic's findings about ``model``, in the terms of a recipe.
 
-    problem: makes a line of a location and a message. base: where the model's keys are.
+    problem: makes a line of a location and a message. base: where the model's keys are. skipped: a
+    type of pydantic's errors that gets no line.
     """
     for details in error.errors():
+        if details["type"] == skipped:
+            continue
         own: Location = tuple(details["loc"])
         if own and own[-1] == "[key]":
             own = own[:-1]

@@ -21,7 +21,7 @@ from typing import Any
 from mimo.bounds import PHASE_NAME
 from mimo.errors import RecipeError, shown
 from mimo.recipe.findings import PHASES
-from mimo.recipe.schema import Fill, Recipe, key_of, parse_recipe
+from mimo.recipe.schema import Fill, Recipe, check_keys, key_of, parse_recipe
 from mimo.recipe.source import Location, YamlSource, as_yaml, dotted, read_yaml
 
 _NAME = re.compile(PHASE_NAME)
@@ -116,6 +116,10 @@ def read_phases(
     for index, phase in enumerate(given):
         problems += _number_entries(source, source.data, phase, (PHASES, index))
     problems += _override_problems(source)
+    if problems:
+        raise RecipeError(*problems)
+    unfilled = [_lay_over(source, index, name) for index, name in enumerate(names)]
+    _for_each(names, unfilled, check_keys)
     # The folder of `init_from` says the same for all phases; each phase reports its problems later.
     shared = replace(source, data=deepcopy(source.data))
     for _ in fill(shared.data):

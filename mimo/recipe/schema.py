@@ -336,6 +336,7 @@ def read_recipe(path: Path, overrides: Sequence[str], fill: Fill) -> Recipe:
 
 def parse_recipe(source: YamlSource, fill: Fill) -> Recipe:
     """The recipe that `source` holds. Raises RecipeError like `read_recipe`."""
+    check_keys(source)
     problems = [*source.problems, *(source.problem(*found) for found in fill(source.data))]
     try:
         recipe = Recipe.model_validate(source.data)
@@ -346,6 +347,20 @@ def parse_recipe(source: YamlSource, fill: Fill) -> Recipe:
     if problems:
         raise RecipeError(*problems)
     return recipe
+
+
+def check_keys(source: YamlSource) -> None:
+    """Raise RecipeError for unknown keys before the folder of `init_from` is read.
+
+    Reading it takes seconds; only it can tell which keys are missing.
+    """
+    try:
+        if "init_from" in source.data:
+            Recipe.model_validate(source.data)
+    except ValidationError as error:
+        if any(found["type"] == "extra_forbidden" for found in error.errors()):
+            lines = descriptions(error, source.problem, Recipe, skipped="missing")
+            raise RecipeError(*source.problems, *lines) from error
 
 
 def refusals(recipe: Recipe) -> Iterator[str]:

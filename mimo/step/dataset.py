@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -170,28 +170,49 @@ def open_indexes(
     build: Build = build_here,
 ) -> tuple[Index, ...]:
     """The index of every source of a split; see `open_dataset`."""
-    indexes, problems = [], []
-    for number, source in enumerate(sources_of(recipe, split)):
-        try:
-            index = load_or_build_index(
-                source.path, chat, processors, progress, cache_folder(recipe), build
-            )
-            check_skipped(index, recipe.data.max_skipped_fraction)
-            check_sizes(index, recipe.data.sequence_length, recipe.data.rows_per_microbatch)
-            if len(index) == 0:
-                raise ValueError(
-                    f"{source.path}: none of {index.num_skipped} samples is usable; the first: "
-                    + "; ".join(f"{s.key}: {s.reason}" for s in islice(index.skipped_samples(), 3))
-                )
-            indexes.append(index)
-        except ValueError as error:
-            problem = recipe.problem(("data", split, number, "path"), str(error))
-            if file_system_failed(error):
-                raise StartError(problem) from error
-            problems.append(problem)
+
+    def open_source(source: Source) -> Index:
+        index = load_or_build_index(
+            source.path, chat, processors, progress, cache_folder(recipe), build
+        )
+        check_index(index, source, recipe)
+        return index
+
+    return tuple(for_each_source(recipe, [split], open_source))
+
+
+def check_index(index: Index, source: Source, recipe: Recipe) -> None:
+    """Raise ValueError for what `open_dataset` refuses in the samples of a source."""
+    check_skipped(index, recipe.data.max_skipped_fraction)
+    check_sizes(index, recipe.data.sequence_length, recipe.data.rows_per_microbatch)
+    if len(index) == 0:
+        raise ValueError(
+            f"{source.path}: none of {index.num_skipped} samples is usable; the first: "
+            + "; ".join(f"{s.key}: {s.reason}" for s in islice(index.skipped_samples(), 3))
+        )
+
+
+def for_each_source[T](recipe: Recipe, splits: Sequence[str], do: Callable[[Source], T]) -> list[T]:
+    """Call ``do`` on every source of these splits.
+
+    Raises one RecipeError with what it raised as ValueError, each line with the source's key, or as
+    RecipeError; StartError at once where a file system fails.
+    """
+    results, problems = list[T](), list[str]()
+    for split in splits:
+        for number, source in enumerate(sources_of(recipe, split)):
+            try:
+                results.append(do(source))
+            except RecipeError as error:
+                problems += error.problems
+            except ValueError as error:
+                problem = recipe.problem(("data", split, number, "path"), str(error))
+                if file_system_failed(error):
+                    raise StartError(problem) from error
+                problems.append(problem)
     if problems:
         raise RecipeError(*problems)
-    return tuple(indexes)
+    return results
 
 
 def dataset_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -11,12 +12,19 @@ import numpy as np
 
 from data.index.build import IndexTask, Problems, Progress, build_here, index_shard
 from data.index.samples import Processors, settings_fingerprint
-from data.index.store import find_survey
+from data.index.store import Survey, find_survey
 from data.text.chat import ChatTokenizer
-from mimo.errors import RecipeError, StartError, file_system_failed
+from mimo.errors import RecipeError
 from mimo.launch.processes import run_processes, warm_up
+from mimo.recipe.data import Source
 from mimo.recipe.schema import Recipe
-from mimo.step.dataset import SPLITS, cache_folder, item_processors, open_tokenizer, sources_of
+from mimo.step.dataset import (
+    SPLITS,
+    cache_folder,
+    for_each_source,
+    item_processors,
+    open_tokenizer,
+)
 
 _SMALL = 32 * 2**20  # bytes that one process indexes before others have started
 
@@ -100,31 +108,29 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
     StartError where their file system fails.
     """
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
+
+    def tasks_of_source(source: Source) -> tuple[IndexTask, ...]:
+        found = survey_source(recipe, source, chat, processors)
+        if found is None:
+            raise ValueError(
+                f"got {source.path}, whose index can be stored neither beside its shards "
+                "nor in data.cache_directory; give a folder there"
+            )
+        if found.tasks and recipe.data.build_index == "refuse":
+            message = (
+                f"got refuse, and {len(found.tasks)} of {len(found.catalog.names)} shards of "
+                f"{source.path} are not indexed; run `mimo data index` with this recipe first"
+            )
+            raise RecipeError(recipe.problem(("data", "build_index"), message))
+        return found.tasks
+
+    tasks = itertools.chain.from_iterable(for_each_source(recipe, SPLITS, tasks_of_source))
+    return list({task.file: task for task in tasks}.values())
+
+
+def survey_source(
+    recipe: Recipe, source: Source, chat: ChatTokenizer, processors: Processors
+) -> Survey | None:
+    """What is there of a source's index; None if it can be stored nowhere. Raises ValueError."""
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
-    tasks: dict[Path, IndexTask] = {}
-    problems: list[str] = []
-    for split in SPLITS:
-        for number, source in enumerate(sources_of(recipe, split)):
-            try:
-                found = find_survey(source.path, settings, media, cache_folder(recipe))
-                if found is None:
-                    raise ValueError(
-                        f"got {source.path}, whose index can be stored neither beside its shards "
-                        "nor in data.cache_directory; give a folder there"
-                    )
-            except ValueError as error:
-                problem = recipe.problem(("data", split, number, "path"), str(error))
-                if file_system_failed(error):
-                    raise StartError(problem) from error
-                problems.append(problem)
-                continue
-            if found.tasks and recipe.data.build_index == "refuse":
-                message = (
-                    f"got refuse, and {len(found.tasks)} of {len(found.catalog.names)} shards of "
-                    f"{source.path} are not indexed; run `mimo data index` with this recipe first"
-                )
-                problems.append(recipe.problem(("data", "build_index"), message))
-            tasks |= {task.file: task for task in found.tasks}
-    if problems:
-        raise RecipeError(*problems)
-    return list(tasks.values())
+    return find_survey(source.path, settings, media, cache_folder(recipe))
