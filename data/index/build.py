@@ -236,6 +236,7 @@ def _read_sample(
         "json_size": raw.json.size,
         "token_length": len(encoded.input_ids),
         "loss_tokens": loss_tokens,
+        "unknown_tokens": encoded.input_ids.tolist().count(chat.unknown_token_id),
     }
     return sample, items, [{"file_offset": one.offset, "file_size": one.size} for one in members]
 

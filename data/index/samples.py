@@ -32,7 +32,7 @@ from data.text.chat import ChatTokenizer
 
 Processors = Mapping[str, Media[Any]]  # by name
 
-INDEX_VERSION = 6  # raise it whenever the columns, their meaning or what is left out change
+INDEX_VERSION = 7  # raise it whenever the columns, their meaning or what is left out change
 ENOUGH = 200  # samples, before a share of them says something
 _SHOWN = 10  # bad samples named in one message
 _MAX_MAPPED = 2**14  # files at a time: Linux allows a process about four times as many mappings
@@ -60,6 +60,7 @@ class Index:
 
     shards: paths. media: names, sorted. num_items: of all samples together.
     most_tokens, most_rows: of any sample. num_skipped: samples that cannot be used.
+    unknown_share: of the tokens of texts, those that stand for what the tokenizer does not know.
     """
 
     def __init__(self, catalog: Catalog, keep: object = None) -> None:
@@ -73,6 +74,8 @@ class Index:
         self.num_skipped = int(entries["skipped"].sum())
         self.most_tokens = int(entries["most_tokens"].max(initial=0))
         self.most_rows = int(entries["most_rows"].max(initial=0))
+        text_tokens = int(entries["text_tokens"].sum())
+        self.unknown_share = float(entries["unknown_tokens"].sum() / max(text_tokens, 1))
         self._bytes_of = lru_cache(_MAX_MAPPED)(partial(_map, catalog))
         self._checked = np.zeros(self._specs.shape, bool)
 

@@ -25,6 +25,7 @@ COLUMNS = {  # what it has an entry for
     "json_size": "samples",  # bytes
     "token_length": "samples",  # items expanded
     "loss_tokens": "samples",
+    "unknown_tokens": "samples",  # that stand for text which the tokenizer does not know
     "item_start": "samples",  # first item
     "key_end": "samples",  # byte in keys
     "item_media": "items",  # into the media, sorted by name
@@ -44,7 +45,10 @@ COLUMNS = {  # what it has an entry for
 }
 NAMES = tuple(COLUMNS)
 
-_COUNTS = ("samples", "items", "files", "skipped", "most_tokens", "most_rows")
+_COUNTS = (
+    *("samples", "items", "files", "skipped", "most_tokens", "most_rows"),
+    *("text_tokens", "unknown_tokens"),
+)
 ENTRY = np.dtype(  # all that a catalog knows of a shard's index
     [
         *((name, "<i8") for name in (*_COUNTS, "file_size", "file_time", "head_size")),
@@ -79,6 +83,8 @@ def write_shard_index(
         "skipped": len(skipped),
         "most_tokens": int(columns["token_length"].max(initial=0)),
         "most_rows": int(rows.max(initial=0)),
+        "text_tokens": int(columns["token_length"].sum() - before[-1]),
+        "unknown_tokens": int(columns["unknown_tokens"].sum()),
     }
     text = json.dumps(skipped).encode() if skipped else b""
     columns = {**columns, "skipped": np.frombuffer(text, np.uint8)}

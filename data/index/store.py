@@ -141,8 +141,15 @@ def load_or_build_index(
         )
         return build_index(pattern, chat, processors, progress)
     if found.tasks:
+        home = found.catalog.path.parent
+        if any(other.parent != home for other in home.parent.glob(f"*/{found.catalog.path.name}")):
+            warnings.warn(
+                f"{pattern!r} is indexed again: its index in {home.parent} is of another version, "
+                "or of another tokenizer, template or preprocessing",
+                stacklevel=2,
+            )
         build(found.tasks, chat, processors, progress)
-        found = survey(pattern, settings, media, found.catalog.path.parent)
+        found = survey(pattern, settings, media, home)
     return found.open()
 
 

@@ -114,6 +114,8 @@ class ChatTokenizer:
         self._tokenizer, self._backend = tokenizer, backend
         self.media_text = media_text
         self.placeholders = {media: text.placeholder for media, text in media_text.items()}
+        unknown = getattr(backend.model, "unk_token", tokenizer.unk_token) or ""
+        self.unknown_token_id: int | None = backend.token_to_id(unknown)
         # Not the number of entries: some tokenizers leave ids out.
         self.vocab_size: int = 1 + max(tokenizer.get_vocab().values())
         self.placeholder_ids: dict[str, int] = {

@@ -93,7 +93,7 @@ def write_index(folder: Path, num_shards: int) -> None:
     rows = rng.integers(1, 200, _SAMPLES)
     constants = {"json_size": 500, "loss_tokens": 50, "item_media": 0, "item_number": 0}
     constants |= {"item_frames": 1, "item_size_0": 640, "item_size_1": 480, "file_size": 3000}
-    constants |= {"item_placeholder": 3, "item_cost": 1, "keys": ord("x")}
+    constants |= {"item_placeholder": 3, "item_cost": 1, "unknown_tokens": 0, "keys": ord("x")}
     columns = {name: np.full(_SAMPLES, value) for name, value in constants.items()}
     columns |= {"item_start": n, "item_file": n, "key_end": n + 1}
     columns |= {"json_offset": n * 4096, "file_offset": n * 4096 + 512}

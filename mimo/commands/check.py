@@ -34,7 +34,7 @@ def check(
         _print_defaults(phase.recipe, layout)
     print("environment of all ranks:", " ".join(map(str, VARIABLES)))
     for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
-        print(f"note: {note}")
+        print(note)
 
 
 def _print_layout(recipe: "Recipe", layout: "Layout", phase: str) -> None:

@@ -37,6 +37,8 @@ from mimo.step.dataset import (
     item_processors,
     open_dataset,
     open_tokenizer,
+    sources_of,
+    unknown_text,
 )
 from mimo.step.indexing import build_in_processes, survey_source
 
@@ -159,12 +161,17 @@ def check_device(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
-    """Open all splits. build: how shards are indexed that are not yet. Raises RecipeError."""
+    """Open all splits, and warn of unknown text. build: how shards are indexed that are not yet.
+
+    Raises RecipeError.
+    """
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     problems: list[str] = []
     for split in SPLITS:
         try:
             dataset = open_dataset(recipe, split, chat, processors, build=build)
+            for line in unknown_text(sources_of(recipe, split), dataset.indexes if dataset else ()):
+                print(line, flush=True)
             if split == "sources" and dataset is not None:
                 problems += _too_few_samples(recipe, sum(map(len, dataset.indexes)))
         except RecipeError as error:
@@ -180,7 +187,8 @@ def check_indexed_data(recipe: Recipe) -> list[str]:
     """
     folder = recipe.data.directory
     if recipe.data.prepare is not None and folder is not None and not Path(folder).exists():
-        return [f"data.directory: {folder} is not there yet; `mimo prepare` writes and checks it"]
+        message = f"{folder} is not there yet; `mimo prepare` writes and checks it"
+        return [f"note: data.directory: {message}"]
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     notes = list[str]()
 
@@ -188,12 +196,13 @@ def check_indexed_data(recipe: Recipe) -> list[str]:
         found = survey_source(recipe, source, chat, processors)
         if found is None or found.tasks:
             notes.append(
-                f"{source.path}: not indexed yet, so its samples are not checked; "
+                f"note: {source.path}: not indexed yet, so its samples are not checked; "
                 "`mimo data index` does both"
             )
             return math.inf
         index = found.open()
         check_index(index, source, recipe)
+        notes.extend(unknown_text([source], [index]))
         return len(index)
 
     counts = for_each_source(recipe, SPLITS, num_samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -190,6 +190,17 @@ def check_index(index: Index, source: Source, recipe: Recipe) -> None:
             f"{source.path}: none of {index.num_skipped} samples is usable; the first: "
             + "; ".join(f"{s.key}: {s.reason}" for s in islice(index.skipped_samples(), 3))
         )
+
+
+def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[str]:
+    """A warning for each source with more than 1 % of unknown tokens, beside those of items."""
+    return [
+        f"warning: {source.path}: {index.unknown_share:.1%} of the tokens of its texts are unknown "
+        "to data.tokenizer, so what they stand for is neither read nor learned; use a tokenizer "
+        "that knows these texts"
+        for source, index in zip(sources, indexes, strict=True)
+        if index.unknown_share > 0.01
+    ]
 
 
 def for_each_source[T](recipe: Recipe, splits: Sequence[str], do: Callable[[Source], T]) -> list[T]:

@@ -34,6 +34,7 @@ from mimo.step.dataset import (
     item_processors,
     open_dataset,
     open_tokenizer,
+    unknown_text,
 )
 from mimo.step.indexing import build_in_processes
 from mimo.step.plan import StepPlan, StepPlanner
@@ -281,6 +282,7 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
     tokens = int(looked.tokens.sum())
     return {
         "recipe": recipe.name,
+        "warnings": unknown_text(recipe.data.sources, indexes),
         "samples": sum(map(len, indexes)),
         "items": sum(index.num_items for index in indexes),
         "shards": sum(len(index.shards) for index in indexes),
@@ -331,6 +333,8 @@ def main(
     """`mimo data doctor`: write the page, and the figures as JSON, of every phase."""
     phased = load_phases(path, overrides)
     found = phased.each(lambda recipe: examine(recipe, num_ranks))
+    for line in dict.fromkeys(line for figures, _ in found for line in figures["warnings"]):
+        print(line)
     titles = [phase.title or phase.recipe.name for phase in phased.phases]
     texts = {page: render(list(zip(titles, found, strict=True)))}
     if figures is not None:

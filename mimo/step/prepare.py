@@ -22,6 +22,7 @@ from mimo.step.dataset import (
     open_indexes,
     open_tokenizer,
     sources_of,
+    unknown_text,
 )
 from mimo.step.indexing import build_in_processes
 
@@ -95,6 +96,8 @@ def _index(
                 f"{split} {source.path}: {len(index.shards)} shards, {len(index)} samples, "
                 f"{index.num_items} items, {index.num_skipped} unusable samples left out"
             )
+        for line in unknown_text(sources_of(recipe, split), indexes):
+            tell(line)
     if problems:
         raise RecipeError(*problems)
 

@@ -34,6 +34,7 @@ def write(folder: Path, num_shards: int) -> None:
     constants = {
         "json_size": 500,
         "loss_tokens": 50,
+        "unknown_tokens": 0,
         "item_media": 0,
         "item_number": 0,
         "item_frames": 1,

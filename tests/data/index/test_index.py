@@ -97,7 +97,7 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
             "long.json": ask(1),
             "long.0.png": make_image(1000, 2),
             "no-answer.json": b"""{"messages": [
-                {"role": "user", "content": "1"}, {"role": "gpt", "content": "1"},
+                {"role": "user", "content": "1"}, {"role": "bot", "content": "1"},
                 {"role": "user", "content": "2"}]}""",
             "last.json": ask(0),
         },
@@ -326,3 +326,16 @@ def test_samples_with_too_many_rows_for_a_microbatch_are_listed(
         check_sizes(index, 10**9, most - 1)
     key = index.key(rows.index(most))
     assert f"{key}: {most} rows" in str(e.value)
+
+
+def test_tokens_that_stand_for_unknown_text_are_counted_by_sample_and_source(
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+):
+    members = {"a.0.png": make_image(), "a.json": ask(1), "b.json": ask(0, "zwei 7 drei !")}
+    write_shard(tmp_path / "one.tar", members)
+    write_shard(tmp_path / "two.tar", {"c.json": ask(0, "quatre")})
+    index = build_index(str(tmp_path / "*.tar"), chat, processors)
+    assert index.column("unknown_tokens").tolist() == [0, 3, 1]
+    text = int(index.column("token_length").sum() - index.column("item_rows").sum())
+    assert index.unknown_share == 4 / text
+    assert build_index(str(tmp_path / "two.tar"), chat, processors).unknown_share > 0.05

@@ -158,6 +158,19 @@ def test_indexes_of_different_settings_live_side_by_side(
     assert open_index.indexed == []
 
 
+def test_an_index_of_another_version_is_built_again_with_a_word(
+    open_index: Opener, monkeypatch: pytest.MonkeyPatch
+):
+    open_index()
+    monkeypatch.setattr("data.index.samples.INDEX_VERSION", 6)
+    with pytest.warns(UserWarning, match="is indexed again: its index in .* of another version"):
+        open_index()
+    assert open_index.indexed == ["a.tar", "b.tar"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_index()
+
+
 def _flip(path: Path, position: int, bits: int = 0xFF) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= bits

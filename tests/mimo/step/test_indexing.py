@@ -16,9 +16,12 @@ from data.index.shards import find_shards
 from data.index.store import load_or_build_index
 from mimo.errors import RecipeError
 from mimo.hf.recipes import load_recipe
+from mimo.model.recipe_checks import check_data, check_indexed_data
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.step.doctor import main as doctor
 from mimo.step.indexing import build_in_processes, shares, tasks_of
 from mimo.step.prepare import index_main
+from mimo.verify.workload import Sample, write_shard
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import command
@@ -98,6 +101,29 @@ def test_mimo_data_index_names_every_damaged_shard_and_indexes_the_others(
     assert index_main(recipe, [], 2) == 0
     expected = "5 shards, 17 samples, 15 items, 0 unusable samples left out"
     assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["Is there anything to read ?", "read the digits"])
+def test_index_doctor_check_and_train_warn_of_sources_with_unknown_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    tiny.write_samples(tmp_path)
+    write_shard(tmp_path / "own.tar", [Sample((), words, "3 7")] * 8)
+    own = f"data.sources=[{{path: {tmp_path}/train-*.tar}}, {{path: {tmp_path}/own.tar}}]"
+    recipe = tiny.write_recipe(tmp_path)
+    loaded, page = load_recipe(recipe, [own]), tmp_path / "page.html"
+    expected = f"warning: {tmp_path}/own.tar: 21.4% of the tokens of its texts are unknown"
+    for run in (
+        lambda: index_main(recipe, [own], None),
+        lambda: doctor(recipe, [own], None, page, None),
+        lambda: print(*check_indexed_data(loaded), sep="\n"),
+        lambda: check_data(loaded),
+    ):
+        run()
+        warned = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+        assert len(warned) == ("Is" in words)
+        assert all(line.startswith(expected) for line in warned)
+    assert (expected in page.read_text()) == ("Is" in words)
 
 
 MANY = 800
