@@ -1,6 +1,7 @@
-"""Tokenizers and chat templates of tiny checkpoints: the digits' words in the form of a family.
+"""Tokenizers and chat templates of tiny checkpoints, in the form of a family.
 
-The templates are our own, in the form of those that the families publish.
+A tokenizer has all bytes, so it encodes any text, and one token for each word of the digits. The
+templates are our own, in the form of those that the families publish.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from data.digits.text import DIGITS, SPECIAL_TOKENS, chat_template, word_tokenizer, words
+from data.digits.text import DIGITS, SPECIAL_TOKENS, chat_template, words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -51,11 +52,12 @@ _GEMMA_TEMPLATE = """\
 # What Gemma's processor writes around the crops of a wide image.
 _GEMMA_WORDS = "model Here is the original image and here are some crops to help you see better"
 _QWEN_WORDS = "< seconds >"  # what Qwen3-VL's processor writes before each frame of a video
+_MAX_VOCABULARY = 4096
 
 
 @dataclass(frozen=True)
 class _Form:
-    """What a family's tokenizer has beside the digits' words.
+    """What a family's tokenizer has beside bytes and the digits' words.
 
     specials: tokens in the order of their ids, each with the attribute of the tokenizer under which
     the family's processor finds it, if there is one. end_of_turn: the token after an answer.
@@ -76,7 +78,6 @@ _QWEN = _Form(
         **dict.fromkeys(SPECIAL_TOKENS),
         "<|endoftext|>": "pad_token",
         "<|im_end|>": "eos_token",
-        "<|unknown|>": "unk_token",
     },
     extra_words=_QWEN_WORDS,
     template=chat_template(),
@@ -105,13 +106,26 @@ def _form(family: str) -> _Form:
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer with the digits' words, and the family's tokens and chat template."""
+    """A byte-level tokenizer with the digits' words, and the family's tokens and chat template.
+
+    The special tokens come first. Equal calls give equal tokenizers.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     form = _form(family)
-    ordered = dict.fromkeys((*form.specials, *DIGITS, *words(), *form.extra_words.split()))
-    tokenizer = word_tokenizer(list(ordered), form.named["unk_token"])
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_MAX_VOCABULARY,  # not reached: it ends when every word is a token
+        special_tokens=list(form.specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    known = dict.fromkeys((*DIGITS, *words(), *form.extra_words.split()))
+    tokenizer.train_from_iterator([text for word in known for text in (word, f" {word}")], trainer)
     if bos := form.named.get("bos_token"):
         # As the published tokenizer does; the chat template writes its own.
         tokenizer.post_processor = TemplateProcessing(
