@@ -29,6 +29,7 @@ from mimo.engines.megatron.parallel import (
 )
 from mimo.engines.megatron.schedule import (
     accumulate_only,
+    begin_step,
     hidden_shapes,
     pass_token,
     run_schedule,
@@ -85,6 +86,7 @@ class MegatronModule:
         """Clear gradients, and choose between training and evaluation."""
         for chunk in self.chunks:
             chunk.train(not forward_only)
+        begin_step(self.chunks)
         if self.optimizer is not None and not forward_only:
             zero_gradients(cast("Any", self.chunks), self.optimizer)
 

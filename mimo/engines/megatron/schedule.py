@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.schedules import (
     get_schedule_table,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -175,6 +176,23 @@ def accumulate_only(chunks: Sequence[nn.Module]) -> Iterator[None]:
         finally:
             for config, switch in switches:
                 config.no_sync_func = switch  # type: ignore[union-attr]
+
+
+def begin_step(chunks: Sequence[nn.Module]) -> None:
+    """Mark the next microbatch as the first of its step, and keep schedules from marking others.
+
+    With ``train.fp8`` the mark makes Transformer Engine's linears quantize their weights anew and
+    *overwrite* DDP's sum with their next weight gradient. A schedule sets it in every call, and
+    one step may have several calls or, in a colocated encoder, none.
+    """
+    for chunk in chunks:
+        if isinstance(chunk, MegatronModule):  # others have no such linears
+            type(chunk).set_is_first_microbatch(chunk)
+            cast("Any", chunk).set_is_first_microbatch = _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
