@@ -392,6 +392,7 @@ def peak_flops() -> float | None:
 
     Source: NVIDIA data sheets, figures without sparsity.
     """
+    # In units of 1e12; the first that the name contains counts.
+    known = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312, "B200": 2250}
     name = device_name()
-    known = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
-    return next((flops for key, flops in known.items() if key in name), None)
+    return next((1e12 * flops for key, flops in known.items() if key in name), None)

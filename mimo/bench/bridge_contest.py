@@ -29,7 +29,9 @@ from mimo.device import (
     synchronize,
 )
 from mimo.engines.megatron.rival_bridge import megatron_bridge
+from mimo.launch.environment import set_variables
 from mimo.launch.ranks import rank_environment
+from mimo.layout.defaults import variables_of
 from mimo.layout.grids import LANGUAGE
 from mimo.layout.groups import Topology, build_topology, comm_grid
 from mimo.layout.levels import Link
@@ -313,6 +315,7 @@ def in_world(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
     assert environment is not None, "runs inside a launched job"
     rank, world_size = environment.rank, environment.world_size
     set_threads(None, world_size)
+    set_variables(variables_of(case.layout, rank))
     initialize_distributed(
         rank, world_size, environment.rendezvous, _TIMEOUT_SECONDS, environment.local_rank
     )

@@ -40,9 +40,6 @@ VARIABLES = (
     # milliseconds: on a busy machine a spinning thread holds the core that the other one needs.
     Variable("GOMP_SPINCOUNT", "1000", ("OMP_WAIT_POLICY",)),
     Variable("KMP_BLOCKTIME", "1", ("OMP_WAIT_POLICY",)),
-    # Loading a kernel at its first use may wait for the whole device, and so for a kernel that
-    # waits for this one.
-    Variable("CUDA_MODULE_LOADING", "EAGER"),
     # Packed batches differ in size; segments that grow can be reused for any of them.
     Variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_ALLOC_CONF",)),
     # Looking for GPUs initialises none.

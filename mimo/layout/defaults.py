@@ -35,7 +35,11 @@ def overlap_of(train: Train, on_gpu: bool) -> Overlap:
 
 
 def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
-    """What the environment of this rank says by its place in the layout.
+    """Variables of this rank's environment that depend on its place in the layout.
+
+    At an end of a disjoint encoder's bridge kernels are loaded at the start. Loading one at its
+    first use may wait for the device, and so for a transfer that is posted ahead, whose sender may
+    wait for the kernel. Elsewhere kernels load as they are used: all of them take 1 to 2 GiB.
 
     With one hardware queue a GPU starts kernels in the order of their launch, so that the exchange
     inside a tensor-parallel layer starts before the matrix product that it overlaps with. But one
@@ -43,9 +47,9 @@ def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
     encoder's bridge, context parallelism, FSDP2) keep the device's default of several.
     """
     grids = [layout.grids[name] for name in layout.modules_of(rank)]
-    if any(grid.engine == "fsdp" for grid in grids):
-        return ()
-    posts_ahead = any(grid.cp > 1 for grid in grids) or _at_end_of_bridge(layout, rank)
+    if _at_end_of_bridge(layout, rank):
+        return (Variable("CUDA_MODULE_LOADING", "EAGER"),)
+    posts_ahead = any(grid.cp > 1 or grid.engine == "fsdp" for grid in grids)
     if posts_ahead or all(grid.tp == 1 for grid in grids):
         return ()
     return (Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)

@@ -102,6 +102,24 @@ def test_what_is_computed_waits_for_the_last_copy_and_keeps_the_memory(
     assert [one.tolist() for one in staged] == [v.tolist() for v in (values, values.t(), values)]
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("CPU", None),
+    ],
+)
+def test_the_peak_follows_from_the_name_of_the_card(
+    monkeypatch: pytest.MonkeyPatch, name: str, teraflops: float | None
+) -> None:
+    monkeypatch.setattr(device, "device_name", lambda: name)
+    peak = device.peak_flops()
+    assert (peak and peak / 1e12) == teraflops
+
+
 @pytest.mark.gpu
 def test_staged_tensors_are_on_the_device_when_they_are_used_and_not_overwritten() -> None:
     stream, host = device.copy_stream(), torch.arange(1 << 24)

@@ -41,7 +41,7 @@ def test_another_name_for_the_same_wins_too(monkeypatch: pytest.MonkeyPatch) -> 
     set_variables()
     assert "GOMP_SPINCOUNT" not in os.environ
     assert "KMP_BLOCKTIME" not in os.environ
-    assert "CUDA_MODULE_LOADING" in os.environ
+    assert "PYTORCH_CUDA_ALLOC_CONF" in os.environ
     assert str(VARIABLES[0]) == "OMP_WAIT_POLICY=active (yours)"
 
 

@@ -81,12 +81,34 @@ def test_colocated_encoders_post_nothing_ahead_and_context_parallel_ranks_do() -
     assert queues(Layout(GridSpec(LANGUAGE, dp=2), together, 2, colocated)) == [False] * 2
 
 
+def loads_eagerly(layout: Layout) -> list[bool]:
+    """For each rank, whether it is told to load all kernels at its start."""
+    return [
+        ("CUDA_MODULE_LOADING", "EAGER")
+        in [(one.name, one.value) for one in variables_of(layout, rank)]
+        for rank in range(layout.world_size)
+    ]
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_kernels_load_at_the_start_only_at_the_ends_of_a_disjoint_encoder_s_bridge(
+    engine: Any,
+) -> None:
+    vision = {"vision": GridSpec("vision", dp=2, engine=engine)}
+    language = GridSpec(LANGUAGE, tp=2, pp=2, rank_offset=2)
+    assert loads_eagerly(Layout(language, vision, 6)) == [True] * 4 + [False] * 2
+    language = GridSpec(LANGUAGE, dp=2, engine=engine)
+    colocated = frozenset(vision)
+    assert loads_eagerly(Layout(language, vision, 2, colocated)) == [False] * 2
+
+
 def test_check_prints_what_was_chosen_and_what_the_user_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (one.name for one in VARIABLES):
+    for name in (*(one.name for one in VARIABLES), "CUDA_MODULE_LOADING"):
         monkeypatch.setenv(name, "so that it is put back")
         monkeypatch.delenv(name)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     overrides = ["language.grid={tp: 2}", "train.distributed_optimizer=true"]
     done = CliRunner().invoke(app, ["check", str(RECIPE), *overrides])
@@ -97,4 +119,5 @@ def test_check_prints_what_was_chosen_and_what_the_user_chose(
         "train.collect_garbage_every: 50 steps",
     ):
         assert line in done.stdout.splitlines()
-    assert "GOMP_SPINCOUNT=1000 KMP_BLOCKTIME=1 CUDA_MODULE_LOADING=LAZY (yours)" in done.stdout
+    assert "GOMP_SPINCOUNT=7 (yours) KMP_BLOCKTIME=1" in done.stdout
+    assert "environment of 3 ranks, 0 the first: CUDA_MODULE_LOADING=LAZY (yours)" in done.stdout
