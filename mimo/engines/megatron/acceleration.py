@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,13 @@ WEIGHT_GRADIENT = "weight_gradient"
 
 LOADS, NOT_INSTALLED = "loads", "is not installed"
 
-# A function of each package, by module. Packages are not told apart by their names: another
-# version of flash-attn installs the same one without this function.
+# By kernel, a module, a function of it and, where older versions lack it, a parameter of that. A
+# package's name says too little: another flash-attn installs the same one without this function.
 _FUNCTIONS = {
     TRANSFORMER_ENGINE: ("transformer_engine.pytorch", "DotProductAttention"),
     "flash_attn_3": ("flash_attn_interface", "flash_attn_varlen_func"),
     "flash_attn_2": ("flash_attn", "flash_attn_varlen_func"),
-    "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn"),
+    "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn", "enable_gqa"),
     WEIGHT_GRADIENT: ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
 }
 
@@ -49,14 +50,17 @@ class Machine:
     installed: frozenset[str] = frozenset()
 
 
-def has_function(module: str, name: str) -> bool:
-    """Whether ``module`` is installed and has ``name``.
+def has_function(module: str, name: str, parameter: str | None = None) -> bool:
+    """Whether ``module`` is installed and has a function ``name`` that takes ``parameter``.
 
     Raises InputError if it is installed but cannot be imported: to go on with slower kernels
     would hide that.
     """
     try:
-        return hasattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name, None)
+        if function is None or parameter is None:
+            return function is not None
+        return parameter in inspect.signature(function).parameters
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):
             return False

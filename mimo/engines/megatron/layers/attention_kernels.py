@@ -208,8 +208,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, blocks: DenseBlocks, scale: float) -> 
 class VarlenBlocks:
     """Blocks as variable-length kernels take them.
 
-    query_bounds, key_bounds: (blocks + 1,) int32, one tensor if they are equal: PyTorch then knows
-    that causal blocks are square, which cuDNN needs.
+    query_bounds, key_bounds: (blocks + 1,) int32, one tensor if they are equal.
     rows: int64 rows of k and v, block by block; None when they are all rows in order.
     window: keys that a query sees before and after its own; -1 for all.
     """
@@ -264,17 +263,20 @@ def flash_attn(
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
     """PyTorch's variable-length kernel (GPU only; its backward does not run on a CPU).
 
-    It uses cuDNN on capability 9 and 10 without a sliding window, with heads of at most 128, for
-    full and for square causal blocks; else the flash-attn 2 that PyTorch brings along.
+    Always the flash-attn 2 that PyTorch brings along. By default it prefers cuDNN on capability 9
+    and 10, which makes a plan for each new shape (pytorch#191576: 42 to 70 ms of the host), and
+    packed microbatches hardly ever repeat one.
     """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.varlen import varlen_attn
 
-    output = varlen_attn(
-        *blocks.arguments(q, k, v),
-        scale=scale,
-        window_size=blocks.window,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # the backward uses the forward's
+        output = varlen_attn(
+            *blocks.arguments(q, k, v),
+            scale=scale,
+            window_size=blocks.window,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
     assert isinstance(output, Tensor), "varlen_attn was not asked for its log-sum-exp"
     return output
 

@@ -19,9 +19,9 @@ GPU_HEADS, GPU_KV_HEADS, GPU_HEAD_SIZE = 8, 2, 64
 
 
 KERNELS = [
-    ("flash_attn_2", "flash_attn", "flash_attn_varlen_func"),
-    ("flash_attn_3", "flash_attn_interface", "flash_attn_varlen_func"),
-    ("torch_varlen", "torch.nn.attention.varlen", "varlen_attn"),
+    ("flash_attn_2", "flash_attn", ["flash_attn_varlen_func"]),
+    ("flash_attn_3", "flash_attn_interface", ["flash_attn_varlen_func"]),
+    ("torch_varlen", "torch.nn.attention.varlen", ["varlen_attn", "enable_gqa"]),
 ]
 GPU_ITEMS = ((10, 64), (90, 100), (304, 40), (400, 256))  # inside of segments
 
@@ -38,14 +38,19 @@ def gpu_inputs(num_queries: int) -> list[Tensor]:
 
 
 def by_kernel(kernel: str, cp: tuple[int, int], causal: bool, window: int | None, items: Any):
-    """A function of q, k and v: the attention of one rank by this kernel."""
+    """The attention of one rank by this kernel, of q, k and v; k and v are not contiguous."""
     from mimo.device import local_device, send
     from mimo.engines.megatron.layers.attention_plan import LayerForm
     from mimo.engines.megatron.segments import brought
 
     form = LayerForm(kernel, causal, window, *cp)
     plan = brought(form.plan(GPU_LENGTHS, items), lambda tensor: send(tensor, local_device()))
-    return lambda q, k, v: form.attend(q, k, v, plan, GPU_HEAD_SIZE**-0.5)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = torch.cat([k, v], 1).chunk(2, 1)  # as a layer cuts its linear's output
+        return form.attend(q, k, v, plan, GPU_HEAD_SIZE**-0.5)
+
+    return attend
 
 
 def check_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -72,7 +77,7 @@ def check_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_gpu_kernel_equals_sdpa_in_bf16(
     kernel: str,
     package: str,
-    function: str,
+    function: list[str],
     causal: bool,
     window: int | None,
     items: Any,
@@ -82,8 +87,8 @@ def test_gpu_kernel_equals_sdpa_in_bf16(
     from mimo.engines.megatron.acceleration import Machine, has_function, this_machine
     from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
 
-    if not has_function(package, function):
-        pytest.skip(f"{package} has no {function} or is not installed")
+    if not has_function(package, *function):
+        pytest.skip(f"{package} has no {function[0]} or is not installed")
     machine = Machine(this_machine().capability, frozenset({kernel}))
     case = AttentionCase(GPU_HEAD_SIZE, causal, cp[0], window, bool(items))
     choice = choose_kernel(case, torch.bfloat16, machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import sys
@@ -110,6 +111,18 @@ def test_sdpa_builds_masks_where_the_choice_says_so_and_only_there(case: str) ->
         plan = form.plan((40, 16, 24), items)
         masked |= any(bucket.masked for call in plan.calls for bucket in call.blocks.buckets)
     assert masked == (case in MASKED_WITHOUT_A_KERNEL)
+
+
+def test_torch_varlen_is_there_only_if_it_takes_grouped_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def older(query: object, key: object, value: object) -> None: ...
+
+    varlen = "torch.nn.attention.varlen"
+    monkeypatch.setattr(acceleration, "gpu_capability", lambda: (9, 0))
+    assert TORCH in acceleration.this_machine.__wrapped__().installed
+    monkeypatch.setattr(importlib.import_module(varlen), "varlen_attn", older)
+    assert TORCH not in acceleration.this_machine.__wrapped__().installed
 
 
 def test_packages_are_told_by_their_function(monkeypatch: pytest.MonkeyPatch) -> None:
