@@ -1,18 +1,19 @@
-"""First messages: every pair of ranks that may ever exchange one does so when groups are made.
+"""First messages and collectives: all that a step may need are made when groups are.
 
 NCCL connects two ranks at the first message from one to the other in a group, and blocks both
 hosts until each has made its call. Inside a step that could close a circle of ranks that wait for
-each other. A collective connects ranks only for collectives.
+each other. A collective connects ranks only for collectives, and the first one of a group blocks
+the hosts of all its ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
 
-from mimo.device import local_device
+from mimo.device import backend, local_device
 from mimo.layout.grids import GridSpec, Layout
 from mimo.layout.levels import Link
 
@@ -42,6 +43,17 @@ def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]
         )
         for block in range(blocks)
     ]
+
+
+def connect_collectives(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Sum a word over each group, which makes NCCL's communicators.
+
+    All ranks of a group call it, with the groups that they share in the same order. Gloo connects
+    the ranks of a group when it is made, so there it does nothing.
+    """
+    for group in dict.fromkeys(groups):
+        if backend() == "nccl" and group.size() > 1:
+            dist.all_reduce(_word(), group=group)
 
 
 def connect_bridge(
@@ -82,11 +94,26 @@ def connect_stages(pipeline: dist.ProcessGroup, interleaved: bool) -> None:
         return
     world = dist.group.WORLD
     assert world is not None, "the world exists before its groups"
-    pairs = {(stage, stage + 1) for stage in range(last)} | {(0, last)}
+    _connect_ring(pipeline, (pipeline, world) if last == 1 else (pipeline,))
+
+
+def connect_context(group: dist.ProcessGroup) -> None:
+    """Connect a ring of context-parallel ranks, in which Transformer Engine passes keys on.
+
+    All ranks of the group call it. Two ranks send batches, more of them single messages.
+    """
+    connect_all(group) if group.size() == 2 else _connect_ring(group, [group])
+
+
+def _connect_ring(ring: dist.ProcessGroup, groups: Collection[dist.ProcessGroup]) -> None:
+    """Connect each rank of a ring with the next one for single messages in ``groups``."""
+    ranks = dist.get_process_group_ranks(ring)
+    own, last = ring.rank(), len(ranks) - 1
+    pairs = {(place, place + 1) for place in range(last)} | {(0, last)}
     # Pair after pair in one order everywhere, so that no two ranks wait for each other's next one.
     for pair in sorted(pair for pair in pairs if own in pair):
-        (other,) = {ranks[stage] for stage in pair} - {ranks[own]}
-        for group in (pipeline, world) if last == 1 else (pipeline,):
+        (other,) = {ranks[place] for place in pair} - {ranks[own]}
+        for group in groups:
             sent, received = _word(), _word()
             calls = [(dist.isend, sent), (dist.irecv, received)]
             works = [

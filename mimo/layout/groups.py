@@ -19,8 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mimo.device import barrier, bridge_group_options, local_device
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP
+from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
 from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
-from mimo.layout.connections import bridge_ends, connect_all, connect_bridge, connect_stages
+from mimo.layout.connections import (
+    bridge_ends,
+    connect_all,
+    connect_bridge,
+    connect_collectives,
+    connect_context,
+    connect_stages,
+)
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from mimo.layout.levels import Link
 
@@ -45,6 +53,10 @@ _GROUP_AXES: dict[str, tuple[str, ...]] = {
     # The whole module, so that the distributed optimizer never reduces over the world.
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
+
+
+# Those with collectives in every step; a module on FSDP2 has its mesh for all but the first.
+_GROUPS_OF_STEPS = ("tp", "cp", "dp_cp", "embd")
 
 
 @dataclass(frozen=True)
@@ -164,8 +176,10 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
         made["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
     if factory.rank not in spec.ranks:
         return None
-    groups = ProcessGroupCollection(**{n: group for n, group in made.items() if group is not None})
-    return groups
+    groups = {name: group for name, group in made.items() if group is not None}
+    of_steps = _GROUPS_OF_STEPS[: 1 if spec.engine == "fsdp" else None]
+    connect_collectives(groups[name] for name in of_steps if name in groups)
+    return ProcessGroupCollection(**groups)
 
 
 @functools.cache
@@ -189,6 +203,7 @@ def _mesh(
     groups = [group for group in found if group is not None]
     if not groups:
         return None
+    connect_collectives(groups)
     return DeviceMesh.from_group(groups, local_device().type, ranks, mesh_dim_names=names)
 
 
@@ -203,6 +218,8 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
     topology = Topology(layout, rank)
     timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
     factory = _GroupFactory(rank, topology.groups, timeout)
+    assert dist.group.WORLD is not None
+    connect_collectives([dist.group.WORLD])
     for name, spec in layout.grids.items():
         groups = _module_groups(spec, factory)
         if groups is not None:
@@ -211,8 +228,9 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
                 connect_stages(groups.pp, interleaved=spec.vpp > 1)
             if spec.tp > 1 and not spec.sp and layout.encoders:  # they share out rows
                 connect_all(groups.tp)
+            if spec.cp > 1 and TRANSFORMER_ENGINE in this_machine().installed:
+                connect_context(groups.cp)
         if spec.engine == "fsdp":
-            assert dist.group.WORLD is not None
             sizes = (spec.dp_replicate, spec.dp // spec.dp_replicate, spec.tp)
             mesh = _mesh(dist.group.WORLD, spec.rank_offset, sizes, timeout)
             if mesh is not None:
@@ -245,9 +263,8 @@ def _add_bridge(
     if topology.rank not in ends:
         return
     assert forward is not None and backward is not None
-    for group in (forward, backward):
-        # NCCL wants all ranks of a group in its first call; later messages go only between peers
-        # that have rows to exchange.
-        dist.all_reduce(torch.zeros(1, device=local_device()), group=group)
+    # NCCL wants all ranks of a group in its first call; later messages go only between peers that
+    # have rows to exchange.
+    connect_collectives((forward, backward))
     connect_bridge(forward, backward, senders, receivers)
     topology.bridges[link] = BridgeGroups(forward, backward)

@@ -12,8 +12,9 @@ import pytest
 
 from mimo.layout.grids import LANGUAGE, GridSpec, Layout
 from tests.conftest import RunRanks
+from tests.device_model import nccl
 from tests.device_model.nccl import behave_like_nccl
-from tests.mimo.tiny import write_recipe
+from tests.mimo.tiny import write_recipe, write_samples
 
 # 128 encoder ranks, and 896 of a language model on four stages.
 LARGE = Layout(
@@ -75,6 +76,74 @@ def connect_under_the_rules_of_nccl(_: int, layout: Layout) -> bool:
 
     behave_like_nccl()
     return build_topology(layout).owns(LANGUAGE)
+
+
+def groups_of_a_step(_: int, recipe: Path, overrides: list[str]) -> tuple[set[str], set[str]]:
+    """Groups whose first collective is at set-up, as with NCCL, and in the first step."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from mimo.hf.recipes import load_recipe
+    from mimo.layout import connections
+    from mimo.layout.build import build_layout
+    from mimo.verify.run import WatchedSteps, open_trainer, train_watched
+
+    class Collectives(TorchDispatchMode):
+        groups: set[str] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func.namespace == "c10d" and not func._opname.startswith(("send", "recv")):
+                boxed = next(one for one in args if isinstance(one, torch.ScriptObject))
+                group = dist.ProcessGroup.unbox(boxed)
+                if group.size() > 1:
+                    self.groups.add(group.group_desc)
+            return func(*args, **(kwargs or {}))
+
+    connections.backend = lambda: "nccl"
+    loaded = load_recipe(recipe, overrides)
+    with Collectives() as collectives:
+        trainer, dataset = open_trainer(loaded, build_layout(loaded))
+        at_set_up = set(collectives.groups)
+        train_watched(trainer, dataset, WatchedSteps(trainer.model.modules, dist.get_rank()), 1)
+    return at_set_up, collectives.groups - at_set_up
+
+
+def sums_at_set_up(_: int, layout: Layout) -> list[str]:
+    """Groups over which a rank with NCCL sums a word when its groups are made, in order."""
+    import torch.distributed as dist
+
+    from mimo.layout import connections
+    from mimo.layout.groups import build_topology
+
+    connections.backend = lambda: "nccl"
+    all_reduce, found = dist.all_reduce, list[str]()
+
+    def recorded(tensor: Any, group: Any) -> None:
+        found.append(group.group_desc)
+        all_reduce(tensor, group=group)
+
+    dist.all_reduce = recorded
+    build_topology(layout)
+    return found
+
+
+def connect_a_ring(rank: int, cp: int) -> list[tuple[str, int]]:
+    """First messages of a context-parallel rank where Transformer Engine is installed."""
+    from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, Machine
+    from mimo.layout import groups
+
+    groups.this_machine = lambda: Machine((9, 0), frozenset({TRANSFORMER_ENGINE}))
+    found, start = list[tuple[str, int]](), nccl._Device.start
+
+    def recorded(self: Any, calls: Any, single: bool = False) -> Any:
+        found.extend(("single" if single else "batch", call.peer) for call in calls)
+        return start(self, calls, single)
+
+    nccl._Device.start = recorded  # type: ignore[method-assign]
+    behave_like_nccl()
+    groups.build_topology(Layout(GridSpec(LANGUAGE, cp=cp), {}, cp))
+    return found
 
 
 def patience_of_a_run(rank: int, folder: Path) -> list[float]:
@@ -172,6 +241,49 @@ def test_connecting_closes_no_circle_of_ranks_that_wait_for_each_other(
 ) -> None:
     layout = Layout(replace(language, rank_offset=3), {"vision": GridSpec("vision", dp=3)}, 7)
     assert run_ranks(connect_under_the_rules_of_nccl, 7, layout) == [False] * 3 + [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "expected"),
+    [
+        (
+            6,
+            ["encoders.vision.grid.tp=2", "language.grid={tp: 2, pp: 2, dp: 1}"],
+            {"language.tp", "language.pp"},  # with two stages the ends are all of them
+        ),
+        (
+            5,
+            ["language.grid={cp: 2, dp: 2}", "train.micro_batch_size=2"],
+            {"language.cp", "language.dp_cp"},
+        ),
+    ],
+    ids=["pp2 tp2", "cp2 dp2"],
+)
+def test_no_group_has_its_first_collective_inside_a_step(
+    run_ranks: RunRanks, tmp_path: Path, ranks: int, overrides: list[str], expected: set[str]
+) -> None:
+    write_samples(tmp_path)
+    found = run_ranks(groups_of_a_step, ranks, write_recipe(tmp_path), overrides)
+    assert [late for _, late in found] == [set()] * ranks
+    at_set_up = set().union(*(early for early, _ in found))
+    assert {one for one in at_set_up if one.startswith("language")} == expected
+
+
+def test_a_module_on_fsdp_connects_the_groups_of_its_mesh_and_no_others(
+    run_ranks: RunRanks,
+) -> None:
+    layout = Layout(GridSpec(LANGUAGE, dp=4, dp_replicate=2, engine="fsdp"), {}, 4)
+    expected = ["default_pg", "dp_replicate", "dp_shard"]
+    assert run_ranks(sums_at_set_up, 4, layout) == [expected] * 4
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_the_ring_of_transformer_engine_is_connected_as_it_sends(
+    run_ranks: RunRanks, cp: int
+) -> None:
+    for rank, found in enumerate(run_ranks(connect_a_ring, cp, cp)):
+        kind = "batch" if cp == 2 else "single"
+        assert set(found) == {(kind, (rank + 1) % cp), (kind, (rank - 1) % cp)}
 
 
 def test_every_group_of_a_run_has_the_patience_of_the_recipe(
