@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +26,12 @@ from mimo.families.hf_config import Config, expect
 
 class PatchSettings(EncoderSettings):
     """Recipe keys of all towers of flat patches."""
+
+    changeable_keys: ClassVar = EncoderSettings.changeable_keys | {
+        "image_mean",
+        "image_std",
+        "jpeg_draft",
+    }
 
     patch_size: Side = 14
     """Side of a patch in pixels."""

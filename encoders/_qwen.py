@@ -6,7 +6,7 @@ M = merge² patches per row, N = P/M rows, H language hidden.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -34,6 +34,10 @@ ROOT = "model.visual"
 
 class QwenSettings(PatchSettings):
     """Recipe keys of all Qwen-VL towers. Sizes are numbers of elements or pixels."""
+
+    changeable_keys: ClassVar = PatchSettings.changeable_keys | {
+        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
+    }
 
     merge_size: Patches = 2
     """Patches along each side that become one row."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -43,6 +43,11 @@ PROJECTOR = ("projector.",)
 
 class Settings(PatchSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
+
+    changeable_keys: ClassVar = PatchSettings.changeable_keys | {
+        *("pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
+        "pan_and_scan_min_ratio_to_activate",
+    }
 
     image_size: Side = 896
     """Side of the square that every image becomes."""

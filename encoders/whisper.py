@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ _LONGEST_WAVE = 10_000.0  # tokens, over 2π, of the slowest position
 
 class Settings(EncoderSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements."""
+
+    changeable_keys: ClassVar = EncoderSettings.changeable_keys | {"max_seconds"}
 
     num_mel_bins: MelBins = 80
     """Mel bands of the spectrogram."""

@@ -206,12 +206,26 @@ class ChatTokenizer:
         """Text of token ids as it is; special: with the special tokens."""
         return self._backend.decode([*map(int, ids)], skip_special_tokens=not special)
 
+    def differences(self, other: ChatTokenizer) -> list[str]:
+        """Which of "tokenizer" and "chat template" differ from those of another folder."""
+        found = []
+        if self._vocabulary() != other._vocabulary():
+            found.append("tokenizer")
+        if self.template != other.template:
+            found.append("chat template")
+        return found
+
+    def _vocabulary(self) -> tuple[str, list[tuple[str, str]]]:
+        names = self._tokenizer.special_tokens_map.items()
+        return self._backend.to_str(), sorted((name, str(token)) for name, token in names)
+
     def fingerprint(self) -> str:
         """Hex digest that changes whenever token ids or the rendering may change."""
+        backend, special_tokens = self._vocabulary()
         parts = (
-            self._backend.to_str(),
+            backend,
             self.template,
-            sorted((name, str(one)) for name, one in self._tokenizer.special_tokens_map.items()),
+            special_tokens,
             (sorted(self.media_text.items()), self.eos_token_id, self.pad_token_id),
             sorted(self.stop_token_ids),
             _VERSION,

@@ -54,7 +54,12 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
     if recipe.init_from == recipe.data.tokenizer or not tokenizer.is_dir():
         return
     copy_assets(tokenizer, target / _TOKENIZER)
-    for path in sorted(tokenizer.iterdir()) if recipe.init_from is not None else ():
+    if recipe.init_from is None:
+        return
+    for path in target.iterdir():  # such as a template in a file that the other folder lacks
+        if path.is_file() and path.name.startswith(_TOKENIZER_FILES):
+            path.unlink()
+    for path in sorted(tokenizer.iterdir()):
         if path.name.startswith(_TOKENIZER_FILES):
             shutil.copyfile(path, target / path.name)
 

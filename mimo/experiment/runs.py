@@ -221,7 +221,14 @@ def _train(run: Run, bar: Progress, task: TaskID) -> int:
     run.log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mimo.cli", "train", str(run.recipe_file), "--resume"]
     with run.log.open("w") as log, run.errors.open("w") as errors:
-        child = subprocess.Popen(command, stdout=log, stderr=errors, stdin=subprocess.DEVNULL)
+        # In a session of its own: Ctrl-C would reach it twice, and the second time ends it at once.
+        child = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             with heeded() as asked:
                 while child.poll() is None and not asked:

@@ -40,6 +40,10 @@ class FamilySettings(BaseModel):
 
     model_config = STRICT
 
+    changeable_keys: ClassVar[frozenset[str]] = frozenset({"init_std"})
+    """Keys that a run may change when it resumes: the weights and what is computed of given patches
+    stay the same. All others would make it another model."""
+
     num_layers: Layers
     """Transformer layers."""
     hidden_size: Width

@@ -1,7 +1,7 @@
-"""Signals that end a job: the first SIGTERM or SIGUSR1 asks, a second one does not wait.
+"""Signals that end a job: the first SIGTERM, SIGUSR1 or Ctrl-C asks, a second one does not wait.
 
-SLURM sends either of them before a job's time is up. Which of them have asked this process is a
-fact of the process, so it is kept here once.
+SLURM sends either of the first two before a job's time is up. Which of them have asked this process
+is a fact of the process, so it is kept here once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1)
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Finish the step, save, leave."""
-_AT_ONCE = (signal.SIGINT, signal.SIGHUP)
 
 _asked: list[str] = []
 
@@ -34,7 +33,6 @@ def ask(name: str) -> None:
 
 def ask_by_signal() -> None:
     """Let signals ask this process, a rank whose starter decides what a second one does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's to handle
     for signum in ASKING:
         signal.signal(signum, lambda number, _: ask(signal.Signals(number).name))
         signal.siginterrupt(signum, False)  # libraries may not expect to be interrupted
@@ -43,11 +41,12 @@ def ask_by_signal() -> None:
 def end_by_signals() -> None:
     """Let signals ask this process, a rank without a starter of ours, and end it the second time.
 
-    A thread hears them: the main thread may be inside a library, waiting for other ranks.
+    SIGINT ends it the first time: torchrun sends it once more to ranks that Ctrl-C has reached. A
+    thread hears them: the main thread may be inside a library, waiting for other ranks.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    for signum in (*ASKING, signal.SIGINT):
+    for signum in ASKING:
         signal.signal(signum, lambda *_: None)
         signal.siginterrupt(signum, False)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
@@ -55,9 +54,9 @@ def end_by_signals() -> None:
     def hear() -> None:
         while True:
             signum = signal.Signals(reader.recv(1)[0])
-            if signum in ASKING and not _asked:
+            if signum in ASKING and signum != signal.SIGINT and not _asked:
                 ask(signum.name)
-            elif signum in (*ASKING, signal.SIGINT):
+            elif signum in ASKING:
                 print(f"ended by {signum.name}", file=sys.stderr, flush=True)
                 os._exit(128 + signum)
 
@@ -72,18 +71,17 @@ class Signalled(BaseException):
 def heeded() -> Iterator[list[str]]:
     """Inside, the launcher of ranks is asked to end; yields the names of signals that have asked.
 
-    Any second signal, Ctrl-C and SIGHUP unwind the stack by Signalled, so that ranks and files are
-    cleared.
+    Any second signal and SIGHUP unwind the stack by Signalled, so that ranks and files are cleared.
     """
     heard: list[str] = []
 
     def handle(signum: int, frame: object) -> None:
-        if heard or signum in _AT_ONCE:
+        if heard or signum == signal.SIGHUP:
             raise Signalled(signum)
         heard.append(signal.Signals(signum).name)
         os.write(2, f"{heard[0]}: finishing the step; a second signal ends at once\n".encode())
 
-    before = {signum: signal.signal(signum, handle) for signum in (*ASKING, *_AT_ONCE)}
+    before = {signum: signal.signal(signum, handle) for signum in (*ASKING, signal.SIGHUP)}
     try:
         yield heard
     finally:

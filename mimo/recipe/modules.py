@@ -132,17 +132,15 @@ class Language(Section):
         return not self.freeze
 
 
-def _word_or_number(word: str, kind: Any) -> PlainValidator:
-    """Takes what is of the ``kind``; pydantic alone would report two errors."""
+def word_or_number(choices: str, kind: Any) -> PlainValidator:
+    """Take a value of ``kind``, which ``choices`` describes; pydantic would report two errors."""
 
     def check(value: Any) -> Any:
         try:
             return TypeAdapter(kind).validate_python(value, strict=True)
         except ValidationError as error:  # the first is about the number
             reason = error.errors()[0]["msg"].removeprefix("Input ")
-            raise ValueError(
-                f"needs '{word}' or a number of microbatches; a number {reason}"
-            ) from None
+            raise ValueError(f"needs {choices}; a number {reason}") from None
 
     return PlainValidator(check, kind)
 
@@ -212,12 +210,14 @@ class Encoder(Section):
     """Further types of content parts that it encodes with the same weights, and how each stands in
     the text."""
     run_ahead: Annotated[
-        int | Literal["auto"], _word_or_number("auto", bounds.Microbatches | Literal["auto"])
+        int | Literal["auto"],
+        word_or_number("'auto' or a number of microbatches", bounds.Microbatches | Literal["auto"]),
     ] = "auto"
     """Microbatches that a disjoint encoder encodes before the first gradient comes back; `auto` is
     the least that cannot deadlock."""
     encode_group: Annotated[
-        int | Literal["all"], _word_or_number("all", bounds.Batch | Literal["all"])
+        int | Literal["all"],
+        word_or_number("'all' or a number of microbatches", bounds.Batch | Literal["all"]),
     ] = "all"
     """Microbatches that a colocated encoder encodes in one go."""
     model: dict[str, Any] = {}

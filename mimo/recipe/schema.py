@@ -16,7 +16,7 @@ from mimo.errors import RecipeError
 from mimo.recipe.cluster import Cluster
 from mimo.recipe.data import Data
 from mimo.recipe.findings import PHASES, descriptions
-from mimo.recipe.modules import MAX_ENTRIES, Encoder, Language, Section
+from mimo.recipe.modules import MAX_ENTRIES, Encoder, Language, Section, word_or_number
 from mimo.recipe.source import Location, YamlSource, as_yaml, dotted, read_yaml
 
 LANGUAGE = "language"
@@ -149,8 +149,12 @@ class Train(Section):
     """Steps between two validations; null for none."""
     validation_batches: bounds.Steps = 4
     """Global batches of a validation, of each source in `data.validation`."""
-    save_every: bounds.Steps | None = None
-    """Steps between two checkpoints; null saves only the last."""
+    save_every: Annotated[
+        int | Literal["auto"] | None,
+        word_or_number("'auto', null or a number of steps", bounds.Steps | Literal["auto"] | None),
+    ] = "auto"
+    """Steps between two checkpoints. `auto` is a tenth of the run, but at least 100 and at most
+    500; null saves only after the last step."""
     keep_checkpoints: bounds.Checkpoints = 2
     """Checkpoints that are kept; older ones are removed."""
     keep_every: bounds.Steps | None = None
@@ -167,6 +171,13 @@ class Train(Section):
     """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None
     """CPU threads of each rank; null shares out the cores."""
+
+    @property
+    def save_interval(self) -> int | None:
+        """Steps between two checkpoints; None if only the last step is followed by one."""
+        if self.save_every == "auto":
+            return min(500, max(100, self.steps // 10))
+        return self.save_every
 
     @property
     def last_decay_steps(self) -> int:

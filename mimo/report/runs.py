@@ -98,7 +98,12 @@ class RunData:
         """Where it stands, in words."""
         if self.steps_planned is not None and self.steps_done >= self.steps_planned:
             return "ended"
-        return "running" if self.alive else f"stopped after step {self.steps_done}"
+        if self.alive:
+            return "running"
+        last = self.incidents[-1] if self.incidents else {}
+        if last.get("kind") == "signal" and last.get("step") == self.steps_done - 1:
+            return str(last.get("text"))
+        return f"stopped after step {self.steps_done}"
 
     def value_of(self, key: str) -> Any:
         """The recipe's value of a dotted key; None where it has none."""

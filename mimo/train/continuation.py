@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mimo.checkpoint.assets import recipe_of
-from mimo.checkpoint.folder import Progress
+from data.text.chat import ChatTokenizer
+from mimo.checkpoint.assets import ASSETS
+from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.integrity import Choice, listed_files
-from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset, item_processors
+from mimo.checkpoint.runs import Run
+from mimo.checkpoint.start import FromScratch, Resume
+from mimo.errors import RecipeError, shown
+from mimo.families.hf_config import read_json
+from mimo.families.registry import encoder_settings, language_settings
+from mimo.hf.initial import initial_weights
+from mimo.hf.recipes import load_recipe
+from mimo.recipe.schema import LANGUAGE, Recipe
+from mimo.recipe.source import Location, dotted
+from mimo.step.dataset import Dataset
 from mimo.train.incidents import record
+from mimo.train.schedule import learning_rates
+
+_Difference = tuple[Location, Any, Any]
+"""Where two recipes differ, the value of before and the one of now."""
 
 
 def continue_order(dataset: Dataset, progress: Progress) -> tuple[Dataset, Progress, list[str]]:
@@ -67,10 +83,142 @@ def tell_choice(choice: Choice, run_dir: Path) -> None:
         print(f"{choice.checkpoint} has no checksums: nothing could be verified", flush=True)
 
 
-def say_what_differs(recipe: Recipe, checkpoint: Path) -> None:
-    """Print whose items become other patches than before the checkpoint; the index may not tell."""
-    before = item_processors(recipe_of(checkpoint))
-    for media, own in item_processors(recipe).items():
-        if own != before.get(media, own):
-            print(f"items of media {media!r} are prepared differently from now on:", flush=True)
-            print(f"  before: {before[media]}\n  now:    {own}", flush=True)
+def check_start(run: Run) -> list[str]:
+    """Refuse a start that does not fit the recipe; return a line for each change on resuming.
+
+    Writes nothing. Raises RecipeError with all problems: a folder of initial weights that does not
+    fit; another model or tokenizer than the checkpoint's; adapters that would be lost.
+    """
+    if isinstance(run.start, FromScratch):
+        initial_weights(run.recipe)
+        return []
+    recipe, checkpoint = run.recipe, run.start.checkpoint
+    before = load_recipe(checkpoint / "recipe.yaml")
+    differences = list(_differences(_plain(before), _plain(recipe)))
+    problems = [
+        recipe.problem(
+            where,
+            f"got {shown(now)}, but {checkpoint} was trained with {shown(then)}, and {reason}; set "
+            "it back, or start another run: another name, without --resume",
+        )
+        for where, then, now, reason in _refused(recipe, checkpoint, differences)
+    ]
+    problems += _tokenizer_problems(before, recipe, checkpoint)
+    if problems:
+        raise RecipeError(*problems)
+    if not isinstance(run.start, Resume):
+        return []
+    step = read_progress(checkpoint).step
+    rates, rates_now = learning_rates(before, step), learning_rates(recipe, step)
+    lines = [
+        f"{dotted(where)}: {shown(then)} before, {shown(now)} now"
+        for where, then, now in differences
+        if where[0] not in ("name", "cluster") and where != ("train", "run_dir")
+    ] + [
+        f"learning rate of {module} at step {step}: {rates[module]:.4g} before, {rate:.4g} now"
+        for module, rate in rates_now.items()
+        if not math.isclose(rates.get(module, rate), rate)
+    ]
+    return [f"changed since {checkpoint}:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def is_at_end(run: Run) -> bool:
+    """Whether no step of a run is left, which is then printed."""
+    if not isinstance(run.start, Resume):
+        return False
+    done, steps = read_progress(run.start.checkpoint).step, run.recipe.train.steps
+    if done >= steps:
+        phase = f"{run.phase.title}: " if run.phase.name else ""
+        print(f"{phase}already at step {done} of {steps}; raise train.steps to go on", flush=True)
+    return done >= steps
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain data, with the defaults of its families."""
+    data = recipe.model_dump(mode="json")
+    data[LANGUAGE]["model"] = language_settings(recipe).model_dump(mode="json")
+    for name, encoder in data["encoders"].items():
+        encoder["model"] = encoder_settings(recipe, name).model_dump(mode="json")
+    return data
+
+
+def _differences(before: Any, now: Any, where: Location = ()) -> Iterator[_Difference]:
+    """Where recipes differ, with both values: keys of mappings, and of mappings in lists."""
+    lists = isinstance(before, list) and isinstance(now, list)
+    if lists and any(isinstance(entry, dict) for entry in before + now):
+        before, now = dict(enumerate(before)), dict(enumerate(now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in before | now:
+            yield from _differences(before.get(key), now.get(key), (*where, key))
+    elif before != now:
+        yield where, before, now
+
+
+def _refused(
+    recipe: Recipe, checkpoint: Path, differences: Sequence[_Difference]
+) -> Iterator[tuple[Location, Any, Any, str]]:
+    """The differences with which a run may not go on, and why; none that follows from another."""
+    changed = {where: (then, now) for where, then, now in differences}
+    folders = changed.get(("init_from",), (None, None))
+    if not _is_same_folder(*folders, checkpoint):
+        yield ("init_from",), *folders, "a resumed run reads no weights of a folder"
+        return
+    for where, then, now in differences:
+        if where[0] not in (LANGUAGE, "encoders"):
+            continue
+        depth = 1 if where[0] == LANGUAGE else 2
+        module, path = str(where[depth - 1]), where[depth:]
+        if path[:1] == ("model",) and (*where[:depth], "family") in changed:
+            continue
+        if (reason := _reason(recipe, module, path, then, now)) is not None:
+            yield where, then, now, reason
+
+
+def _reason(recipe: Recipe, module: str, path: Location, then: Any, now: Any) -> str | None:
+    """Why a run may not go on with this change of a module's key at ``path``; None if it may."""
+    match path:
+        case () | ("family",):
+            return "a resumed run keeps its model"
+        case ("model", key, *_):
+            is_language = module == LANGUAGE
+            settings = (
+                language_settings(recipe) if is_language else encoder_settings(recipe, module)
+            )
+            if key not in settings.changeable_keys:
+                return "a resumed run keeps its model"
+        case ("lora",) if then is not None:
+            return "what its adapters have learned would be lost"
+        case ("lora", "rank"):
+            return "its adapters have that rank"
+        case ("lora", "targets") if {*(then or ())} - {*now}:
+            return "what its adapters have learned would be lost"
+    return None
+
+
+def _is_same_folder(before: str | None, now: str | None, checkpoint: Path) -> bool:
+    """Whether ``init_from`` names no folder now, or the one of before, perhaps moved."""
+    if before is None or now is None:
+        return now is None
+    if Path(before).is_dir():
+        return Path(now).is_dir() and Path(before).samefile(now)
+    configs = [folder / "config.json" for folder in (Path(now), checkpoint / ASSETS)]
+    return all(file.is_file() for file in configs) and read_json(configs[0]) == read_json(
+        configs[1]
+    )
+
+
+def _tokenizer_problems(before: Recipe, recipe: Recipe, checkpoint: Path) -> Iterator[str]:
+    """What differs between the recipe's tokenizer folder and what the checkpoint carries of it."""
+    folder = checkpoint / ASSETS
+    if not (folder / "tokenizer.json").is_file():
+        folder = Path(before.data.tokenizer)
+    now = Path(recipe.data.tokenizer)
+    if not folder.is_dir() or not now.is_dir() or folder.samefile(now):
+        return
+    if changed := ChatTokenizer(now, {}).differences(ChatTokenizer(folder, {})):
+        message = (
+            f"the {' and '.join(changed)} in {now} changed since {checkpoint}, which was trained "
+            f"with that in {folder}; copy it back from there, or start another run: another name, "
+            "without --resume"
+        )
+        yield recipe.problem(("data", "tokenizer"), message)

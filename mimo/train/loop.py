@@ -104,7 +104,7 @@ class Trainer:
                 odd_steps.look_at(step, result)
                 # The last step is done as ever: nobody would go on to make up for what it lacks.
                 soon = bool(self.ending.reasons) and done < train.steps
-                saves = done == train.steps or _is_due(train.save_every, done) or soon
+                saves = done == train.steps or _is_due(train.save_interval, done) or soon
                 if saves:
                     self.saver.gets_on = partial(observer.at, step, "checkpoint")
                     self.saver.gets_on()

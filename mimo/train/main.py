@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -14,12 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.files import Unreadable, naming
-from mimo.checkpoint.folder import (
-    final_checkpoint,
-    go_back,
-    latest_checkpoint,
-    named_by_latest,
-)
+from mimo.checkpoint.folder import final_checkpoint, go_back, latest_checkpoint, named_by_latest
 from mimo.checkpoint.integrity import (
     Choice,
     Listed,
@@ -30,10 +26,8 @@ from mimo.checkpoint.integrity import (
     wrong_sizes,
 )
 from mimo.checkpoint.runs import Run, candidates, runs_to_do
-from mimo.checkpoint.start import FromScratch, Resume
 from mimo.device import choose_before_fork
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
-from mimo.hf.initial import initial_weights
 from mimo.hf.recipes import load_phases
 from mimo.launch.processes import RankError, end_with_failed_thread, exit_code_of, warm_up
 from mimo.launch.ranks import RankEnv, end_at_once, launch, rank_environment
@@ -43,7 +37,7 @@ from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.recipe.phases import PhasedRecipe
 from mimo.step.dataset import item_processors, open_tokenizer
 from mimo.step.indexing import build_nothing, shares, tasks_of
-from mimo.train.continuation import say_what_differs, tell_choice
+from mimo.train.continuation import check_start, is_at_end, tell_choice
 from mimo.train.loggers import check_loggers
 from mimo.train.restarts import (
     begun_at,
@@ -52,6 +46,7 @@ from mimo.train.restarts import (
     follows_another,
     has_begun,
     say_begun,
+    say_ended,
     say_killed,
     say_restart,
 )
@@ -149,15 +144,16 @@ class Job:
     def begin(self, choice: Choice | None = None) -> list[Run]:
         """Make the folders of the runs to do; called by the one process that holds the run's lock.
 
-        choice: among `candidates`; None to make it here. Returns these runs.
+        choice: among `candidates`; None to make it here. Returns these runs, none where all steps
+        are done. Raises RecipeError as `check_start` does, before anything is written.
         """
         if choice is None:
             choice = choose(self.candidates())
         runs = runs_to_do(self.phased, self.layouts, choice.checkpoint)
-        # So that a wrong folder is named before any rank reads; later runs follow from the first.
-        first = runs[0]
-        if isinstance(first.start, FromScratch):
-            initial_weights(first.recipe)
+        first = runs[0]  # later runs follow from it
+        changes = check_start(first)
+        if is_at_end(first):
+            return []
         with naming(self.phased.run_dir):
             if self.resume_from is None and choice.checkpoint is not None:
                 if not choice.damaged and not named_by_latest(choice.checkpoint):
@@ -167,8 +163,8 @@ class Job:
                 go_back(choice.checkpoint.resolve(), ())  # `latest` of another run stays as it is
             make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
         tell_choice(choice, first.recipe.run_dir)
-        if isinstance(first.start, Resume):
-            say_what_differs(first.recipe, first.start.checkpoint)
+        for line in changes:
+            print(line, flush=True)
         return runs
 
     def again(self) -> Job:
@@ -201,7 +197,8 @@ def train_here(job: Job, max_restarts: int = 0, began: float | None = None) -> i
     """
     began = time.monotonic() if began is None else began
     runs, failures, restarts = job.begin(), list[RankError](), 0
-    say_begun(job.phased.run_dir, began)
+    if runs:
+        say_begun(job.phased.run_dir, began)
     while True:
         code = _launch(job, runs, began, failures)
         if code != 1 or not failures or restarts == max_restarts:
@@ -224,13 +221,10 @@ def _launch(job: Job, runs: Sequence[Run], began: float, failures: list[RankErro
 
         args = (run.recipe, run.layout, run_dir, run.start, job.phased.run_dir, began)
         code = launch(
-            "mimo.train.rank:run_rank",
-            args,
-            run.layout.world_size,
-            PRELOAD,
-            run_dir,
-            failed,
+            "mimo.train.rank:run_rank", args, run.layout.world_size, PRELOAD, run_dir, failed
         )
+        if code > 128:
+            say_ended(run_dir, signal.Signals(code - 128).name)
         last = final_checkpoint(run_dir, run.recipe.train.steps)
         if code == EXIT_CONTINUE and run is runs[-1] and latest_checkpoint(run_dir) == last:
             return 0  # it was asked to end when it had nothing left to do
@@ -276,8 +270,8 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
                 # train.max_minutes, which rank 0 counts, are those of all attempts together.
                 began = time.monotonic() - (time.time() - begun_at(run_dir))
                 return job.begin_again(environment.max_restarts, choice=choice)
-            runs = job.begin(choice)
-            say_begun(run_dir, began)
+            if runs := job.begin(choice):
+                say_begun(run_dir, began)
             return runs
 
         try:
@@ -291,6 +285,9 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
             runs = meeting.from_rank_0(begin)
         except Refused as refused:
             return refused.exit_code
+        if not runs:
+            meeting.leave()
+            return 0
         keep_lock(job.phased.run_dir)
         STARTING.ends("checks")
         return _train_in_place(runs, meeting, began)

@@ -206,7 +206,7 @@ def _train(
                 writer.step(metrics)
             STARTING.tell(run_dir, None if writer is None else writer.say)
         done = trainer.progress.step
-        if done == recipe.train.steps:
+        if done >= recipe.train.steps:
             return 0
         if writer is not None:
             text = f"ended by {' and '.join(ending.reasons)}, with a checkpoint after step {done}"

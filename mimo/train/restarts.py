@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
 import time
@@ -23,7 +24,7 @@ from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.launch.processes import RankError
 from mimo.model.memory import in_words, memory_in_words
 from mimo.train.incidents import incidents, record
-from mimo.train.run_files import METRICS, read_states
+from mimo.train.run_files import METRICS, RANKS, read_states
 
 _IN_VAIN = 3  # failures at one step, without a new checkpoint between them, are not by chance
 _BEGUN_BY = ".begun_by"
@@ -199,6 +200,18 @@ def say_restart(run_dir: Path, failure: Failure, most: int, began: float = 0.0) 
 
 def _name(checkpoint: Path | None) -> str | None:
     return checkpoint.name if checkpoint else None
+
+
+def say_ended(run_dir: Path, signal_name: str) -> None:
+    """Keep an incident of a run whose ranks a signal ended at once; their launcher calls it.
+
+    What the ranks last said of themselves is removed, so that nobody takes them for running.
+    """
+    done, checkpoint = max(_steps_done(run_dir), default=0), newest_checkpoint(run_dir)
+    last = f"the last checkpoint is {checkpoint.name}" if checkpoint else "without a checkpoint"
+    text = f"ended at once by {signal_name} after step {done}; {last}"
+    record(run_dir, "signal", text, done - 1, reasons=[signal_name], job=job_name())
+    shutil.rmtree(run_dir / RANKS, ignore_errors=True)
 
 
 def say_killed(run_dir: Path, error: RankError) -> None:

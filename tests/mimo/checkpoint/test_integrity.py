@@ -335,7 +335,9 @@ def test_a_run_from_a_checkpoint_of_elsewhere_moves_its_own_aside_and_leaves_bot
     run_dir, text = load_recipe(recipe).run_dir, load_recipe(recipe).to_yaml()
     for folder in (run_dir, tmp_path / "backup"):
         for step in (1, 2):
-            small_checkpoint(folder / "checkpoints", step, text)
+            made = small_checkpoint(folder / "checkpoints", step, text)
+            shutil.copytree(tmp_path / "tokenizer", made / "assets", dirs_exist_ok=True)
+            write_manifest(made)
     own, other = (path / "checkpoints" / "step_1" for path in (run_dir, tmp_path / "backup"))
     Request(recipe, resume_from=own).check(None).begin()
     assert (own.parent / "latest").read_text() == "step_1"

@@ -210,11 +210,12 @@ def launched(directory: Path, target: str) -> Iterator[tuple[subprocess.Popen[st
     ("sent", "exit_code"),
     [
         ([signal.SIGKILL], -9),
-        ([signal.SIGINT], 130),
+        ([signal.SIGHUP], 129),
+        ([signal.SIGINT, signal.SIGINT], 130),
         ([signal.SIGTERM, signal.SIGTERM], 143),
         ([signal.SIGUSR1, signal.SIGTERM], 143),
     ],
-    ids=["SIGKILL", "Ctrl-C", "SIGTERM twice", "SIGTERM after SIGUSR1"],
+    ids=["SIGKILL", "SIGHUP", "Ctrl-C twice", "SIGTERM twice", "SIGTERM after SIGUSR1"],
 )
 def test_no_rank_outlives_its_launcher(
     tmp_path: Path, sent: list[signal.Signals], exit_code: int
@@ -229,7 +230,7 @@ def test_no_rank_outlives_its_launcher(
         assert launcher.wait(10) == exit_code
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_to_the_whole_group_asks_every_rank_and_does_not_count_twice(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
@@ -239,7 +240,10 @@ def test_a_signal_to_the_whole_group_asks_every_rank_and_does_not_count_twice(
     assert [(tmp_path / f"asked_{rank}").read_text() for rank in range(2)] == [sent.name] * 2
 
 
-def test_a_second_signal_ends_a_rank_of_torchrun_that_is_stuck_inside_a_library() -> None:
+@pytest.mark.parametrize("sent", [[signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]])
+def test_a_second_signal_or_ctrl_c_ends_a_rank_of_torchrun_that_is_stuck_inside_a_library(
+    sent: list[signal.Signals],
+) -> None:
     code = (
         "import ctypes, socket; from mimo.launch.signals import end_by_signals\n"
         "end_by_signals(); here, there = socket.socketpair(); print('ready', flush=True)\n"
@@ -248,12 +252,13 @@ def test_a_second_signal_ends_a_rank_of_torchrun_that_is_stuck_inside_a_library(
     with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
-        rank.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            rank.wait(0.5)
-        rank.send_signal(signal.SIGTERM)
-        assert rank.communicate(timeout=10)[1] == "ended by SIGTERM\n"
-        assert rank.returncode == 143
+        for signum in sent[:-1]:
+            rank.send_signal(signum)
+            with pytest.raises(subprocess.TimeoutExpired):
+                rank.wait(0.5)
+        rank.send_signal(sent[-1])
+        assert rank.communicate(timeout=10)[1] == f"ended by {sent[-1].name}\n"
+        assert rank.returncode == 128 + sent[-1]
 
 
 def test_a_rank_of_torchrun_that_is_done_is_not_aborted_while_its_interpreter_winds_down() -> None:

@@ -12,6 +12,7 @@ import pytest
 from mimo.errors import InputError
 from mimo.report import runs
 from mimo.report.runs import read_curves, read_runs
+from mimo.train.incidents import record
 from tests.mimo.report.folders import RECIPE, make_run, say
 
 
@@ -63,6 +64,13 @@ def test_a_run_ended_stopped_or_is_running(tmp_path: Path) -> None:
     assert (ended.state, ended.steps_done) == ("ended", 100)
     (stopped,) = read_runs(make_run(tmp_path / "stopped", num_steps=40))
     assert stopped.state == "stopped after step 40"
+    record(tmp_path / "stopped", "signal", "ended by SIGINT", 38)
+    (stopped,) = read_runs(tmp_path / "stopped")
+    assert stopped.state == "stopped after step 40", "it has gone on since"
+    record(tmp_path / "stopped", "signal", "ended by SIGTERM, with a checkpoint", 39)
+    (stopped,) = read_runs(tmp_path / "stopped")
+    assert stopped.state == "ended by SIGTERM, with a checkpoint"
+    (tmp_path / "stopped" / "incidents.jsonl").unlink()
     say(tmp_path / "stopped", 1, failure="OSError: the disk is full")
     (stopped,) = read_runs(tmp_path / "stopped")
     assert stopped.state == "stopped after step 40"

@@ -13,6 +13,7 @@ import pytest
 
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import Start
+from mimo.cluster.watch import facts_of, look
 from mimo.errors import EXIT_CONTINUE
 from mimo.train.ending import Ending
 from mimo.train.incidents import incidents
@@ -46,6 +47,7 @@ def signal_one(to: str, attempt: int, run_dir: Path, start: Start) -> None:
         "launcher": (2, launcher.pid, signal.SIGTERM),
         "encoder": (0, os.getpid(), signal.SIGUSR1),
         "language": (1, os.getpid(), signal.SIGTERM),
+        "Ctrl-C": (2, launcher.pid, signal.SIGINT),
     }[to]
     assert pid is not None
 
@@ -71,7 +73,9 @@ def nothing(_: None, attempt: int, run_dir: Path, start: Start) -> None:
 # -------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("to", quick(["launcher", "encoder", "language"], "launcher"))
+@pytest.mark.parametrize(
+    "to", quick(["launcher", "encoder", "language", "Ctrl-C"], "launcher", "Ctrl-C")
+)
 def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming_is_exact(
     run_ranks: RunRanks, recipe: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
@@ -83,8 +87,9 @@ def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming
     run_dir = recipe.parent / "runs" / "tiny"
     checkpoint = find_checkpoint(run_dir)
     assert checkpoint.name == "step_2"
-    name = "SIGUSR1" if to == "encoder" else "SIGTERM"
+    name = {"encoder": "SIGUSR1", "Ctrl-C": "SIGINT"}.get(to, "SIGTERM")
     said = f"ended by {name}, with a checkpoint after step 2"
+    assert dict(facts_of(look(run_dir)))["state"] == said
     (incident,) = incidents(run_dir)
     assert (incident["kind"], incident["text"], incident["step"]) == ("signal", said, 1)
     assert [line["step"] for line in metrics(recipe)] == [0, 1], "no time for the validation"
@@ -96,8 +101,12 @@ def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming
         assert [line.get(key) for line in got] == [line.get(key) for line in expected], key
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_run_that_hangs_in_a_save_and_its_last_checkpoint_stays(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    sent: signal.Signals,
 ) -> None:
     run_dir = recipe.parent / "runs" / "tiny"
 
@@ -105,17 +114,19 @@ def test_a_second_signal_ends_a_run_that_hangs_in_a_save_and_its_last_checkpoint
         while not (run_dir / "checkpoints" / "step_2").exists():  # the next one hangs
             time.sleep(0.01)
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), sent)
             time.sleep(0.5)
 
     thread = threading.Thread(target=send)
     thread.start()
     train = disturbing(monkeypatch, f"{HERE}:stall", None)
-    assert train(recipe, [*SETTINGS, "train.save_every=1"]) == 128 + signal.SIGTERM
+    assert train(recipe, [*SETTINGS, "train.save_every=1"]) == 128 + sent
     thread.join()
     assert find_checkpoint(run_dir).name == "step_2"
     assert not running(int((run_dir / f"pid_{rank}").read_text()) for rank in range(3))
-    assert capfd.readouterr().err.endswith("ended by SIGTERM\n")
+    assert capfd.readouterr().err.endswith(f"ended by {sent.name}\n")
+    told = f"ended at once by {sent.name} after step 2; the last checkpoint is step_2"
+    assert dict(facts_of(look(run_dir)))["state"] == told
 
 
 def test_a_run_whose_time_is_up_saves_and_wants_to_be_continued(

@@ -21,15 +21,12 @@ from mimo.hf.recipes import load_recipe
 from mimo.launch.processes import RanksFailed
 from mimo.model.recipe_checks import check_recipe
 from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.train.continuation import say_what_differs
 from mimo.train.main import Request
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import ADAM, LAYOUT, bad_samples, command, corrupt, metrics, mimo, run
 from tests.ranks import MarkedJob
-
-DRAFT = "encoders.vision.model.jpeg_draft=true"
 
 
 @pytest.fixture
@@ -130,17 +127,6 @@ def test_a_damaged_checkpoint_is_refused_before_a_rank_starts(recipe: Path) -> N
     (checkpoint / "tensors.json").write_text("{")
     with pytest.raises(InputError, match="damaged"):
         Request(recipe, resume_from=checkpoint).check(None).begin()
-
-
-def test_a_run_that_goes_on_with_other_pixels_says_so(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (recipe.parent / "recipe.yaml").write_text(load_recipe(recipe).to_yaml())
-    for override, said in [("train.steps=9", False), (DRAFT, True)]:
-        say_what_differs(load_recipe(recipe, [override]), recipe.parent)
-        output = capsys.readouterr().out
-        assert bool(output) == said
-        assert ("jpeg_draft=False" in output) == ("jpeg_draft=True" in output) == said
 
 
 @pytest.mark.slow
