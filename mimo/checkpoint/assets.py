@@ -70,7 +70,7 @@ def recipe_of(checkpoint: Path) -> Recipe:
     Raises RecipeError.
     """
     recipe = load_recipe(checkpoint / "recipe.yaml")
-    copy = _tokenizer_copy(checkpoint)
+    copy = tokenizer_copy(checkpoint)
     if Path(recipe.data.tokenizer).is_dir() or copy is None:
         return recipe
     data = recipe.data.model_copy(update={"tokenizer": str(copy)})
@@ -84,7 +84,7 @@ def own_recipe(checkpoint: Path) -> Recipe:
     earlier version has no copy, the recipe's folder is used. Raises RecipeError.
     """
     recipe, carried = _recorded_recipe(checkpoint), checkpoint / ASSETS
-    copies = {"data.tokenizer": _tokenizer_copy(checkpoint)}
+    copies = {"data.tokenizer": tokenizer_copy(checkpoint)}
     if recipe.init_from is not None and (carried / "config.json").is_file():
         copies["init_from"] = carried
     overrides = [f"{key}={json.dumps(str(path))}" for key, path in copies.items() if path]
@@ -96,7 +96,8 @@ def _recorded_recipe(checkpoint: Path) -> Recipe:
     return read_recipe(checkpoint / "recipe.yaml", (), lambda data: ())
 
 
-def _tokenizer_copy(checkpoint: Path) -> Path | None:
+def tokenizer_copy(checkpoint: Path) -> Path | None:
+    """The folder with the tokenizer that a checkpoint carries; None if it carries none."""
     copies = (checkpoint / ASSETS / _TOKENIZER, checkpoint / ASSETS)
     return next((one for one in copies if (one / "tokenizer.json").is_file()), None)
 
@@ -108,7 +109,7 @@ def changed_assets(checkpoint: Path) -> Iterator[Path]:
     """
     recipe, carried = _recorded_recipe(checkpoint), checkpoint / ASSETS
     model, tokenizer = recipe.init_from, recipe.data.tokenizer
-    own = _tokenizer_copy(checkpoint)
+    own = tokenizer_copy(checkpoint)
     shared = own == carried and model != tokenizer  # an earlier version put both into one folder
     copies = [(tokenizer, own, {True} if shared else {True, False})]
     if model is not None and model != tokenizer:
