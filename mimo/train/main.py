@@ -50,7 +50,7 @@ from mimo.train.restarts import (
     say_killed,
     say_restart,
 )
-from mimo.train.run_folder import check_run_dir, make_run_dirs
+from mimo.train.run_folder import check_run_dir, make_run_dirs, say_saves
 from mimo.train.run_lock import keep_lock, run_lock
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ class Job:
         tell_choice(choice, first.recipe.run_dir)
         for line in changes:
             print(line, flush=True)
+        say_saves(runs)
         return runs
 
     def again(self) -> Job:

@@ -68,15 +68,20 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
     for run in runs:
         has_nothing = resumes and not resumable(run.recipe.run_dir)
         make_run_dir(run.recipe, resumes=run.resumes or has_nothing)
-        phase, train = f"{run.phase.title}: " * phased.has_phases, run.recipe.train
-        every = train.save_interval or train.steps
-        often = f"every {every} steps" if every < train.steps else "after the last step only"
-        print(f"{phase}saves a checkpoint {often}")
     if resumes and isinstance(runs[0].start, FromScratch):
         print(f"no checkpoint in {phased.run_dir} yet: starting anew")
     elif resumes and not phased.has_phases:
         print(f"the run {runs[0].begins}")
     print(f"run folder: {phased.run_dir}", flush=True)
+
+
+def say_saves(runs: Sequence[Run]) -> None:
+    """Print how often each run saves a checkpoint."""
+    for run in runs:
+        phase, train = f"{run.phase.title}: " if run.phase.name else "", run.recipe.train
+        every = train.save_interval or train.steps
+        often = f"every {every} steps" if every < train.steps else "after the last step only"
+        print(f"{phase}saves a checkpoint {often}", flush=True)
 
 
 def _step_aside(run_dir: Path, recipe: Path | None) -> None:

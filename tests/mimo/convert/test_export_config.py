@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from data.text.chat import ChatTokenizer
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.convert import from_hf, to_hf
 from mimo.errors import InputError, RecipeError
@@ -90,6 +91,14 @@ def test_of_a_tokenizer_elsewhere_only_its_own_files_are_carried(tmp_path: Path)
         other / "tokenizer.json"
     ).read_bytes()
     assert not list((tmp_path / ASSETS).glob("*.safetensors*"))
+    # A template in another file: that of the model's own tokenizer must not hide it.
+    config, template = other / "tokenizer_config.json", other / "chat_template.jinja"
+    said = json.loads(config.read_text()) | {"chat_template": template.read_text() + "{# own #}"}
+    config.write_text(json.dumps(said))
+    template.unlink()
+    collect_assets(recipe, tmp_path / "again")
+    found, given = ChatTokenizer(tmp_path / "again", {}), ChatTokenizer(other, {})
+    assert found.differences(given) == []
 
 
 def test_a_model_that_did_not_start_from_a_folder_has_no_export(tmp_path: Path) -> None:

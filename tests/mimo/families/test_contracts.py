@@ -109,6 +109,7 @@ def test_a_family_offers_every_function_of_its_contract(name: str) -> None:
 def test_settings_have_what_their_contract_leaves_open(name: str) -> None:
     settings = settings_of(FAMILIES[name])  # what is missing could not be made
     assert [*inspect.signature(settings.scaled_down).parameters] == ["chunks", "tp"]
+    assert settings.changeable_keys <= type(settings).model_fields.keys()
 
 
 @every_family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from mimo.errors import InputError, StartError
+from mimo.hf.recipes import load_recipe
 from mimo.launch import meeting
 from mimo.launch.door import Peers, find_store, open_store, secret_of
 from mimo.launch.meeting import Meeting, Refused
@@ -24,6 +26,7 @@ from mimo.launch.processes import RanksFailed
 from mimo.launch.ranks import run_on_cpu
 from mimo.train.run_lock import run_lock
 from tests.conftest import RunRanks
+from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
 from tests.mimo.launch.conftest import (
     RANKS,
     as_task_of_srun,
@@ -220,6 +223,23 @@ def test_all_ranks_learn_that_the_run_folder_is_in_use(
     assert f"{run_dir}: another job is writing to this run folder (host " in printed[0]
     assert printed[1:] == ["", ""]
     assert not run_dir.exists()
+
+
+def test_a_resume_that_is_refused_or_has_nothing_to_do_ends_all_ranks_and_writes_nothing(
+    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+) -> None:
+    whole = load_recipe(recipe)
+    made = small_checkpoint(whole.run_dir / "checkpoints", 3, whole.to_yaml())
+    shutil.copytree(recipe.parent / "tokenizer", made / "assets", dirs_exist_ok=True)
+    write_manifest(made)
+    codes, printed = trained("--resume", "language.model.num_layers=4")
+    assert codes == [2] * RANKS
+    assert f"language.model.num_layers: got 4, but {made} was trained with 2" in printed[0]
+    codes, told = trained("--resume", "train.steps=2")
+    assert codes == [0] * RANKS
+    assert told[0] == "already at step 3 of 2; raise train.steps to go on\n"
+    assert printed[1:] == told[1:] == ["", ""]
+    assert [path.name for path in whole.run_dir.iterdir()] == ["checkpoints"]
 
 
 @pytest.mark.slow

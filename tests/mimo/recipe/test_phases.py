@@ -67,7 +67,7 @@ def test_a_phase_is_the_recipe_with_its_keys_laid_over(path: Path) -> None:
     assert (two.language.grid.tp, two.language.grid.dp) == (2, 1)
     assert [source.path for source in two.data.sources] == ["other.tar"]
     assert (one.train.steps, two.train.steps) == (3, 4)
-    assert (one.train.save_every, two.train.save_every) == (2, None)
+    assert (one.train.save_every, two.train.save_every) == (2, "auto")
     assert one.train.global_batch_size == two.train.global_batch_size == 12
 
 

@@ -51,6 +51,15 @@ def test_a_recipe_is_read_with_its_defaults(path: Path) -> None:
     assert all(recipe.module(name) is part for name, part in recipe.modules.items())
 
 
+def test_a_run_saves_a_tenth_of_its_steps_apart_unless_told_otherwise(path: Path) -> None:
+    for steps, every in ((5, 100), (1001, 100), (2500, 250), (10**6, 500)):
+        assert load_recipe(path, [f"train.steps={steps}"]).train.save_interval == every
+    assert load_recipe(path, ["train.save_every=7"]).train.save_interval == 7
+    assert load_recipe(path, ["train.save_every=null"]).train.save_interval is None
+    (problem,) = problems(path, "train.save_every=often")
+    assert "train.save_every: needs 'auto', null or a number of steps" in problem
+
+
 @pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "0.001", "1.0E-03"])
 def test_every_way_of_writing_a_float_is_a_float(path: Path, text: str) -> None:
     path.write_text(RECIPE.replace("steps: 3,", f"steps: 3, learning_rate: {text},"))

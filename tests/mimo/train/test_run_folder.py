@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mimo.hf.recipes import load_phases
-from mimo.train.main import Request
+from mimo.model.recipe_checks import check_recipe
+from mimo.train.main import Job, Request
 from mimo.train.restarts import follows_another
 from tests.mimo import tiny
 
@@ -39,6 +40,23 @@ def test_a_folder_that_holds_only_launch_is_where_the_run_begins(
     Request(path, resume=resume).check(None).begin()
     assert names(run_dir) == {"launch", "recipe.yaml"}
     assert names(run_dir.parent) == {"tiny"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "often"),
+    [
+        (["train.steps=1500"], "every 150 steps"),
+        (["train.save_every=2"], "every 2 steps"),
+        ([], "after the last step only"),
+        (["train.steps=1500", "train.save_every=null"], "after the last step only"),
+    ],
+)
+def test_a_start_says_how_often_it_saves(
+    recipe: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], often: str
+) -> None:
+    phased = load_phases(recipe, overrides)
+    Job(phased, phased.each(lambda recipe: check_recipe(recipe, None))).begin()
+    assert f"saves a checkpoint {often}\n" in capsys.readouterr().out
 
 
 def test_an_older_run_moves_aside_and_the_launch_of_this_job_stays(recipe: Path) -> None:

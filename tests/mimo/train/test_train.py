@@ -246,6 +246,8 @@ def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(
 CONSOLE = re.compile(
     r"run folder: \S+"
     r"|summary [\w .]+: .+"
+    r"|saves a checkpoint (every \d+ steps|after the last step only)"
+    r"|changed since \S+:|  .* before, .* now"
     r"|startup [\d.]+ s: start and imports .*, first step [\d.]+ \(rank \d\)"
     r"|the run continues from \S+"
     r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+ epoch [\d.]+"
