@@ -180,10 +180,10 @@ def _reason(recipe: Recipe, module: str, path: Location, then: Any, now: Any) ->
         case () | ("family",):
             return "a resumed run keeps its model"
         case ("model", key, *_):
-            is_language = module == LANGUAGE
-            settings = (
-                language_settings(recipe) if is_language else encoder_settings(recipe, module)
-            )
+            if module == LANGUAGE:
+                settings = language_settings(recipe)
+            else:
+                settings = encoder_settings(recipe, module)
             if key not in settings.changeable_keys:
                 return "a resumed run keeps its model"
         case ("lora",) if then is not None:
@@ -201,10 +201,8 @@ def _is_same_folder(before: str | None, now: str | None, checkpoint: Path) -> bo
         return now is None
     if Path(before).is_dir():
         return Path(now).is_dir() and Path(before).samefile(now)
-    configs = [folder / "config.json" for folder in (Path(now), checkpoint / ASSETS)]
-    return all(file.is_file() for file in configs) and read_json(configs[0]) == read_json(
-        configs[1]
-    )
+    ours, carried = Path(now) / "config.json", checkpoint / ASSETS / "config.json"
+    return ours.is_file() and carried.is_file() and read_json(ours) == read_json(carried)
 
 
 def _tokenizer_problems(before: Recipe, recipe: Recipe, checkpoint: Path) -> Iterator[str]:
