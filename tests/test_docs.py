@@ -26,6 +26,12 @@ def test_the_page_of_recipe_keys_is_that_of_the_schema() -> None:
     )
 
 
+def test_every_shipped_recipe_is_listed() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for recipe in sorted(ROOT.glob("recipes/*.yaml")):
+        assert f"(../recipes/{recipe.name})" in page, recipe.name
+
+
 def test_the_readme_can_be_read_in_one_go() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from mimo.commands._shared import EmaOption, RunArgument
+from mimo.hf.tiny_configs import FAMILIES
 
 
 def convert_from_hf(
@@ -49,9 +50,7 @@ def convert_to_hf(
 def tiny(
     family: Annotated[
         str,
-        typer.Argument(
-            help="qwen2_5_vl, qwen3_vl or gemma3; of text alone: qwen2, qwen3, gemma3_text."
-        ),
+        typer.Argument(help=f"One of {', '.join(FAMILIES)}."),
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo.errors import InputError, kind_of
+from mimo.errors import InputError, kind_of, shown
 
 Config = Mapping[str, Any]
 
@@ -40,6 +40,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     tower under ``vision_config``, rotary settings under ``rope_parameters``. Raises InputError.
     """
     said = read_json(folder / "config.json")  # says which file is missing or broken
+    if (quantized := said.get("quantization_config")) is not None:
+        raise InputError(
+            f"{folder / 'config.json'}: quantization_config is {shown(quantized)}, but only plain "
+            "weights are trained; give the checkpoint before it was quantized, or remove the key "
+            "if this one was not"
+        )
     # Imported here, because they cost seconds to import.
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

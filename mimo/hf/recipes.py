@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mimo.recipe.source import Location
 
 DEFAULT_ENCODER = "vision"
 _UNREAD = "unread"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -34,6 +36,7 @@ def load_phases(
 def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     """Complete a recipe's plain data in place from the folder that ``init_from`` names.
 
+    A Hub id (``org/name``) becomes its folder in the local cache; nothing is downloaded.
     What the recipe says stands. One without ``encoders`` gets one for images; ``encoders: {}``
     means the language model alone. A resolved recipe (from a run) no longer needs the folder. The
     folder's tower is the first encoder that names no family, or the folder's family; the others
@@ -47,11 +50,16 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         _stand_in(data)
         return  # the schema reports it
     folder = Path(given)
+    if not folder.is_dir() and (cached := _in_cache(given)) is not None:
+        folder, data["init_from"] = cached, str(cached)
     if not folder.is_dir() and _section(data, "language").get("model"):
         return  # resolved
     try:
         if not folder.is_dir():
-            raise InputError(f"{folder}: no such folder; give a checkpoint in Hugging Face format")
+            hint = "give a checkpoint in Hugging Face format"
+            if _HUB_ID.fullmatch(given):
+                hint += f"; if this is the id of one, run `hf download {given}` first"
+            raise InputError(f"{folder}: no such folder; {hint}")
         config = read_config(folder)
         architecture = architecture_of(config.get("model_type"))
         language = architecture.language_family().settings_from_hf(config)
@@ -91,6 +99,19 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
             )
             yield ("encoders", name, "family"), message
             section["family"] = _UNREAD  # so that it is not reported twice
+
+
+def _in_cache(name: str) -> Path | None:
+    """The folder of a Hub id in the cache of Hugging Face; None if it is none, or not there."""
+    if not _HUB_ID.fullmatch(name):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
 
 
 def tower_settings(

@@ -1,12 +1,13 @@
 """What is wrong with a recipe's keys, in the terms of a recipe."""
 
+import re
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mimo.errors import shown, suggestion
+from mimo.errors import nearest, shown, suggestion
 from mimo.recipe.source import Location
 
 PHASES = "phases"
@@ -14,6 +15,31 @@ PHASES = "phases"
 
 
 _RENAMED: dict[Location, str] = {("stages",): PHASES}
+_OTHER_NAMES = {  # of our keys, in other trainers
+    "init_from": "model_name_or_path pretrained_model_name_or_path",
+    "data.sequence_length": "max_length max_seq_length max_seq_len seq_length seq_len cutoff_len "
+    "model_max_length",
+    "data.tokenizer": "tokenizer_name_or_path",
+    "language.grid.tp": "tensor_parallel_size tensor_model_parallel_size",
+    "language.grid.pp": "pipeline_parallel_size pipeline_model_parallel_size",
+    "language.recompute": "gradient_checkpointing activation_checkpointing",
+    "train.clip_grad_norm": "max_grad_norm gradient_clipping clip_grad",
+    "train.global_batch_size": "batch_size gradient_accumulation_steps grad_accum_steps",
+    "train.learning_rate": "lr max_lr",
+    "train.log_every": "logging_steps log_interval",
+    "train.micro_batch_size": "per_device_train_batch_size",
+    "train.optimizer": "optim",
+    "train.precision": "bf16 fp16 dtype torch_dtype mixed_precision",
+    "train.run_dir": "output_dir",
+    "train.save_every": "save_steps save_interval",
+    "train.schedule": "lr_scheduler_type lr_decay_style",
+    "train.steps": "max_steps num_steps train_iters epochs num_epochs num_train_epochs",
+    "train.validate_every": "eval_steps eval_interval",
+    "train.warmup_steps": "warmup_ratio warmup_iters lr_warmup_iters",
+}
+KEY_OF = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+"""Our keys by the names that people type from habit."""
+_VALUE_OF = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "adamw": "adam"}
 
 
 def descriptions(
@@ -49,13 +75,26 @@ def _message(
         section = _section_at(location[:-1], model)
         choices = [*section.model_fields] if section is not None else []
         choices += [PHASES] if is_recipe and section is model else []
+        if is_recipe and (key := KEY_OF.get(str(location[-1]))) is not None:
+            *place, name = key.split(".")
+            field = cast("type[BaseModel]", _section_at(tuple(place), model)).model_fields[name]
+            meant = name if name in choices else key
+            return (
+                f"unknown key; did you mean '{meant}'? ({' '.join(str(field.description).split())})"
+            )
         return f"unknown key; {suggestion(str(location[-1]), choices)}"
     if details["type"] == "missing":
         return "this key is required"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(details["input"], dict) and details["type"] == "value_error":
         return message
-    return f"{message}; got {shown(details['input'])}"
+    given = details["input"]
+    hint = ""
+    if details["type"] == "literal_error" and isinstance(given, str):
+        choices = re.findall(r"'([^']*)'", message)
+        match = _VALUE_OF.get(given.lower()) or nearest(given, choices)
+        hint = f"; did you mean '{match}'?" if match in choices else ""
+    return f"{message}; got {shown(given)}{hint}"
 
 
 def _section_at(location: Location, recipe: type[BaseModel]) -> type[BaseModel] | None:

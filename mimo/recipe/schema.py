@@ -226,8 +226,9 @@ class Recipe(Section):
     name: bounds.RunName
     """Name of the run and of its folder."""
     init_from: bounds.PathText | None = None
-    """Folder of a Hugging Face checkpoint to start from; it also gives families, sizes, tokenizer
-    and placeholders that the recipe leaves out."""
+    """Folder of a Hugging Face checkpoint to start from, or the id (`org/name`) of one that
+    `hf download` has put into the local cache; it also gives families, sizes, tokenizer and
+    placeholders that the recipe leaves out."""
     language: Language = Language()
     """The language model."""
     encoders: Annotated[dict[bounds.ModuleName, Encoder], Field(max_length=MAX_ENTRIES)] = {}

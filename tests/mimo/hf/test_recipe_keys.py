@@ -87,15 +87,34 @@ def test_a_resolved_recipe_needs_the_folder_no_longer(folder: Path, tmp_path: Pa
             "encoders.vision",
         ),
         ("init_from=nowhere", "init_from: nowhere: no such folder"),
+        ("init_from=org/na.me", "init_from: org/na.me: no such folder; .* `hf download org/na.me`"),
         ("init_from=3", "init_from: should be a valid string"),
     ],
 )
 def test_what_contradicts_the_folder_is_refused_by_key(
     folder: Path, tmp_path: Path, override: str, message: str
 ) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=message):
         recipe_of(folder, tmp_path, override)
-    assert message in str(caught.value)
+
+
+def test_a_hub_id_is_its_folder_in_the_local_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the form that `hf download` writes: links to blobs."""
+    cache = tmp_path / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
+    shutil.copytree(folder, blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0123abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    recipe = recipe_of(folder, tmp_path, "init_from=org/name")
+    assert recipe.init_from == recipe.data.tokenizer == str(snapshot)
+    assert recipe.language.model == recipe_of(folder, tmp_path).language.model
+    assert initial_weights(recipe) is not None
 
 
 @pytest.mark.parametrize("value", ["3", "nowhere", "broken"])
@@ -134,6 +153,7 @@ REFUSED = [
     ("qwen3_vl", "config.json", "text_config.hidden_act", "gelu", None),
     ("qwen3_vl", "config.json", "vision_config.in_channels", 1, None),
     ("qwen3_vl", "config.json", "model_type", "qwen2_vl", None),
+    ("qwen3_vl", "config.json", "quantization_config", {"quant_method": "fp8"}, None),
     # Dropout.
     ("qwen2_5_vl", "config.json", "text_config.attention_dropout", 0.1, None),
     ("qwen3_vl", "config.json", "text_config.attention_dropout", 0.1, None),

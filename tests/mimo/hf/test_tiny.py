@@ -12,10 +12,13 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from typer.testing import CliRunner
 
 from data.digits.text import DIGITS, image_conversation, words
+from mimo.cli import app
 from mimo.errors import InputError
 from mimo.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.hf.tiny_configs import FAMILIES
 from mimo.hf.tiny_text import build_tokenizer
 from mimo.hf.transformers_processor import load_processor
 from tests.mimo.hf import folders
@@ -194,3 +197,8 @@ def test_bad_input_is_refused_with_a_hint(
     with pytest.raises(InputError, match=message):
         write_tiny(settings, tmp_path / "x")
     assert not any(tmp_path.iterdir())
+
+
+def test_the_help_names_all_families() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["tiny", "--help"]).output.split())
+    assert f"One of {', '.join(FAMILIES)}." in shown.replace("│ ", "").replace("│", "")

@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from mimo.commands.recipe_keys import recipe_keys
 from mimo.errors import RecipeError, nearest
 from mimo.hf.recipes import load_recipe
+from mimo.recipe.findings import KEY_OF
 from mimo.recipe.schema import Recipe
 
 RECIPE = """\
@@ -99,6 +101,33 @@ def test_an_unknown_key_of_an_override_names_the_override(path: Path) -> None:
     assert problems(path, "language.grid.tpp=2") == [
         "override 'language.grid.tpp=2': language.grid.tpp: unknown key; did you mean 'tp'?"
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr=1e-4", "did you mean 'learning_rate'? (Peak learning rate of every module"),
+        ("lr=1e-4", "did you mean 'train.learning_rate'? (Peak"),
+        ("language.lr=1e-4", "did you mean 'learning_rate'? ("),
+        ("data.max_length=10", "did you mean 'sequence_length'? (Length of the longest sample"),
+        ("train.gradient_accumulation_steps=2", "did you mean 'global_batch_size'? (Samples"),
+        ("train.precision=bfloat16", "'bf16'; got 'bfloat16'; did you mean 'bf16'?"),
+        ("train.precision=float32", "got 'float32'; did you mean 'fp32'?"),
+        ("train.optimizer=adamw", "got 'adamw'; did you mean 'adam'?"),
+    ],
+)
+def test_names_of_other_trainers_are_answered_with_ours(
+    path: Path, override: str, message: str
+) -> None:
+    (line,) = problems(path, override)
+    assert message in line
+
+
+def test_every_name_of_another_trainer_leads_to_a_key_and_is_none() -> None:
+    page = recipe_keys()
+    for name, key in KEY_OF.items():
+        assert f"| `{key.split('.')[-1]}` |" in page, key
+        assert f"| `{name}` |" not in page, name
 
 
 def test_a_key_that_resembles_nothing_lists_what_there_is(path: Path) -> None:
