@@ -1,6 +1,7 @@
 """The documentation names what is there: files, links, commands and recipe keys."""
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _FILE = re.compile(
     r"(?<![\w/.-])(?:mimo|bridge|data|encoders|recipes|docs|tests)/[\w/.-]*(?![\w/.*<{-])"
 )
+_EXTRA = re.compile(r"pip install '\.\[([a-z]+)\]'")
 _COMMAND = re.compile(r"(?:^|`)mimo ([a-z][a-z-]*)", re.MULTILINE)
 
 
@@ -42,7 +44,11 @@ def test_a_page_names_only_what_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[x](nowhere.md)", "see `mimo/nowhere.py`", "tests/nowhere", "mimo fly away"]
+    "text",
+    [
+        *("[x](nowhere.md)", "see `mimo/nowhere.py`", "tests/nowhere", "mimo fly away"),
+        "`pip install '.[nothing]'`",
+    ],
 )
 def test_the_search_finds_what_is_not_there(text: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
@@ -68,6 +74,12 @@ def _wrong(page: Path) -> Iterator[str]:
     for name in _FILE.findall(_LINK.sub("", text)):
         if not (ROOT / name.rstrip(".")).exists():
             yield f"file {name}"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for name in _EXTRA.findall(text):
+        if name not in extras:
+            yield f"extra {name}"
     for name in _COMMAND.findall(text):
         if name not in _commands():
             yield f"command mimo {name}"
