@@ -77,7 +77,7 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
                 ("test", "test"),
             )
         ),
-        "train={steps: 24, global_batch_size: 16, micro_batch_size: 4, learning_rate: 0.002, "
+        "train={steps: 60, global_batch_size: 16, micro_batch_size: 4, learning_rate: 0.002, "
         f'warmup_steps: 5, threads_per_rank: 1, run_dir: "{tmp_path}"}}',
     ]
     layout = load_recipe(recipe, overrides)
