@@ -96,9 +96,9 @@ class Listed:
     def is_intact(self, block: int, content: memoryview) -> bool:
         """Whether the bytes of a block are those that were written, as far as this is known."""
         begin = block * _DIGEST_BYTES
-        before, after = self.blocks[:begin], self.blocks[begin : begin + _DIGEST_BYTES]
-        start = int.from_bytes(before[-_DIGEST_BYTES:])
-        return not self.blocks or crc32(content, start) == int.from_bytes(after)
+        before = self.blocks[max(begin - _DIGEST_BYTES, 0) : begin]
+        after = self.blocks[begin : begin + _DIGEST_BYTES]
+        return not after or crc32(content, int.from_bytes(before)) == int.from_bytes(after)
 
 
 def listed_files(checkpoint: Path) -> list[Listed] | None:

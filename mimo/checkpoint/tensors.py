@@ -241,7 +241,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
         def file_named(name: str) -> Listed:
             if name not in files:
                 size = _size_of(folder, name)
-                files[name] = listed[name] if manifest else Listed(name, size, None)
+                files[name] = listed[name] if manifest is not None else Listed(name, size, None)
                 if files[name].num_bytes != size:
                     raise ValueError(f"{name} has {size} bytes, not {files[name].num_bytes}")
             return files[name]

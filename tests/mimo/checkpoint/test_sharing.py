@@ -197,7 +197,7 @@ def test_ranks_open_only_files_with_their_weights_and_rank_0_alone_the_index(
     assert first == every
     assert all(initial and initial < every for initial in others)
     first, *others = [[name for name in own if name.endswith(".json")] for _, own in resumed]
-    assert sorted(first) == ["progress.json", "tensors.json"]
+    assert sorted(first) == ["manifest.json", "progress.json", "tensors.json"]
     assert others == [[], []]
     assert not any(initial for initial, _ in resumed)
     assert all(own for _, own in resumed), "tensors are read by all"
