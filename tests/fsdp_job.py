@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -44,6 +44,7 @@ class Job:
     biases: bool = True
     frozen: tuple[str, ...] = ()
     reshard_after_forward: bool = True
+    reduce_gradients: Literal["step", "microbatch"] = "step"
     plant: str = ""
 
     @property
@@ -94,7 +95,7 @@ class Wrapper(nn.Module):
     def __init__(self, model: Any, tp: Any) -> None:
         super().__init__()
         self.model = model
-        self.units = list(model.model.layers)
+        self.units, self.ends = list(model.model.layers), ()
         self.asked: Any = None
         self.sums_over_tp: frozenset[str] = frozenset()
         if tp is not None:

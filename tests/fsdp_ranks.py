@@ -35,7 +35,12 @@ def make_topology(job: Job) -> Any:
 def context(job: Job, mesh: Any) -> Any:
     from mimo.engines.fsdp.context import FsdpContext
 
-    return FsdpContext(mesh, job.dtype, reshard_after_forward=job.reshard_after_forward)
+    return FsdpContext(
+        mesh,
+        job.dtype,
+        reshard_after_forward=job.reshard_after_forward,
+        reduce_gradients=job.reduce_gradients,
+    )
 
 
 def same_names(shapes: Mapping[str, tuple[int, ...]]) -> Any:

@@ -210,9 +210,12 @@ def _cut_over_lanes(recipe: Recipe, layout: Layout, grid: GridSpec) -> Iterator[
     if name in layout.colocated:
         group = recipe.encoders[name].encode_group
         passes = 1 if group == "all" else -(-passes // group)
+    part, reductions = recipe.module(name), 1
     # What a backward has gathered stays for the next forward.
-    gathers = passes + 1 if recipe.module(name).reshard_after_forward else 1
-    moved = gathers * role.weights + role.gradients
+    gathers = passes + 1 if part.reshard_after_forward else 1
+    if part.reduce_gradients == "microbatch":
+        gathers, reductions = passes * (2 if part.reshard_after_forward else 1), passes
+    moved = gathers * role.weights + reductions * role.gradients
     yield _each("dp", name, _ring(ranks, 1), (shares - 1) / shares * moved)
     summed = 2 * (copies - 1) / copies * role.gradients / shares
     yield _each("dp", name, _ring(ranks, 0), summed)

@@ -67,13 +67,16 @@ def _print_memory(recipe: "Recipe", layout: "Layout") -> None:
     from mimo.model.roles import memory_by_role
 
     table = Table("role", title="memory of a rank", padding=(0, 0, 0, 1))
-    for column in ("weights", "gradients", "optimizer", "activations", "logits", "in all"):
+    columns = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+    for column in (*columns, "in all"):
         table.add_column(column, justify="right")
     for one in memory_by_role(recipe, layout):
-        parts = (one.weights, one.gradients, one.optimizer, one.activations, one.logits, one.total)
+        parts = (*(getattr(one, column) for column in columns), one.total)
         table.add_row(one.role, *(in_words(part) if part else "-" for part in parts))
     Console().print(table)
-    print("activations: at most, of full microbatches whose tokens are all rows of items")
+    print(
+        "activations and buffers: at most, of full microbatches whose tokens are all rows of items"
+    )
 
 
 def _print_defaults(recipe: "Recipe", layout: "Layout") -> None:

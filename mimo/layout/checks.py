@@ -45,6 +45,12 @@ def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
                 "got false, but engine: megatron gathers no weights; remove it, or set engine: "
                 "fsdp",
             )
+        if recipe.module(grid.module).reduce_gradients != "step":
+            yield recipe.problem(
+                (*key, "reduce_gradients"),
+                "got microbatch, but engine: megatron reduces gradients once a step; remove it, or "
+                "set engine: fsdp",
+            )
         return
     for axis, instead in _MEGATRON_ONLY.items():
         if (size := getattr(grid, axis)) > 1:

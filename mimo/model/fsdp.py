@@ -73,6 +73,7 @@ def fsdp_module(
         scatter_embedding=recipe.bridge.delivery == "sharded",
         recompute=part.recompute,
         reshard_after_forward=part.reshard_after_forward,
+        reduce_gradients=part.reduce_gradients,
         adapters=part.lora and Adapters(part.lora.rank, part.lora.scale, groups),
     )
     config = transformers_config(recipe)

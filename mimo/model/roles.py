@@ -3,15 +3,18 @@
 Weights, gradients and optimizer state are counted exactly: what each rank of the role holds of
 every parameter, by the family's list of weights and the way the engine cuts them. A distributed
 optimizer's state is the mean over the ranks that share it, as are all parts under FSDP2, which adds
-the weights that are gathered at a time.
+the weights that stay gathered.
 
-Activations are an estimate from above, of full microbatches whose tokens are all rows of items.
-Between forward and backward a token of a layer keeps the inputs of both norms and of all linears,
-and the outputs of the first linears; attention keeps no scores. With ``recompute: full`` it keeps
-the layer's input alone, and one layer at a time all of this. Modules of transformers keep more than
-that where they recompute nothing: their linears keep gathered inputs, their norms copies in fp32.
-Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4. Buffers of kernels and communication
-come on top.
+Activations and buffers are estimates from above, of full microbatches whose tokens are all rows of
+items. Between forward and backward a token of a layer keeps the inputs of both norms and of all
+linears, and the outputs of the first linears; attention keeps no scores. With ``recompute: full``
+it keeps the layer's input alone, and one layer at a time all of this. Modules of transformers also
+keep gathered inputs of their linears, copies in fp32 of what their norms get, rotated queries and
+keys, and the activated half of the MLP. Source: Korthikanti et al. 2022, arXiv:2205.05198, section
+4.
+
+Buffers come and go: gradients of what a layer keeps, a weight's gradient, and FSDP2's messages.
+The device's context, memory of libraries such as NCCL, and fragments come on top.
 """
 
 from __future__ import annotations
@@ -62,12 +65,13 @@ class RoleMemory:
     optimizer: float
     activations: float = 0
     logits: float = 0
+    buffers: float = 0
 
     @property
     def total(self) -> float:
         """All of them."""
-        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits)
-        return sum(parts)
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.logits + self.buffers
 
 
 def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
@@ -76,7 +80,7 @@ def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     for one in parameters_by_role(recipe, layout):
         module = _Module(recipe, layout, one.module)
         stage = module.grid.coords(one.ranks[0]).pp
-        kept = replace(one, activations=module.activations(stage))
+        kept = replace(one, activations=module.activations(stage), buffers=module.buffers())
         if one.module == LANGUAGE and one.ranks.stop == module.grid.ranks.stop:
             kept = replace(kept, logits=module.logits())
         found.append(kept)
@@ -84,7 +88,7 @@ def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
 
 
 def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
-    """Like `memory_by_role`, but without activations and logits."""
+    """Like `memory_by_role`, but without activations, logits and buffers."""
     found: list[RoleMemory] = []
     for name, grid in layout.grids.items():
         module = _Module(recipe, layout, name)
@@ -192,27 +196,89 @@ class _Module:
     def of_lanes(self) -> RoleMemory:
         """What each rank under FSDP2 keeps: a share of weights that are at least fp32.
 
-        For computing it gathers the embedding, norms and head, and a layer, or all layers if it
-        frees none after its forward. A backward that others follow in the same step leaves all
-        weights gathered and whole gradients: see `mimo.engines.fsdp.sharding.reduce_gradients`.
+        For computing it gathers what is outside of layers, but for an embedding of its own, and a
+        layer, or everything if it frees nothing after its forward. Unless every backward reduces
+        gradients, one that others follow in the same step leaves all layers gathered and whole
+        gradients: see `mimo.engines.fsdp.sharding.reduce_gradients`.
         """
-        grid, layers = self.grid, self.layers
-        shares = grid.dp // grid.dp_replicate
+        grid, layers, shares = self.grid, self.layers, self._shares
         inside, outside = self.held["layer"], self.held["first"] + self.held["last"]
-        learnt = self.learnt["layer"] * layers + self.learnt["first"] + self.learnt["last"]
-        keeps = self._num_backwards() > 1 and learnt > 0
-        whole = layers if keeps or not self.part.reshard_after_forward else 1
+        learnt = self._all(self.learnt)
+        state = 2 * (self.train.optimizer == "adam") + _has_average(self.train)
+        gathered = outside + (layers if self._keeps_layers else 1) * inside
+        if self.part.reshard_after_forward:
+            gathered -= self._embedding
         is_gathered = shares > 1 or self.size < self.wide
-        kept = 2 * (self.train.optimizer == "adam") + _has_average(self.train)
-        gathered = (outside + whole * inside) * self.size if is_gathered else 0
         return RoleMemory(
             role=self.name,
             module=self.name,
             ranks=grid.ranks,
-            weights=(outside + layers * inside) * self.wide / shares + gathered,
-            gradients=learnt * self.wide / (1 if keeps else shares),
-            optimizer=learnt * self.wide * kept / shares,
+            weights=(outside + layers * inside) * self.wide / shares
+            + (gathered * self.size if is_gathered else 0),
+            gradients=learnt * self.wide / (1 if self._keeps_gradients else shares),
+            optimizer=learnt * self.wide * state / shares,
         )
+
+    @property
+    def _shares(self) -> int:
+        """Into how many FSDP2 cuts each parameter."""
+        return self.grid.dp // self.grid.dp_replicate
+
+    def _all(self, elements: Counter[str]) -> int:
+        """Of the whole module, on a tensor-parallel rank."""
+        return elements["first"] + self.layers * elements["layer"] + elements["last"]
+
+    @property
+    def _embedding(self) -> int:
+        """Elements of an embedding that FSDP2 gathers on its own: one that is not the head, too."""
+        return self.held["first"] if self.name == LANGUAGE and _OUTPUT in self.shapes else 0
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether FSDP2 leaves gradients whole between the microbatches of a step."""
+        reduces = self.part.reduce_gradients == "microbatch"
+        return not reduces and self._num_backwards() > 1 and self._all(self.learnt) > 0
+
+    @property
+    def _keeps_layers(self) -> bool:
+        return self._keeps_gradients or not self.part.reshard_after_forward
+
+    def buffers(self) -> float:
+        """Bytes that come and go, at most.
+
+        The most at one of these moments: the backward of a layer; under FSDP2 also the forward of
+        an end, and its backward, when activations that are computed again are not there.
+        """
+        width, kept = self._widths()
+        inside = self._tokens * self.size * kept
+        of_layer = 0.0 if self._is_frozen else inside  # as gradients
+        if self.grid.engine == "fsdp":
+            forward, layer, end = self._messages()
+            absent = inside if self.part.recompute == "full" else 0
+            return max(of_layer + layer, max(forward, end) - absent)
+        if self.grid.sp:  # the gathered input of a linear, and its gradient
+            of_layer += 2 * self._tokens * self.size * width * self.grid.tp
+        largest = max(rows * columns for rows, columns in self.shapes.values()) // self.grid.tp
+        return of_layer + largest * self.size * (self._all(self.learnt) > 0)
+
+    def _messages(self) -> tuple[float, float, float]:
+        """Bytes of FSDP2's messages in a forward, and in the backward of a layer and of an end.
+
+        The next unit is gathered, where nothing stays gathered, and is there twice, as it came and
+        as it is used. Gradients are reduced while those of the next unit are computed, in the
+        dtype of the computation; the message is in fp32, and so is the share that comes of it.
+        """
+        layer, embedding = self.held["layer"], self._embedding
+        outside = self.held["first"] + self.held["last"] - embedding
+        following = 0 if self._keeps_layers else layer
+        arrived = self._shares > 1  # without other lanes nothing comes as a message
+        gathered = (following + 2 * layer * arrived) * self.size
+        ends = (self.learnt["first"], self.learnt["last"])
+        end = max(ends) if embedding else sum(ends)
+        per_element = 2 * self.size + self.wide + 2 * self.wide / self._shares
+        forward = (embedding + max(embedding, outside) * arrived + layer * arrived) * self.size
+        in_layer = gathered + self.learnt["layer"] * per_element
+        return max(forward, gathered), in_layer, gathered + end * per_element
 
     def _num_backwards(self) -> int:
         """Backward passes of a step, whose gradients are reduced together."""
@@ -233,34 +299,52 @@ class _Module:
 
     def activations(self, stage: int) -> float:
         """Bytes that a rank of a stage keeps at most."""
-        tokens = float(self.recipe.longest_microbatch)
-        if self.name != LANGUAGE:
-            tokens *= (
-                self.layout.language.dp / self.grid.dp * inputs_per_row(self.recipe, self.name)
-            )
-        size, (width, kept) = tokens / self.grid.cp * self.size, self._widths()
-        is_frozen = self.part.freeze is True or (self.part.freeze == "tower" and not self.part.lora)
+        size, (width, kept) = self._tokens * self.size, self._widths()
         # A forward pass of what is frozen keeps nothing for backward, and one layer at a time.
-        if self.name != LANGUAGE and is_frozen:
+        if self._is_frozen:
             return size * kept
         waiting = min(self._in_flight(stage), num_microbatches(self.recipe, self.layout))
         if self.part.recompute == "full":
             return size * (waiting * self.layers * width + kept)
         return size * waiting * self.layers * kept
 
+    @property
+    def _tokens(self) -> float:
+        """Of a full microbatch on a context-parallel rank, or its inputs of a tower."""
+        tokens = self.recipe.longest_microbatch / self.grid.cp
+        if self.name == LANGUAGE:
+            return tokens
+        lanes = self.layout.language.dp / self.grid.dp
+        return tokens * lanes * inputs_per_row(self.recipe, self.name)
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether an encoder runs no backward."""
+        freeze = self.part.freeze
+        is_frozen = freeze is True or (freeze == "tower" and not self.part.lora)
+        return self.name != LANGUAGE and is_frozen
+
     def _widths(self) -> tuple[float, float]:
         """Elements of a token on a rank: between layers, and kept in a layer for backward."""
         part = self.grid.tp if self.grid.sp else 1
         in_layer = {name: shape for name, shape in self.shapes.items() if ".layers." in name}
         linears = {n.split(".")[-2]: one for n, one in in_layer.items() if n.endswith(".weight")}
+        is_fsdp, in_fp32 = self.grid.engine == "fsdp", self.wide // self.size
+        # Of transformers' norms: what they get, a copy in fp32 of it, and that normalized.
+        norm = 2 + in_fp32 if is_fsdp else 1
         if "linear_qkv" not in linears:  # named as in transformers
             width = self.hidden / part
             outputs = sum(rows for rows, columns in in_layer.values() if columns > 1)
-            return width, 2 * width + outputs / self.grid.tp
+            return width, 2 * norm * width + 2 * self.hidden + norm * outputs / self.grid.tp
         qkv, proj, fc1, fc2 = (linears[f"linear_{one}"] for one in ("qkv", "proj", "fc1", "fc2"))
         width = qkv[1] / part
         # The inputs of two norms, and of the linears that follow them.
-        return width, 4 * width + (qkv[0] + proj[1] + fc1[0] + fc2[1]) / self.grid.tp
+        inside = (qkv[0] + proj[1] + fc1[0] + fc2[1]) / self.grid.tp
+        if not is_fsdp:
+            return width, 4 * width + inside
+        # Queries and keys have norms as well, and are rotated; the gate is activated first.
+        inside += (norm * qkv[0] + fc2[1]) / self.grid.tp
+        return width, 2 * norm * width + 2 * qkv[1] + inside
 
     def _in_flight(self, stage: int) -> float:
         """Microbatches between forward and backward on a stage, at most."""

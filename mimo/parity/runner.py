@@ -58,7 +58,10 @@ _MAX_ANSWER = 6  # words
 # The keys of layouts and of a family's settings; parity sets all others itself.
 _OVERRIDABLE = (
     "bridge",
-    *(f"language.{key}" for key in ("engine", "grid", "model", "reshard_after_forward")),
+    *(
+        f"language.{key}"
+        for key in ("engine", "grid", "model", "reshard_after_forward", "reduce_gradients")
+    ),
     *(
         f"encoders.vision.{key}"
         for key in ("engine", "grid", "model", "placement", "run_ahead", "encode_group")

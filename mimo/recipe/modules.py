@@ -16,6 +16,7 @@ from mimo import bounds
 
 Engine = Literal["megatron", "fsdp"]
 Recompute = Literal["none", "selective", "full"]
+ReduceGradients = Literal["step", "microbatch"]
 MAX_ENTRIES = 64  # encoders of a model, media of an encoder
 
 
@@ -104,6 +105,10 @@ class Language(Section):
     """
     reshard_after_forward: bool = True
     """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
+    reduce_gradients: ReduceGradients = "step"
+    """With `engine: fsdp`, when lanes sum gradients: once a `step`, or after each `microbatch`:
+    with more messages, but only a share of the gradients on each rank in between.
+    """
     grid: Grid = Grid()
     """The ranks and their axes."""
     freeze: bool = False
@@ -181,6 +186,10 @@ class Encoder(Section):
     """
     reshard_after_forward: bool = True
     """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
+    reduce_gradients: ReduceGradients = "step"
+    """With `engine: fsdp`, when lanes sum gradients: once a `step`, or after each `microbatch`:
+    with more messages, but only a share of the gradients on each rank in between.
+    """
     media: bounds.Word = "image"
     """Type of the content parts that it encodes, such as `image` or `video`."""
     placeholder: bounds.Word = "<|image_pad|>"

@@ -46,9 +46,16 @@ _OPTIONS = {
         "language.reshard_after_forward=false",
         "encoders.{first}.reshard_after_forward=false",
     ),
+    "reduced each time": (
+        "language.reduce_gradients=microbatch",
+        "encoders.{first}.reduce_gradients=microbatch",
+    ),
 }
 # The matrix alone decides these.
-_RESET = {"freeze": False, "lora": None, "recompute": "none", "reshard_after_forward": True}
+_RESET = {
+    **{"freeze": False, "lora": None, "recompute": "none"},
+    **{"reshard_after_forward": True, "reduce_gradients": "step"},
+}
 _RESET_ENCODER = {**_RESET, "run_ahead": "auto", "encode_group": "all"}
 _RESET_TRAIN = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 
@@ -165,10 +172,14 @@ SWEEP = (
     SweepCell("fsdp tp2 sp", "fsdp dp2", ("recompute",)),
     SweepCell("fsdp tp2 sp dp2", "fsdp dp3"),
     SweepCell("fsdp dp4 replicate2", "fsdp dp2", ("kept gathered",)),
-    SweepCell("fsdp dp2 replicate2", "fsdp dp4 replicate2"),
+    SweepCell("fsdp dp2 replicate2", "fsdp dp4 replicate2", ("reduced each time",)),
     SweepCell("fsdp dp2", "fsdp dp3", ("unpacked",)),
     SweepCell("fsdp tp2 sp dp2", "colocated fsdp"),
-    SweepCell("fsdp tp2 dp2", "colocated fsdp", ("groups of 3", "selective recompute")),
+    SweepCell(
+        "fsdp tp2 dp2",
+        "colocated fsdp",
+        ("groups of 3", "selective recompute", "reduced each time"),
+    ),
     SweepCell("fsdp tp2 sp", "fsdp dp2", ("replicated",)),
     SweepCell("fsdp tp2 sp dp2", "fsdp dp2", ("frozen encoder",)),
     SweepCell("fsdp dp3", "fsdp dp2", ("only the projector learns",)),

@@ -286,7 +286,8 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     Layouts for which it is equal share one run on one rank.
     """
     data = scaled.recipe.model_dump(mode="json")
-    alone = {"grid": {"dp": 1}, "recompute": "none", "reshard_after_forward": True}
+    alone = {"grid": {"dp": 1}, "recompute": "none"}
+    alone |= {"reshard_after_forward": True, "reduce_gradients": "step"}
     data["language"] |= alone
     for encoder in data["encoders"].values():
         encoder |= alone | {"placement": "disjoint", "run_ahead": "auto", "encode_group": "all"}

@@ -40,6 +40,7 @@ class FsdpContext:
     scatter_embedding: embeddings are handed to `place` cut over tp too; else whole.
     recompute: activations computed again in the backward pass, of core attention or of layers.
     reshard_after_forward: free a layer's gathered weights until its backward.
+    reduce_gradients: once a step, of all its microbatches together, or after each microbatch.
     """
 
     mesh: DeviceMesh | None
@@ -48,6 +49,7 @@ class FsdpContext:
     scatter_embedding: bool = True
     recompute: Literal["none", "selective", "full"] = "none"
     reshard_after_forward: bool = True
+    reduce_gradients: Literal["step", "microbatch"] = "step"
     adapters: Adapters | None = None
 
     @property
@@ -73,12 +75,15 @@ class Wrapper(nn.Module, ABC):
 
     Weights are on meta and in at least fp32, until `mimo.engines.fsdp.load`; buffers are right.
 
-    units: parts that are gathered one at a time, in forward order. hf_names: of every parameter
-    here, the name that transformers gives it in memory in the whole model. sums_over_tp: parameters
-    that every tensor-parallel rank has whole, but of whose gradient each has a part only.
+    units: layers, which are gathered one at a time, in forward order. ends: before and after them,
+    the embedding and the head, gathered on their own as well; empty where one matrix is both.
+    hf_names: of every parameter here, the name that transformers gives it in memory in the whole
+    model. sums_over_tp: parameters that every tensor-parallel rank has whole, but of whose gradient
+    each has a part only.
     """
 
     units: list[nn.Module]
+    ends: tuple[nn.Module, ...] = ()
     hf_names: dict[str, str]
     sums_over_tp: frozenset[str] = frozenset()
 

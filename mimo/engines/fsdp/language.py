@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form, windows
 from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
 from mimo.engines.fsdp.load import on_meta, restore_buffers
-from mimo.engines.fsdp.plans import Border, embed, local, parallelize, seeing_slices
+from mimo.engines.fsdp.plans import Border, Head, local, parallelize, seeing_slices
 from mimo.engines.fsdp.sharding import stored_dtype
 from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.layers.cross_entropy import linear_cross_entropy
@@ -28,6 +28,8 @@ from mimo.engines.megatron.segments import PackedSegments
 
 class LanguageModel(Wrapper):
     """The text part of a model of transformers, with its head; its units are the layers.
+
+    A head of its own is an end, and so then is the embedding.
 
     With tensor parallelism weights are DTensors as `plans` says. Without a mesh it is transformers'
     module with its own attention, and has its weights in the dtype of the computation.
@@ -39,10 +41,12 @@ class LanguageModel(Wrapper):
         whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, stored_dtype(ctx))
         self.text: Any = getattr(whole.model, "language_model", whole.model)
         tied = whole.lm_head.weight is self.text.embed_tokens.weight
-        self.head: nn.Linear | None = None if tied else whole.lm_head
+        self.head = None if tied else Head.adopt(whole.lm_head)
         restore_buffers(self.text)
         self.name_as_in(whole)
         self.units = list(self.text.layers)
+        if self.head is not None:
+            self.ends = (self.text.embed_tokens, self.head)
         self.border = None
         if ctx.tp is not None:
             self.border = Border(ctx.tp, ctx.sequence_parallel)
@@ -113,18 +117,20 @@ class LanguageModel(Wrapper):
 
     def _embed(self, ids: Tensor, place: Callable[[Tensor], Tensor] | None) -> Tensor:
         """ids (B, S) -> the first layer's input (B, S', H)."""
-        border = self.border
+        border, text = self.border, self.text.embed_tokens(ids)
         if border is not None and place is not None and not self.ctx.scatter_embedding:
             border = Border(border.tp, sequence_parallel=False)
-        words = self.text.embed_tokens
-        text = words(ids) if border is None else embed(words, ids, border)
+        if border is not None:
+            text = border.leave(text)
         if place is None:
             return text
         return place(text.transpose(0, 1)).transpose(0, 1).contiguous()
 
-    @property
-    def _head_weight(self) -> Tensor:
-        return local((self.text.embed_tokens if self.head is None else self.head).weight)
+    def _through_head(self, chosen: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """``compute(chosen, weight)``, with this rank's rows of the head's weight (V/tp, H)."""
+        if self.head is None:
+            return compute(chosen, local(self.text.embed_tokens.weight))
+        return self.head(chosen, compute)
 
     def _chosen(self, hidden: Tensor, at: Tensor | None) -> Tensor:
         """hidden (B, S', H), at (n,) -> (n, H), or all (S·B, H), as the head takes it on a rank.
@@ -142,20 +148,22 @@ class LanguageModel(Wrapper):
         return found
 
     def _losses(self, hidden: Tensor, labels: Tensor, at: Tensor | None) -> Tensor:
-        weight, chosen = self._head_weight, self._chosen(hidden, at)
-        if self.ctx.mesh is None:
-            logits = nn.functional.linear(chosen, weight)
-            wide = logits if logits.dtype == torch.float64 else logits.float()
-            return nn.functional.cross_entropy(wide, labels, reduction="none")
-        group = self.ctx.mesh[TP].get_group()
-        return linear_cross_entropy(chosen, weight, labels, self.text.config.vocab_size, group)
+        def compute(chosen: Tensor, weight: Tensor) -> Tensor:
+            if self.ctx.mesh is None:
+                logits = nn.functional.linear(chosen, weight)
+                wide = logits if logits.dtype == torch.float64 else logits.float()
+                return nn.functional.cross_entropy(wide, labels, reduction="none")
+            group = self.ctx.mesh[TP].get_group()
+            return linear_cross_entropy(chosen, weight, labels, self.text.config.vocab_size, group)
+
+        return self._through_head(self._chosen(hidden, at), compute)
 
     def logits(self, hidden: Tensor, at: Tensor | None = None) -> Tensor:
         """hidden (B, S', H) after the norm -> logits as of `run`; inside its forward.
 
         Every rank of tp calls it.
         """
-        logits = nn.functional.linear(self._chosen(hidden, at), self._head_weight)
+        logits = self._through_head(self._chosen(hidden, at), nn.functional.linear)
         if self.border is not None:
             shards = DTensor.from_local(logits, self.border.tp, [Shard(1)], run_check=False)
             logits = shards.full_tensor()

@@ -23,6 +23,7 @@ from mimo.engines.fsdp.sharding import (
     reduce_gradients,
     reshard,
     stored_dtype,
+    sum_over_replicas,
 )
 from mimo.engines.megatron.groups import ProcessGroupCollection
 from mimo.engines.megatron.layers.attention_plan import LayerForm
@@ -123,7 +124,7 @@ class FsdpModule:
         reshard(self.whole)
         self.whole.train(not forward_only)
         if not forward_only:
-            reduce_gradients(self.whole, now=True)
+            self._reduce(now=True)
             for one in self._parameters:
                 one.whole.grad = None
 
@@ -134,7 +135,7 @@ class FsdpModule:
         sizes: Sequence[tuple[int, int]],
         forward_only: bool,
     ) -> list[Tensor]:
-        """One after the other; gradients are reduced in the backward of the last."""
+        """One after the other."""
         chunk, logged = Chunk(self.whole), []
         for done, number in enumerate(numbers, 1):
             loss = forward(number, chunk).sum()
@@ -164,19 +165,24 @@ class FsdpModule:
         return self.whole(patches, items)
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
-        reduce_gradients(self.whole, now=is_last and not self._accumulates)
+        self._reduce(now=is_last and not self._accumulates)
         loss.backward()
+
+    def _reduce(self, *, now: bool) -> None:
+        """Whether the next backward is the step's last, after which gradients are complete."""
+        reduce_gradients(self.whole, now=now or self.ctx.reduce_gradients == "microbatch")
+        sum_over_replicas(self.whole, now=now)
 
     @contextmanager
     def accumulate_only(self) -> Iterator[None]:
-        """Inside it no backward reduces gradients, whoever calls it."""
+        """Inside it no backward completes gradients, whoever calls it."""
         self._accumulates = True
-        reduce_gradients(self.whole, now=False)
+        self._reduce(now=False)
         try:
             yield
         finally:
             self._accumulates = False
-            reduce_gradients(self.whole, now=True)
+            self._reduce(now=True)
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Sum over tp what each of its ranks saw a part of, and divide once.

@@ -11,7 +11,7 @@ Letters: B sequences of S tokens, S' of them on this rank, H hidden, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.func import functional_call
 
 from mimo.engines.fsdp.attention import KINDS, kinds
 
@@ -188,16 +187,38 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def embed(embedding: nn.Embedding, ids: Tensor, border: Border) -> Tensor:
-    """ids (B, S), equal on all ranks -> embeddings (B, S', H). Each rank has rows of the weight.
+def _embed(embedding: nn.Embedding, tp: DeviceMesh, ids: Tensor) -> Tensor:
+    """ids (B, S), equal on all ranks -> embeddings (B, S, H), zeros for ids of other ranks' rows.
 
-    The module runs on them as it is, with its scale if it has one.
+    The module's own forward runs on this rank's rows, with its scale if it has one; its hooks,
+    FSDP2's among them, are around all this.
     """
-    weight = local(embedding.weight)
-    own = ids - border.tp.get_local_rank() * weight.shape[0]
+    whole = embedding.weight
+    weight = local(whole)
+    own = ids - tp.get_local_rank() * weight.shape[0]
     here = (own >= 0) & (own < weight.shape[0])
-    found = functional_call(embedding, {"weight": weight}, (own.where(here, 0),))
-    return border.leave(found.masked_fill(~here[..., None], 0))
+    parameters = cast("dict[str, Any]", embedding._parameters)
+    parameters["weight"] = weight
+    try:
+        found = type(embedding).forward(embedding, own.where(here, 0))
+    finally:
+        parameters["weight"] = whole
+    return found.masked_fill(~here[..., None], 0)
+
+
+class Head(nn.Linear):
+    """A head whose weight is used by whoever calls it, so that FSDP2 gathers it for that long."""
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear) -> Head:
+        """Make a linear one of these."""
+        assert type(linear) is nn.Linear, f"a linear of {type(linear)}"
+        linear.__class__ = cls
+        return cast("Head", linear)
+
+    def forward(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        """``compute(hidden, weight)``, with this rank's rows of the weight (V/tp, H)."""
+        return compute(hidden, local(self.weight))
 
 
 def parallelize(text: Any, head: nn.Linear | None, border: Border) -> None:
@@ -215,6 +236,7 @@ def parallelize(text: Any, head: nn.Linear | None, border: Border) -> None:
         for name in plan.rows:
             RowLinear.adopt(layer.get_submodule(name), border)
     cut(text.embed_tokens, "weight", tp, 0)
+    text.embed_tokens.forward = partial(_embed, text.embed_tokens, tp)
     padding = text.embed_tokens.padding_idx
     if padding is not None:
         # The row that gets no gradient is one rank's, under another number.

@@ -1,8 +1,8 @@
 """FSDP2 around a wrapper module, and which part of a parameter a rank has.
 
-One `fully_shard` for each unit and one for the root, whose hooks cover the embedding, the last norm
-and the head. Gradients are summed, never averaged; the one division by the global token count
-happens in `FsdpModule.finish_gradients`.
+One `fully_shard` for each unit and each end, and one for the root, whose hooks cover the last norm
+and, where one matrix is both, embedding and head. Gradients are summed, never averaged; the one
+division by the global token count happens in `FsdpModule.finish_gradients`.
 
 Letters: R rows, C columns of a whole parameter, seen as a matrix of its first dimension by all
 others; a vector has one column.
@@ -46,16 +46,19 @@ def shard(module: nn.Module, ctx: FsdpContext) -> None:
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if ctx.dtype != stored_dtype(ctx):
         policy = MixedPrecisionPolicy(ctx.dtype, stored_dtype(ctx), cast_forward_inputs=False)
-    units = cast("Wrapper", module).units
-    for unit in units:
+    wrapper = cast("Wrapper", module)
+    units = [*wrapper.ends[:1], *wrapper.units, *wrapper.ends[1:]]
+    for unit in (*units, module):
+        # The backward begins with the last two, and wants their weights at once.
+        at_end = unit is module or unit in wrapper.ends[1:]
         fully_shard(
             unit,
             mesh=ctx.mesh[axes],
             mp_policy=policy,
-            reshard_after_forward=ctx.reshard_after_forward,
+            reshard_after_forward=ctx.reshard_after_forward and not at_end,
         )
-    # Its weights are wanted again as soon as the backward begins.
-    fully_shard(module, mesh=ctx.mesh[axes], mp_policy=policy, reshard_after_forward=False)
+    for embedding in wrapper.ends[:1]:
+        cast("FSDPModule", embedding).set_unshard_in_backward(False)  # it needs no weights there
     for part in _parts(module):
         # Both are needed: a factor alone asks for an operation that gloo lacks.
         part.set_gradient_divide_factor(1.0)
@@ -78,6 +81,15 @@ def reduce_gradients(module: nn.Module, *, now: bool) -> None:
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(now)
         module.set_reshard_after_backward(now)
+
+
+def sum_over_replicas(module: nn.Module, *, now: bool) -> None:
+    """Whether the next backward that reduces gradients also sums them over dp_replicate.
+
+    Else this rank keeps its part of the sum over dp_shard, to which the next reduction is added.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_requires_all_reduce(now)
 
 
 def reshard(module: nn.Module) -> None:

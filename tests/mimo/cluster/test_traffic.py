@@ -165,9 +165,17 @@ def test_levels_go_to_the_stages_that_own_their_layers(path: Path) -> None:
     assert found["bridge vision (levels 2)"] == 2 * ROWS
 
 
-@pytest.mark.parametrize(("reshard", "gathers"), [(True, 3 + 1), (False, 1)])
+@pytest.mark.parametrize(
+    ("reshard", "reduce", "gathers", "reductions"),
+    [
+        (True, "step", 3 + 1, 1),
+        (False, "step", 1, 1),
+        (True, "microbatch", 2 * 3, 3),
+        (False, "microbatch", 3, 3),
+    ],
+)
 def test_lanes_that_share_weights_gather_them_for_each_pass(
-    path: Path, reshard: bool, gathers: int
+    path: Path, reshard: bool, reduce: str, gathers: int, reductions: int
 ) -> None:
     known = "language.model.vocab_size=64"
     alone = load_recipe(path, [known])
@@ -175,11 +183,13 @@ def test_lanes_that_share_weights_gather_them_for_each_pass(
     recipe = load_recipe(path, ["language.grid.dp=4", "train.micro_batch_size=1", known])
     layout = build_layout(recipe)
     # Without a folder of transformers, no recipe says so itself.
-    own = recipe.language.model_copy(update={"reshard_after_forward": reshard})
+    own = recipe.language.model_copy(
+        update={"reshard_after_forward": reshard, "reduce_gradients": reduce}
+    )
     cut = replace(layout.language, engine="fsdp", dp_replicate=2)
     found = traffic(recipe.model_copy(update={"language": own}), replace(layout, language=cut))
     total = sum(one.total() for one in found if (one.kind, one.name) == ("dp", "language"))
     # 12 samples on 4 lanes are 3 microbatches. Half of the weights come from the other lane of a
     # copy, half of the gradients go there; the share that a lane then has is summed over 2 copies.
-    shared = 4 * (gathers * whole.weights + whole.gradients) / 2
+    shared = 4 * (gathers * whole.weights + reductions * whole.gradients) / 2
     assert total == shared + 4 * whole.gradients / 2

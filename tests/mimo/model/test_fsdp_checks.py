@@ -48,6 +48,11 @@ REFUSED = {
     ),
     "size": (["language.model.num_layers=3"], "language.model.num_layers", "says, 4; remove"),
     "tower size": (["encoders.vision.model.norm_eps=0.1"], "encoders.vision.model.norm_eps", "0.1"),
+    "reductions": (
+        ["language.engine=megatron", "language.reduce_gradients=microbatch"],
+        "language.reduce_gradients",
+        "reduces gradients once a step",
+    ),
     "precision": (
         ["train.fp8=current", "train.precision=bf16"],
         "train.fp8",

@@ -80,6 +80,22 @@ def test_steps_on_four_ranks_equal_those_of_plain_transformers_on_one(run_ranks:
         assert_equals_one_rank(job, got)
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(shard=2, steps=1, reduce_gradients="microbatch"),
+        Job(replicate=2, shard=2, steps=1, reduce_gradients="microbatch"),
+    ],
+    ids=["sharded", "hybrid"],
+)
+def test_gradients_that_every_microbatch_reduces_equal_those_of_one_rank(
+    run_ranks: RunRanks, job: Job
+) -> None:
+    ((got, reductions),) = trained(run_ranks, [job])
+    assert reductions == [job.microbatches * (LAYERS + 1)]
+    assert_equals_one_rank(job, got)
+
+
 # ---------------------------------------------------------------- what else a step has to do
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ class Tower(nn.Module):
         generator = torch.Generator().manual_seed(3)
         self.entry = nn.Linear(WIDTH, WIDTH, bias=False)
         self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.ends = ()
         self.tiny = nn.Parameter(torch.ones(1))  # fewer rows than ranks
         for param in self.parameters():
             param.data.copy_(torch.randn(param.shape, generator=generator))
@@ -50,6 +51,7 @@ class Case:
     colocated: bool
     run_ahead: int = 1
     reshard_after_forward: bool = True
+    reduce_gradients: Literal["step", "microbatch"] = "step"
     microbatches: int = 4
 
 
@@ -59,7 +61,11 @@ def make(case: Case, topology: Any) -> Any:
 
     tower = Tower()
     shapes = {name: tuple(param.shape) for name, param in tower.named_parameters()}
-    job = Job(dtype=torch.float32, reshard_after_forward=case.reshard_after_forward)
+    job = Job(
+        dtype=torch.float32,
+        reshard_after_forward=case.reshard_after_forward,
+        reduce_gradients=case.reduce_gradients,
+    )
     ctx = context(job, None if topology is None else topology.meshes["language"])
     shard(tower, ctx)
     groups: Any = None if topology is None else topology.modules["language"]
@@ -106,6 +112,8 @@ CASES = [
     Case(2, colocated=False),
     Case(2, colocated=False, run_ahead=2, reshard_after_forward=False),
     Case(2, colocated=True),
+    Case(2, colocated=False, reduce_gradients="microbatch"),
+    Case(2, colocated=True, reduce_gradients="microbatch"),
 ]
 
 
@@ -118,8 +126,10 @@ def test_lanes_without_items_take_part_and_gradients_equal_one_ranks(run_ranks: 
         expected = assembled([sent(module.gradients())], once=True)
         got = assembled([own[number][1] for own in results], once=False)
         assert worst(got, expected)[0] < 1e-5, case
-        # Two layers and the root, once.
-        assert [own[number][0] for own in results] == [3, 3], case
+        # Two layers and the root, once or in each backward.
+        backwards = 2 if case.colocated else case.microbatches
+        reductions = 3 if case.reduce_gradients == "step" else 3 * backwards
+        assert [own[number][0] for own in results] == [reductions] * 2, case
 
 
 def test_run_ahead_is_one_forward_and_one_backward_in_turns() -> None:

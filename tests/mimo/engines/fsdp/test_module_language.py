@@ -12,13 +12,19 @@ import torch.distributed as dist
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext
 from tests.conftest import RunRanks
 
-CASES: Any = (("qwen3_vl", "none"), ("qwen3_vl", "full"), ("gemma3", "selective"))
+CASES: Any = (
+    ("qwen3_vl", "none", "step"),
+    ("qwen3_vl", "full", "step"),
+    ("gemma3", "selective", "step"),
+)
+REDUCED_EACH_TIME: Any = (("qwen3_vl", "full", "microbatch"),)
 NUM_TOKENS = 26
 
 
-def step(rank: int) -> list[Any]:
+def step(rank: int, cases: Any) -> list[Any]:
     """Two lanes on dp2·tp2 with sequence parallelism, each in two microbatches of the same."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule
 
     from mimo.engines.fsdp.language import LanguageModel
     from mimo.engines.fsdp.load import load
@@ -36,8 +42,14 @@ def step(rank: int) -> list[Any]:
 
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=(DP_REPLICATE, DP_SHARD, TP))
     found = []
-    for name, recompute in CASES:
-        ctx: Any = FsdpContext(mesh, torch.float32, sequence_parallel=True, recompute=recompute)
+    for name, recompute, reduce in cases:
+        ctx: Any = FsdpContext(
+            mesh,
+            torch.float32,
+            sequence_parallel=True,
+            recompute=recompute,
+            reduce_gradients=reduce,
+        )
         config = config_of(name)
         weights = {key: one.detach() for key, one in plain_model(config).named_parameters()}
         model = LanguageModel(config, ctx)
@@ -72,6 +84,10 @@ def step(rank: int) -> list[Any]:
             )
             return losses * lane.factors / 2
 
+        # The last norm, and embedding and head where one matrix is both, are in the root.
+        alone = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        ends = 0 if config.get_text_config().tie_word_embeddings else 2
+        assert len(alone) == len(model.units) + ends + 1, name
         module.begin_step(forward_only=False)
         module.run_language(forward, range(2), [(1, 1)] * 2, False)
         module.finish_gradients(NUM_TOKENS)
@@ -80,13 +96,18 @@ def step(rank: int) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
-def test_a_step_of_language_models_equals_plain_transformers(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(CASES, marks=pytest.mark.slow, id="once a step"), REDUCED_EACH_TIME],
+)
+def test_a_step_of_language_models_equals_plain_transformers(
+    run_ranks: RunRanks, cases: Any
+) -> None:
     from tests.fsdp_ranks import assembled, worst
     from tests.mimo.engines.fsdp.language_cases import config_of, lane_of, plain_outcome
 
-    ranks = run_ranks(step, 4)
-    for number, (name, recompute) in enumerate(CASES):
+    ranks = run_ranks(step, 4, cases)
+    for number, (name, recompute, _) in enumerate(cases):
         want = plain_outcome(name, config_of(name), [lane_of(name, 0), lane_of(name, 1)])
         expected = {f"language.{key}": one / NUM_TOKENS for key, one in want.gradients.items()}
         got = assembled([own[number][1] for own in ranks], once=False)

@@ -46,7 +46,7 @@ def holds(rank: int) -> dict[str, Any]:
                 for name, dim in (("rows", 0), ("columns", 1), ("vector", 0)):
                     cut = distribute_tensor(module[name].detach(), mesh[TP], [Shard(dim)])
                     module[name] = nn.Parameter(cut)
-            module.units = []
+            module.units, module.ends = [], ()
             shard(module, ctx)
             found[f"{tp} {replicate}"] = {
                 "place": mesh.get_coordinate(),
