@@ -264,7 +264,9 @@ def test_a_recipe_of_a_published_model_documents_disjoint_and_colocated_layouts(
     assert "not measured" in path.read_text()
 
 
-MEMORY = "# Memory of a GPU in GiB     weights gradients optimizer activations logits  in all"
+MEMORY = (
+    "# Memory of a GPU in GiB     weights gradients optimizer activations logits buffers  in all"
+)
 
 
 def memory_table(path: Path, folder: Path) -> str:
@@ -278,8 +280,8 @@ def memory_table(path: Path, folder: Path) -> str:
             lines.append(f"#   {phase.title}")
         for one in memory_by_role(phase.recipe, layout):
             parts = (one.weights, one.gradients, one.optimizer, one.activations, one.logits)
-            numbers = [f"{part / 2**30:.1f}" for part in (*parts, one.total)]
-            columns = zip((8, 10, 10, 12, 7, 8), numbers, strict=True)
+            numbers = [f"{part / 2**30:.1f}" for part in (*parts, one.buffers, one.total)]
+            columns = zip((8, 10, 10, 12, 7, 8, 8), numbers, strict=True)
             lines.append(f"#   {one.role:<24}" + "".join(f"{n:>{width}}" for width, n in columns))
     return "\n".join(lines) + "\n"
 

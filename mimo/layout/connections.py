@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 import torch
 import torch.distributed as dist
 
-from mimo.device import backend, local_device
+from mimo.device import has_gpu, local_device
 from mimo.layout.grids import GridSpec, Layout
 from mimo.layout.levels import Link
 
@@ -52,7 +52,7 @@ def connect_collectives(groups: Iterable[dist.ProcessGroup]) -> None:
     the ranks of a group when it is made, so there it does nothing.
     """
     for group in dict.fromkeys(groups):
-        if backend() == "nccl" and group.size() > 1:
+        if has_gpu() and group.size() > 1:
             dist.all_reduce(_word(), group=group)
 
 
