@@ -102,7 +102,10 @@ def connect_context(group: dist.ProcessGroup) -> None:
 
     All ranks of the group call it. Two ranks send batches, more of them single messages.
     """
-    connect_all(group) if group.size() == 2 else _connect_ring(group, [group])
+    if group.size() == 2:
+        connect_all(group)
+    else:
+        _connect_ring(group, [group])
 
 
 def _connect_ring(ring: dist.ProcessGroup, groups: Collection[dist.ProcessGroup]) -> None:
