@@ -6,6 +6,8 @@ several layouts; the time to plan; the balance of items over lanes.
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -55,6 +57,8 @@ _NOTES = (
     "sums what it receives for its debug log, also when that is off; this is part of its time.",
     "Megatron's ranks were given complete gradients at no cost. With SP, a gather over the TP "
     "group would come first, so this flatters Megatron's backward.",
+    "Our plans are made and staged before a run, as in training, where that happens in the "
+    "background; a table below has the time of planning.",
     "Bytes are what the ranks at the end of the way receive from anyone, their own module's ranks "
     "included: forward until each holds its first layer's input.",
     "Bare messages are those of our bridge by isend and irecv alone, in memory that is there "
@@ -110,16 +114,22 @@ def main(
     json_path: Path | None,
     picture: Path,
     cases: Sequence[Case] = CASES,
+    rival: Path | None = None,
 ) -> int:
-    """Run all parts one after the other; returns 1 when a bound is missed or a rank fails."""
+    """Run all parts one after the other; returns 1 when a bound is missed or a rank fails.
+
+    rival: a file with Megatron's bridge, to run instead of the installed one.
+    """
     check_rows(rows, cases)
+    baseline = _describe_baseline(rival)
+    print(baseline, flush=True)
     warm_up(PRELOAD)
     passages: list[Passage] = []
     try:
         for size in (rows, rows // _SECOND_SIZE):
             for case in cases:
                 print(f"{case}, {size} rows ...", flush=True)
-                passages += _on_ranks(case, size, hidden, rounds)
+                passages += _on_ranks(case, size, hidden, rounds, rival)
     except RanksFailed as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -134,7 +144,7 @@ def main(
 
     report = Report(
         title=f"Bridges, rows of {hidden} fp32, {rounds} rounds",
-        notes=_NOTES,
+        notes=(baseline, *_NOTES),
         contests=[Contest(name, one.runs) for name, one in traffic.items()],
         columns={
             "ms": lambda contest, contestant: f"{1e3 * contest.median(contestant):.1f}",
@@ -159,8 +169,23 @@ def main(
     return report.conclude(picture, json_path)
 
 
-def _on_ranks(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
-    args, size = (case, rows, hidden, rounds), case.layout.world_size
+def _describe_baseline(rival: Path | None) -> str:
+    """Name the file of Megatron's bridge. Raises InputError if it has no such class."""
+    if rival is None:
+        return "Megatron's bridge: that of the installed megatron-core."
+    try:
+        source = rival.read_bytes()
+        names = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(f"--rival: cannot read {rival} as Python: {error}") from error
+    if rival.suffix != ".py" or "BridgeCommunicator" not in names:
+        raise InputError(f"--rival: got {rival}, needs a .py file with class BridgeCommunicator")
+    digest = hashlib.sha256(source).hexdigest()[:12]
+    return f"Megatron's bridge: {rival} (sha256 {digest}) instead of the installed one."
+
+
+def _on_ranks(case: Case, rows: int, hidden: int, rounds: int, rival: Path | None) -> list[Passage]:
+    args, size = (case, rows, hidden, rounds, rival), case.layout.world_size
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         variables = rank_variables(Path(directory))
         return run_processes("mimo.bench.bridge_contest:in_world", args, size, variables)[0]

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -133,15 +134,18 @@ class OurBridge(Bridge):
             trainable=True,
             gather=topology.modules[grid.module].tp if shares else None,
         )
+        self.end = end
         if self.encodes:
             self.sender = BridgeSender(end, self.lane, run_ahead=1)
+            self.sizes = workload.runs.split_sizes(self.lane)
             self.values = workload.encoder_values(self.lane).to(end.device).requires_grad_()
         else:
             self.receiver = BridgeReceiver(end, run_ahead=1, posted_ahead=1)
 
     def prepare(self) -> None:
-        """Make a fresh plan, so that the run itself works out what it needs of it."""
+        """Make and stage a fresh plan, as training does in the background."""
         self.plan = self.workload.build_plan(self.delivery)
+        self.end.stage(self.plan, lambda tensor: tensor.to(self.end.device))
 
     def run(self, backward: bool) -> Tensor:
         """One step of one microbatch."""
@@ -153,9 +157,8 @@ class OurBridge(Bridge):
             self.receiver.finish()
             return rows
         self.sender.begin([self.plan], forward_only=not backward)
-        sizes = self.workload.runs.split_sizes(self.lane)
         values = self.values if backward else self.values.detach()
-        token = self.sender.send(0, FlatEmbeddings(values, sizes))
+        token = self.sender.send(0, FlatEmbeddings(values, self.sizes))
         arrived = torch.autograd.grad(token, values)[0] if backward else values
         self.sender.finish()
         return arrived
@@ -166,11 +169,11 @@ class TheirBridge(Bridge):
 
     delivery = "replicated"
 
-    def __init__(self, workload: Workload, topology: Topology) -> None:
+    def __init__(self, workload: Workload, topology: Topology, file: Path | None) -> None:
         super().__init__(workload, topology)
         layout = workload.case.layout
         grids = comm_grid(layout.encoders[ENCODER]), comm_grid(layout.language)
-        self.bridge = megatron_bridge(*grids, DTYPE, backend())
+        self.bridge = megatron_bridge(*grids, DTYPE, backend(), file)
         if self.encodes:
             self.values = workload.encoder_values(self.lane).to(local_device())
         else:  # every rank of a lane gets all its rows, in their order
@@ -267,12 +270,22 @@ def _received(bridge: Bridge, backward: bool) -> list[int]:
     return values
 
 
-def compete(case: Case, rows: int, hidden: int, rounds: int, topology: Topology) -> list[Passage]:
-    """Check all contestants, count their bytes, then time them; every rank calls it."""
+def compete(
+    case: Case,
+    rows: int,
+    hidden: int,
+    rounds: int,
+    topology: Topology,
+    rival: Path | None = None,
+) -> list[Passage]:
+    """Check all contestants, count their bytes, then time them; every rank calls it.
+
+    rival: the file of Megatron's bridge; None for the installed one.
+    """
     workload, layout = Workload(case, rows, hidden), case.layout
     bridges: dict[str, Bridge] = {
         "ours": OurBridge(workload, topology, "sharded"),
-        "megatron": TheirBridge(workload, topology),
+        "megatron": TheirBridge(workload, topology, rival),
         "replicated": OurBridge(workload, topology, "replicated"),
     }
     if case.sp:
@@ -309,7 +322,7 @@ def compete(case: Case, rows: int, hidden: int, rounds: int, topology: Topology)
     return found
 
 
-def in_world(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
+def in_world(case: Case, rows: int, hidden: int, rounds: int, rival: Path | None) -> list[Passage]:
     """Be one rank: join the world and `compete`."""
     environment = rank_environment()
     assert environment is not None, "runs inside a launched job"
@@ -319,7 +332,8 @@ def in_world(case: Case, rows: int, hidden: int, rounds: int) -> list[Passage]:
     initialize_distributed(
         rank, world_size, environment.rendezvous, _TIMEOUT_SECONDS, environment.local_rank
     )
-    found = compete(case, rows, hidden, rounds, build_topology(case.layout, _TIMEOUT_SECONDS))
+    topology = build_topology(case.layout, _TIMEOUT_SECONDS)
+    found = compete(case, rows, hidden, rounds, topology, rival)
     barrier()
     return found
 

@@ -16,13 +16,19 @@ def bench_bridge(
     repeats: Annotated[
         int, typer.Option(min=1, max=10_000, help="Rounds in which all take turns.")
     ] = 15,
+    rival: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Megatron's bridge_communicator.py, if not the installed one."
+        ),
+    ] = None,
     json: JsonOption = None,
     picture: _PictureOption = Path("runs/bench_bridge.png"),
 ) -> int | None:
     """Compare the bridge with Megatron's; exit code 1 and a line for each bound that is missed."""
     from mimo.bench.bridge import main as run
 
-    return run(rows, hidden, repeats, json, picture)
+    return run(rows, hidden, repeats, json, picture, rival=rival)
 
 
 def bench_train(

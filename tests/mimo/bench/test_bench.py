@@ -202,6 +202,18 @@ def test_layouts_and_growth_that_the_bounds_do_not_speak_of_are_not_judged() -> 
 
 # --------------------------------------------------------------------------- command
 
+# Stands for another version of Megatron's module, and leaves a file for each rank that uses it.
+RIVAL = """
+import os
+from pathlib import Path
+from megatron.core.pipeline_parallel import bridge_communicator
+
+class BridgeCommunicator(bridge_communicator.BridgeCommunicator):
+    def __init__(self, *given, **named):
+        Path(f"{__file__}.{os.getpid()}").touch()
+        super().__init__(*given, **named)
+"""
+
 
 @pytest.mark.parametrize("limit", [1e9, -1.0])
 def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_missed(
@@ -216,9 +228,13 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     monkeypatch.setattr(bench, "bounds", lambda *_: [only])
     monkeypatch.setattr(bench, "PLAN_RANKS", (64, 128))
     picture, figures = tmp_path / "new" / "bench.png", tmp_path / "bench.json"
-    code = bench.main(ROWS, HIDDEN, 1, figures, picture, cases=[Case(1, 1, 2, 1)])
+    rival = tmp_path / "rival.py"
+    rival.write_text(RIVAL)
+    code = bench.main(ROWS, HIDDEN, 1, figures, picture, cases=[Case(1, 1, 2, 1)], rival=rival)
     assert code == (0 if only.holds else 1)
     text = capsys.readouterr().out
+    assert f"Megatron's bridge: {rival} (sha256 " in text
+    assert len([*tmp_path.glob("rival.py.*")]) == 2 * 3, "every rank uses it, in both sizes"
     assert ("missed: plan, any time: 1, at most -1" in text) == (code == 1)
     assert text.splitlines()[-1] == f"bounds_kept={1 - code} bounds_missed={code}"
     assert "backend gloo" in text
@@ -242,6 +258,26 @@ def test_rows_that_do_not_divide_over_lanes_are_refused_with_exit_code_2() -> No
     result = CliRunner().invoke(app, ["bench", "bridge", "--rows", "1001"])
     assert result.exit_code == 2
     assert "--rows: got 1001, needs a multiple of 8" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (None, "cannot read"),
+        ("class BridgeCommunicator", "cannot read"),
+        ("x = 1", "needs a .py file with class BridgeCommunicator"),
+    ],
+)
+def test_a_rival_without_a_bridge_is_refused_with_exit_code_2(
+    source: str | None, reason: str, tmp_path: Path
+) -> None:
+    rival = tmp_path / "rival.py"
+    if source is not None:
+        rival.write_text(source)
+    result = CliRunner().invoke(app, ["bench", "bridge", "--rival", str(rival)])
+    assert result.exit_code == 2
+    assert "--rival: " in result.stderr
+    assert reason in result.stderr
 
 
 def test_the_launcher_does_not_load_the_engine_nor_print_its_warnings() -> None:
