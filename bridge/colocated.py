@@ -19,7 +19,7 @@ from torch import Tensor
 from bridge.flat import FlatEmbeddings, check_rows
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import Ints, ItemRuns, ints, offsets
-from bridge.transfer import BridgeEnd, share_gradient, share_rows, start_exchanging
+from bridge.transfer import BridgeEnd, start_exchanging, start_sharing
 from bridge.waiting import BridgeError
 
 
@@ -82,13 +82,10 @@ class ColocatedBridge:
         check_rows(self.end, microbatches, plans, self.lane, rows)
         end = self.end
         sends = [plan.sends(end.rank) for plan in plans]
-        receives = [plan.receives(end.rank) for plan in plans]
         # The rows of all sharers, microbatch by microbatch; this rank's own arrive among them.
         sizes = ints([end.bounds(plan)[-1] for plan in plans])
         firsts = offsets(sizes)[:-1]
-        places = [
-            ints(end.own_rows(plan)) + first for plan, first in zip(plans, firsts, strict=True)
-        ]
+        arrives = [end.arrives(plan) for plan in plans]
         arrived = self._empty(int(sizes.sum()))
         start_exchanging(
             end,
@@ -96,13 +93,15 @@ class ColocatedBridge:
             "rows",
             _merged(sends, _shifted(sends, starts)),
             rows.values.detach(),
-            _merged(receives, places),
+            _merged(arrives, _shifted(arrives, firsts)),
             arrived,
         ).wait()
         if not self.receives:
             return
         for m, plan, part in zip(microbatches, plans, arrived.split(sizes.tolist()), strict=True):
-            share_rows(end, m, plan, part)
+            if end.gather is not None:
+                shares = end.row_shares(plan)
+                start_sharing(end, end.gather, m, "rows", part, shares).wait()
             leaf = part.to(end.dtype)
             self._leaves[m] = leaf.requires_grad_(True) if self._expects_gradients else leaf
 
@@ -122,9 +121,6 @@ class ColocatedBridge:
         plans, end = [self._plans[m] for m in microbatches], self.end
         starts, num_rows = self._held(plans)
 
-        def collected(rank: int) -> Ints:
-            return np.concatenate(_shifted([plan.collects(rank) for plan in plans], starts))
-
         collects = [plan.collects(end.rank) for plan in plans]
         returns = [plan.returns(end.rank) for plan in plans]
         firsts = offsets(ints([plan.receives(end.rank).num_rows for plan in plans]))[:-1]
@@ -141,7 +137,16 @@ class ColocatedBridge:
             _merged(collects, _shifted(collects, starts)),
             gradient,
         ).wait()
-        share_gradient(end, self.encoder_gather, microbatches.start, gradient, collected)
+        replicas = self.encoder_gather
+        if replicas is None:  # all other rows are padding
+            gradient[sum(exchange.num_rows for exchange in collects) :].zero_()
+        else:
+            held = [
+                [plan.collects(rank) for plan in plans]
+                for rank in dist.get_process_group_ranks(replicas)
+            ]
+            shares = [_merged(own, _shifted(own, starts)).merged_places for own in held]
+            start_sharing(end, replicas, microbatches.start, "gradients", gradient, shares).wait()
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
@@ -168,5 +173,4 @@ class ColocatedBridge:
                 f"no backward reached the rows",
                 microbatch,
             )
-        own = self.end.own_rows(self._plans[microbatch])
-        return gradient[own.start : own.stop]
+        return gradient[self.end.own_rows(self._plans[microbatch])]

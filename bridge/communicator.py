@@ -14,7 +14,6 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,14 +21,13 @@ from torch import Tensor
 
 from bridge.flat import FlatEmbeddings, check_rows
 from bridge.plan import BridgePlan
-from bridge.runs import ItemRuns, ints
+from bridge.runs import ItemRuns
 from bridge.transfer import (
     BridgeEnd,
     Transfer,
-    share_gradient,
-    share_rows,
     start_receiving,
     start_sending,
+    start_sharing,
 )
 from bridge.waiting import BridgeError
 
@@ -111,12 +109,27 @@ class BridgeSender:
         plan, end = self._plans[microbatch], self.end
         held = int(plan.held_rows[self.lane])
         gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
-        collects = plan.collects(end.rank)
-        start_receiving(end, microbatch, "gradients", collects, gradient).wait()
+        replicas = [end.gradient_parts(plan, rank, "collects") for rank in end.sharers()]
+        own = end.gradient_parts(plan, end.rank, "collects")
+        arriving = [start_receiving(end, microbatch, "gradients", part, gradient) for part in own]
+        sharing = []
+        for number in range(max(map(len, replicas))):
+            for transfer in arriving[number : number + 1]:
+                transfer.wait()
+            if end.gather is not None:  # what follows arrives meanwhile
+                shares = [
+                    parts[number].merged_places if number < len(parts) else () for parts in replicas
+                ]
+                sharing.append(
+                    start_sharing(end, end.gather, microbatch, "gradients", gradient, shares)
+                )
         self._without_gradient.remove(microbatch)
         # A rank that sends back the gradient of rows has received them, so their buffer is free.
         self._sent.popleft().wait()
-        share_gradient(end, end.gather, microbatch, gradient, lambda r: plan.collects(r).index)
+        for transfer in sharing:
+            transfer.wait()
+        if end.gather is None:  # all other rows are padding
+            gradient[plan.collects(end.rank).num_rows :].zero_()
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
@@ -163,9 +176,9 @@ class BridgeReceiver:
         end = self.end
         for microbatch in range(self._num_posted, min(stop, len(self._plans))):
             plan = self._plans[microbatch]
-            rows = self._memory.empty(int(end.bounds(plan)[-1]), end.hidden_size, end.wire_dtype)
-            exchange = replace(plan.receives(end.rank), index=ints(end.own_rows(plan)))
-            self._rows[microbatch] = start_receiving(end, microbatch, "rows", exchange, rows)
+            rows = self._memory.empty(end.bounds(plan)[-1], end.hidden_size, end.wire_dtype)
+            arrives = end.arrives(plan)
+            self._rows[microbatch] = start_receiving(end, microbatch, "rows", arrives, rows)
             self._num_posted += 1
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -193,16 +206,17 @@ class BridgeReceiver:
         # Before an encoder sends these rows, it has taken all gradients but those of its run-ahead.
         while self._gradients and self._gradients[0].microbatch < microbatch - self.run_ahead:
             self._gradients.popleft().wait()
-        share_rows(end, microbatch, self._plans[microbatch], rows)
+        if end.gather is not None:
+            plan = self._plans[microbatch]
+            shares = end.row_shares(plan)
+            start_sharing(end, end.gather, microbatch, "rows", rows, shares).wait()
         return rows.to(end.dtype)
 
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
         plan, end = self._plans[microbatch], self.end
-        own = end.own_rows(plan)
-        received = gradient.detach()[own.start : own.stop]
-        self._gradients.append(
-            start_sending(end, microbatch, "gradients", plan.returns(end.rank), received)
-        )
+        received = gradient.detach()[end.own_rows(plan)]
+        for part in end.gradient_parts(plan, end.rank, "returns"):
+            self._gradients.append(start_sending(end, microbatch, "gradients", part, received))
 
     def finish(self) -> None:
         """Wait until all gradients have left; call after the module's schedule."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
-from torch import Tensor
 
-from bridge.runs import Ints, ItemRuns, count_up, offsets
+from bridge.runs import Ints, ItemRuns, Places, count_up, ints, offsets, places_of
 from bridge.shard_map import ShardMap
 from bridge.source import Source
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,42 @@ class Exchange:
         """Rows of all messages together."""
         return int(self.index.size)
 
+    @functools.cached_property
+    def places(self) -> tuple[Places, ...]:
+        """Where the rows of each peer's message are."""
+        bounds = offsets(ints(self.counts)).tolist()
+        return tuple(places_of(self.index[slice(*ends)]) for ends in itertools.pairwise(bounds))
+
+    @functools.cached_property
+    def merged_places(self) -> tuple[Places, ...]:
+        """`places`, as a single slice where the rows of all messages together are contiguous."""
+        merged = places_of(np.sort(self.index))
+        return (merged,) if isinstance(merged, slice) else self.places
+
+    def cut(self, most: int, least_rows: int) -> tuple[Exchange, ...]:
+        """Cut each message into at most ``most`` even parts of at least ``least_rows`` rows.
+
+        The j-th exchange has the j-th part of every message that has one. How a message is cut
+        follows from its rows alone, so both of its ends cut alike.
+        """
+        parts = [max(1, min(most, count // least_rows)) for count in self.counts]
+        if max(parts, default=1) == 1:
+            return (self,)
+        starts = offsets(ints(self.counts)).tolist()
+        exchanges = []
+        for part in range(max(parts)):
+            cut = [
+                (peer, start + count * part // number, start + count * (part + 1) // number)
+                for peer, count, start, number in zip(
+                    self.peers, self.counts, starts[:-1], parts, strict=True
+                )
+                if part < number
+            ]
+            index = np.concatenate([self.index[first:end] for _, first, end in cut])
+            peers, counts = zip(*((peer, end - first) for peer, first, end in cut), strict=True)
+            exchanges.append(Exchange(peers, counts, index))
+        return tuple(exchanges)
+
 
 def _once(method: Callable[[BridgePlan, int], Exchange]) -> Callable[[BridgePlan, int], Exchange]:
     """Remember a rank's exchange: each is asked for several times in a microbatch."""
@@ -46,9 +85,7 @@ def _once(method: Callable[[BridgePlan, int], Exchange]) -> Callable[[BridgePlan
 
     @functools.wraps(method)
     def remembered(plan: BridgePlan, rank: int) -> Exchange:
-        if (name, rank) not in plan._exchanges:
-            plan._exchanges[name, rank] = method(plan, rank)
-        return plan._exchanges[name, rank]
+        return plan.remember(name, rank, lambda: method(plan, rank))
 
     return remembered
 
@@ -71,9 +108,10 @@ class BridgePlan:
         each row has one destination; of a row with several copies exactly one does.
     item: (Q,) the number of the run that a piece is part of, of those that it was built from.
     source_parts: over how many of its ranks an encoder lane's rows are cut; 1 when each rank holds
-    all. held_rows: per encoder lane, rows on each of its ranks, with padding.
+    all. source_replicas: how many ranks of an encoder lane hold the same rows.
+    held_rows: per encoder lane, rows on each of its ranks, with padding.
     whole: makes the plan for all ranks, where this one has the transfers of some lanes only.
-    staged_positions: by rank, what `BridgeEnd.stage` made ahead of use.
+    made: what was worked out for a rank, by its name and the rank.
 
     | on an encoder rank | on a language rank | index |
     |---|---|---|
@@ -93,11 +131,11 @@ class BridgePlan:
     returned: np.ndarray
     item: Ints
     source_parts: int
+    source_replicas: int
     held_rows: Ints
     runs: ItemRuns
     whole: Callable[[], BridgePlan] | None = field(default=None, repr=False)
-    _exchanges: dict[tuple[str, int], Exchange] = field(default_factory=dict, repr=False)
-    staged_positions: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    made: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -145,6 +183,7 @@ class BridgePlan:
             returned=returned[piece],
             item=item[piece],
             source_parts=source.parts,
+            source_replicas=source.replicas,
             held_rows=source.held,
             runs=runs,
         )
@@ -157,9 +196,13 @@ class BridgePlan:
         pieces: its pieces. runs, held: all its items, and `held_rows`. whole: as of the class.
         """
         own = {name: getattr(self, name)[pieces] for name in (*_PIECES, "item")}
-        return BridgePlan(
-            **own, source_parts=self.source_parts, held_rows=held, runs=runs, whole=whole
-        )
+        return replace(self, **own, held_rows=held, runs=runs, whole=whole, made={})
+
+    def remember(self, name: str, rank: int, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` does, which is called once for each name and rank."""
+        if (name, rank) not in self.made:
+            self.made[name, rank] = make()
+        return self.made[name, rank]
 
     @_once
     def sends(self, rank: int) -> Exchange:
@@ -190,6 +233,8 @@ class BridgePlan:
         The rows that it does not list get theirs on another TP rank of the lane, if rows are
         replicated there; the lane's gradient is then the sum over its TP ranks.
         """
+        if self.returned.all():
+            return self.sends(rank)
         mine = np.flatnonzero((self.source_rank == rank) & self.returned)
         return _exchange(self.destination_rank[mine], self.source_local[mine], self.length[mine])
 

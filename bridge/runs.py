@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Places = slice | Ints
+"""Rows of a buffer: a slice where they are contiguous, which needs no copy."""
 
 
 def ints(values: Sequence[int] | NDArray) -> Ints:
@@ -30,6 +32,13 @@ def offsets(sizes: Ints) -> Ints:
 def totals(group: Ints, sizes: Ints, num_groups: int) -> Ints:
     """(n,) group of each size -> (num_groups,) sums; exact below 2^53."""
     return np.bincount(group, weights=sizes, minlength=num_groups).astype(np.int64)
+
+
+def places_of(index: Ints) -> Places:
+    """(n,) indices of rows -> a slice if they are contiguous, ascending and at least one."""
+    if not index.size or index[-1] - index[0] != index.size - 1 or (index[1:] <= index[:-1]).any():
+        return index
+    return slice(int(index[0]), int(index[-1]) + 1)
 
 
 def count_up(counts: Ints) -> Ints:

@@ -7,11 +7,12 @@ Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -20,11 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan, Exchange
-from bridge.runs import Ints, ints, offsets
+from bridge.runs import Ints, Places, ints, offsets
 from bridge.waiting import Message, wait_for
 from bridge.watch import TransferWatch, Watched
 
 Kind = Literal["rows", "gradients"]
+Way = Literal["collects", "returns"]
+
+# Gradients that encoder replicas share out come in parts: one is passed on while the next arrives.
+_MOST_PARTS = 4
+_LEAST_PART_BYTES = 1 << 20
 
 
 def _unseen(kind: Kind, microbatch: int) -> AbstractContextManager[None]:
@@ -92,14 +98,40 @@ class BridgeEnd:
             return [self.rank]
         return dist.get_process_group_ranks(self.gather)
 
-    def bounds(self, plan: BridgePlan) -> Ints:
+    def bounds(self, plan: BridgePlan) -> list[int]:
         """Where each sharer's rows begin among those of all sharers; the last is their number."""
-        return offsets(ints([plan.receives(rank).num_rows for rank in self.sharers()]))
 
-    def own_rows(self, plan: BridgePlan) -> range:
+        def bounds() -> list[int]:
+            return offsets(ints([plan.receives(rank).num_rows for rank in self.sharers()])).tolist()
+
+        return plan.remember("bounds", self.rank, bounds)
+
+    def own_rows(self, plan: BridgePlan) -> slice:
         """Which of the rows of all sharers this rank itself receives."""
         share = self.sharers().index(self.rank)
-        return range(*self.bounds(plan)[share : share + 2].tolist())
+        return slice(*self.bounds(plan)[share : share + 2])
+
+    def row_shares(self, plan: BridgePlan) -> list[tuple[slice, ...]]:
+        """Return for each sharer where its rows are among those of all sharers."""
+        bounds = itertools.pairwise(self.bounds(plan))
+        return [(slice(first, last),) if first < last else () for first, last in bounds]
+
+    def arrives(self, plan: BridgePlan) -> Exchange:
+        """As `BridgePlan.receives`, with each row's index among the rows of all sharers."""
+
+        def arrives() -> Exchange:
+            own = self.own_rows(plan)
+            return replace(plan.receives(self.rank), index=np.arange(own.start, own.stop))
+
+        return plan.remember("arrives", self.rank, arrives)
+
+    def gradient_parts(self, plan: BridgePlan, rank: int, way: Way) -> tuple[Exchange, ...]:
+        """Return the exchanges of a rank's gradients, which follow each other."""
+        exchange = plan.collects(rank) if way == "collects" else plan.returns(rank)
+        if plan.source_replicas == 1:
+            return (exchange,)
+        least_rows = -(-_LEAST_PART_BYTES // (self.hidden_size * self.wire_dtype.itemsize))
+        return plan.remember(f"{way} in parts", rank, lambda: exchange.cut(_MOST_PARTS, least_rows))
 
     def stage(
         self,
@@ -114,20 +146,22 @@ class BridgeEnd:
         """
         also = [] if replicas is None else dist.get_process_group_ranks(replicas)
         for rank in {self.rank, *self.sharers(), *also}:
-            for exchange in (plan.receives, plan.collects):
-                exchange(rank)
-        for exchange in (plan.sends, plan.returns):
-            exchange(self.rank)
-        plan.staged_positions[self.rank] = copy(torch.from_numpy(self._positions(plan)))
+            plan.receives(rank)
+            for exchange in self.gradient_parts(plan, rank, "collects"):
+                _ = exchange.places, exchange.merged_places
+        returns = self.gradient_parts(plan, self.rank, "returns")
+        for exchange in (plan.sends(self.rank), self.arrives(plan), *returns):
+            _ = exchange.places
+        self.positions(plan, copy)
 
-    def positions(self, plan: BridgePlan) -> Tensor:
-        """(n,) int64 local positions of the rows of all sharers."""
-        if self.rank in plan.staged_positions:
-            return plan.staged_positions[self.rank]
-        return on_device(self._positions(plan), self.device)
+    def positions(self, plan: BridgePlan, copy: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """(n,) int64 local positions of the rows of all sharers; copy: as of `stage`."""
 
-    def _positions(self, plan: BridgePlan) -> Ints:
-        return np.concatenate([plan.receives(rank).index for rank in self.sharers()])
+        def positions() -> Tensor:
+            index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])
+            return on_device(index, self.device) if copy is None else copy(torch.from_numpy(index))
+
+        return plan.remember("positions", self.rank, positions)
 
 
 @dataclass
@@ -176,7 +210,7 @@ def start_sending(
     end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, values: Tensor
 ) -> Transfer:
     """Start sending rows of ``values`` (N, H), those at ``exchange.index``; no waiting."""
-    parts = _leaving(end, exchange, values)
+    parts = _send_buffers(end, exchange, values)
     group, what = _route(end, microbatch, kind)
     messages = _start(end, kind, group, sent=[*zip(exchange.peers, parts, strict=True)])
     return Transfer(end, kind, messages, parts, what, microbatch)
@@ -189,7 +223,7 @@ def start_receiving(
 
     Rows belong at ``exchange.index``; other rows are left alone.
     """
-    parts, apart = _landing(into, _by_peer(exchange))
+    parts, apart = _recv_buffers(into, exchange.places)
     group, what = _route(end, microbatch, kind)
     messages = _start(end, kind, group, received=[*zip(exchange.peers, parts, strict=True)])
     return Transfer(end, kind, messages, parts, what, microbatch, into, apart)
@@ -209,9 +243,9 @@ def start_exchanging(
     What a rank sends to itself is copied. As separate batches, ordered transports could wait for
     each other.
     """
-    parts, apart = _landing(into, _by_peer(receives))
+    parts, apart = _recv_buffers(into, receives.places)
     received = dict(zip(receives.peers, parts, strict=True))
-    sent = dict(zip(sends.peers, _leaving(end, sends, values), strict=True))
+    sent = dict(zip(sends.peers, _send_buffers(end, sends, values), strict=True))
     if end.rank in sent:
         received.pop(end.rank).copy_(sent.pop(end.rank))
     group = end.forward if kind == "rows" else end.backward
@@ -222,70 +256,37 @@ def start_exchanging(
     return Transfer(end, kind, messages, own, what, microbatches.start, into, apart)
 
 
-def share_rows(end: BridgeEnd, microbatch: int, plan: BridgePlan, rows: Tensor) -> None:
-    """Complete the rows (N, H) of all sharers, of which `own_rows` are there; they all call it."""
-    if end.gather is not None:
-        bounds = end.bounds(plan)
-        shares = np.split(np.arange(bounds[-1]), bounds[1:-1])
-        _share_out(end, end.gather, microbatch, "rows", rows, shares)
-
-
-def share_gradient(
-    end: BridgeEnd,
-    group: dist.ProcessGroup | None,
-    microbatch: int,
-    gradient: Tensor,
-    collected: Callable[[int], Ints],
-) -> None:
-    """Complete the gradient (N, H) of an encoder rank's rows; each rank of ``group`` calls it.
-
-    group: the ranks that hold the same rows; None where no other rank does, and the rest is
-    padding. collected: the rows (n,) whose gradient a rank has received.
-    """
-    if group is None:
-        gradient[collected(end.rank).size :].zero_()
-        return
-    # Sorted by row, a replica's share is contiguous, whichever peers it came from.
-    shares = [np.sort(collected(rank)) for rank in dist.get_process_group_ranks(group)]
-    _share_out(end, group, microbatch, "gradients", gradient, shares)
-
-
-def _share_out(
+def start_sharing(
     end: BridgeEnd,
     group: dist.ProcessGroup,
     microbatch: int,
     kind: Kind,
     buffer: Tensor,
-    shares: Sequence[Ints],
-) -> None:
-    """Complete ``buffer`` (N, H) on every rank of ``group``; each of them calls it.
+    shares: Sequence[Sequence[Places]],
+) -> Transfer:
+    """Start to complete ``buffer`` (N, H) on every rank of ``group``; each of them calls it.
 
-    shares: per rank of the group the places (n,) of the rows that it has already, the same on all
+    shares: per rank of the group the places of the rows that it has already, the same on all
     ranks, no row twice. Not differentiable: the caller knows which gradient counts. Each share goes
     straight to its place; an all-gather of padded shares would cost twice as much.
     """
     held = dict(zip(dist.get_process_group_ranks(group), shares, strict=True))
-    mine = held.pop(end.rank)
-    theirs = {rank: share for rank, share in held.items() if share.size}
-    parts, apart = _landing(buffer, list(theirs.values()))
-    own = _rows_at(buffer, mine) if mine.size else buffer[:0]
-    sent = [(rank, own) for rank in held] if mine.size else []
-    messages = _start(end, kind, group, sent, list(zip(theirs, parts, strict=True)))
+    own = [buffer[_index(places, buffer.device)] for places in held.pop(end.rank)]
+    sent = [(rank, part) for rank in held for part in own]
+    theirs = [(rank, places) for rank, share in held.items() for places in share]
+    parts, apart = _recv_buffers(buffer, [places for _, places in theirs])
+    received = [(rank, part) for (rank, _), part in zip(theirs, parts, strict=True)]
+    messages = _start(end, kind, group, sent, received)
     what = f"bridge {end.name}: {kind} of microbatch {microbatch}, shared out over a lane's ranks"
-    Transfer(end, kind, messages, [own], what, microbatch, buffer, apart).wait()
+    return Transfer(end, kind, messages, own, what, microbatch, buffer, apart)
 
 
-def _by_peer(exchange: Exchange) -> list[Ints]:
-    bounds = offsets(ints(exchange.counts))[1:-1]
-    return np.split(exchange.index, bounds) if exchange.peers else []
-
-
-def _leaving(end: BridgeEnd, exchange: Exchange, values: Tensor) -> list[Tensor]:
+def _send_buffers(end: BridgeEnd, exchange: Exchange, values: Tensor) -> list[Tensor]:
     """What each peer gets of ``values`` (N, H): a view where its rows are contiguous, else a copy.
 
     Fresh memory for a copy costs far more than the copy itself, and rows are mostly in order.
     """
-    parts = [_rows_at(values, index) for index in _by_peer(exchange)]
+    parts = [values[_index(places, values.device)] for places in exchange.places]
     return [part.to(end.wire_dtype).contiguous() for part in parts]
 
 
@@ -295,28 +296,22 @@ def on_device(index: Ints, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _together(index: Ints) -> bool:
-    return bool(index[-1] - index[0] == index.size - 1 and (np.diff(index) == 1).all())
+def _index(places: Places, device: torch.device) -> slice | Tensor:
+    return places if isinstance(places, slice) else on_device(places, device)
 
 
-def _rows_at(values: Tensor, index: Ints) -> Tensor:
-    """Rows of ``values`` (N, H): a view of (n, H) where they are contiguous, else a copy."""
-    if _together(index):
-        return values[int(index[0]) : int(index[0]) + index.size]
-    return values[on_device(index, values.device)]
-
-
-def _landing(
-    into: Tensor, places: Sequence[Ints]
+def _recv_buffers(
+    into: Tensor, messages: Sequence[Places]
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Memory for a message per entry of ``places``, and which of them must be put in place."""
+    """Memory for each of ``messages``, and which of it must be put in place afterwards."""
     parts, apart = [], []
-    for index in places:
-        if _together(index):
-            parts.append(into[int(index[0]) : int(index[0]) + index.size])
+    for places in messages:
+        index = _index(places, into.device)
+        if isinstance(index, slice):
+            parts.append(into[index])
         else:
-            parts.append(into.new_empty(index.size, into.shape[1]))
-            apart.append((on_device(index, into.device), parts[-1]))
+            parts.append(into.new_empty(index.shape[0], into.shape[1]))
+            apart.append((index, parts[-1]))
     return parts, apart
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bridge import (
     BridgePlan,
+    Exchange,
     ItemRuns,
     LaneSegments,
     SequenceShardedSource,
@@ -24,6 +25,10 @@ from bridge import (
 )
 from bridge.runs import count_up
 from tests.bridge.layouts import Case, Traffic, cases, cut_alone, filled, lanes_of, simulate
+
+
+def rows_by_peer(exchange: Exchange) -> list[np.ndarray]:
+    return np.split(exchange.index, np.cumsum(exchange.counts)[:-1]) if exchange.peers else []
 
 
 def lower_bound_rows(runs: ItemRuns, source: Source, destination: ShardMap) -> int:
@@ -187,6 +192,45 @@ def test_a_microbatch_without_rows_has_no_peers(delivery) -> None:
         ):
             assert exchange.peers == exchange.counts == ()
             assert exchange.num_rows == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(1, 4), st.integers(1, 3))
+def test_both_ends_cut_a_message_into_the_same_parts(
+    case: Case, most: int, least_rows: int
+) -> None:
+    plan = case.build()
+    cut: dict[bool, dict[tuple[int, int], list[int]]] = {False: {}, True: {}}
+    for returns in (False, True):
+        for rank in case.local_sequence if returns else case.held:
+            whole = plan.returns(rank) if returns else plan.collects(rank)
+            parts = whole.cut(most, least_rows)
+            together = {peer: [] for peer in whole.peers}
+            for part in parts:
+                for peer, rows in zip(part.peers, rows_by_peer(part), strict=True):
+                    together[peer].append(rows)
+            assert [np.concatenate(rows).tolist() for rows in together.values()] == [
+                rows.tolist() for rows in rows_by_peer(whole)
+            ]
+            for peer, rows in together.items():
+                sizes = [own.size for own in rows]
+                assert len(sizes) == max(1, min(most, sum(sizes) // least_rows))
+                assert max(sizes) - min(sizes) <= 1
+                cut[returns][(peer, rank) if returns else (rank, peer)] = sizes
+    assert cut[False] == cut[True]
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_places_are_slices_where_rows_are_contiguous_and_name_the_same_rows(case: Case) -> None:
+    plan = case.build()
+    for exchange in (plan.collects(rank) for rank in case.held):
+        line = np.arange(exchange.index.max(initial=0) + 1)
+        for rows, places in zip(rows_by_peer(exchange), exchange.places, strict=True):
+            np.testing.assert_array_equal(line[places], rows)
+            assert isinstance(places, slice) == (np.diff(rows) == 1).all()
+        merged = np.concatenate([line[places] for places in exchange.merged_places] or [line[:0]])
+        np.testing.assert_array_equal(np.sort(merged), np.sort(exchange.index))
 
 
 @settings(max_examples=100, deadline=None)
