@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import mlp
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -37,6 +38,7 @@ from mimo.engines.megatron.acceleration import layers_of
 from mimo.engines.megatron.attention import WindowAttention, core_attention
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.deepstack import DeepStackLayer
+from mimo.engines.megatron.layers.gate import gate
 from mimo.engines.megatron.layers.norms import norm_class
 from mimo.engines.megatron.layers.self_attention import SelfAttention
 from mimo.engines.megatron.lora import (
@@ -84,6 +86,22 @@ def _adding_to_main_grad(linear: Any, *args: Any, config: TransformerConfig, **o
     own = copy.copy(config)
     own.gradient_accumulation_fusion = True
     return linear(*args, config=own, **options)
+
+
+class MLP(mlp.MLP):
+    """Megatron's, except that an unfused gate is `gate`, which computes the same bits."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states (S, B, H) -> (S, B, H), and a bias left to add."""
+        config = self.config
+        if not config.gated_linear_unit or config.bias_activation_fusion:
+            return super().forward(hidden_states, per_token_scale, **unused)
+        assert per_token_scale is None, "dense layers do not scale tokens"
+        into, out_of = cast("Any", self.linear_fc1), cast("Any", self.linear_fc2)
+        both, bias = into(hidden_states)
+        return out_of(gate(both if bias is None else both + bias, self.activation_func))
 
 
 def layer_spec(

@@ -9,8 +9,50 @@ Letters: S sequence, B batch, H hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., H) of two dimensions or more, weight (H,), both fp32 or fp64 -> (..., H).
+
+    On a GPU it is torch's fused norm. On a CPU torch composes the norm of operators that autograd
+    follows one by one; this one computes the same bits in half the time.
+    """
+    if not x.is_cpu:
+        return nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    y = _RMSNorm.apply(x, weight, eps)
+    assert isinstance(y, Tensor)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Operators in the order of torch's composite norm and its gradient, in place where possible.
+
+    r is 1 / root mean square, so y = w * (x * r).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = x.square()
+        r = y.mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return torch.mul(x, r, out=y).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, weight, r) = gradients, ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = (x * r).mul_(g).flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[0]:
+            of_x = g * weight
+            # The gradient of r, (..., 1), then of the mean square, times 2.
+            slope = (of_x * x).sum(-1, keepdim=True).mul_(-0.5).mul_(r * r * r)
+            of_x.mul_(r).add_(x * slope.div_(x.shape[-1]).mul_(2))
+        return of_x, of_weight, None
 
 
 def _parameter(config, hidden_size: int, value: float) -> nn.Parameter:
@@ -39,7 +81,7 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) -> (..., H)."""
         if x.dtype == torch.float32 or x.dtype == torch.float64:
-            return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         return self.weight * nn.functional.rms_norm(x, (x.shape[-1],), None, self.eps)
 
 
@@ -57,7 +99,7 @@ class ZeroCenteredRMSNorm(_Norm):
         """x (..., H) -> (..., H)."""
         wide = x if x.dtype == torch.float64 else x.float()
         factor = 1 + self.weight.to(wide.dtype)
-        return nn.functional.rms_norm(wide, (x.shape[-1],), factor, self.eps).to(x.dtype)
+        return rms_norm(wide, factor, self.eps).to(x.dtype)
 
 
 class LayerNorm(_Norm):

@@ -1,12 +1,13 @@
-"""Rotary position frequencies of language models.
+"""Rotary position frequencies of language models, and how queries and keys turn by them.
 
-Letters: S tokens that this rank holds, B batch (1 when packed), D head size, K = D/2 rotary
-channels.
+Letters: S tokens that this rank holds, B batch (1 when packed), N heads, D head size, K = D/2
+rotary channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,3 +59,40 @@ def contiguous_axes(section: Sequence[int]) -> Tensor:
     parallelism.
     """
     return torch.arange(3).repeat_interleave(torch.tensor(section))
+
+
+def rotate(frequencies: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    """Turn every pair of channels (c, c + K) of states (S, B, N, D), as many as there are.
+
+    frequencies: angles (S, B, 1, D) fp32, the second half of the channels like the first. The bits
+    are those of Megatron's unfused rotary embedding, which needs twice as many passes.
+    """
+    dtype, channels = states[0].dtype, {state.shape[-1] for state in states}
+    assert channels == {frequencies.shape[-1]}, (
+        f"frequencies of {frequencies.shape[-1]} channels for heads of {channels}"
+    )
+    cos, sin = frequencies.cos().to(dtype), frequencies.sin().to(dtype)
+    return tuple(_Rotate.apply(state, cos, sin) for state in states)  # type: ignore[misc]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (first, second), own_sin = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)[0]
+    turned = x.new_empty(x.shape)
+    of_first, of_second = turned.chunk(2, dim=-1)
+    torch.mul(second, -own_sin, out=of_first)
+    torch.mul(first, own_sin, out=of_second)
+    return turned.add_(x * cos)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient turns back: by the same angles, with the sine's sign changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradients[0], cos, -sin), None, None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer import attention
 from torch import Tensor
+
+from mimo.engines.megatron.layers.rope import rotate
 
 
 class SelfAttention(attention.SelfAttention):
@@ -40,10 +41,4 @@ class SelfAttention(attention.SelfAttention):
         assert len(frequencies) == len(query), (
             f"frequencies of {len(frequencies)} tokens for {len(query)} tokens of this rank"
         )
-        turned = [
-            apply_rotary_pos_emb(
-                one, frequencies, config=self.config, cp_group=self.pg_collection.cp
-            )
-            for one in (query, key)
-        ]
-        return (*turned, *rest)
+        return (*rotate(frequencies, query, key), *rest)
