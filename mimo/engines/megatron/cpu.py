@@ -2,17 +2,21 @@
 
 Megatron names the GPU in many places (``device="cuda"``, ``torch.cuda.current_device()``,
 ``Tensor.cuda()``). Without one, a process-wide torch function mode maps these to the CPU, and
-the few ``torch.cuda`` functions that Megatron calls get CPU equivalents. With a GPU, nothing
-happens here.
+the few ``torch.cuda`` functions that Megatron calls get CPU equivalents. Its linears get faster
+products of matrices. With a GPU, nothing happens here.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from mimo.engines.megatron.layers.products import linear
 
 _TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -60,6 +64,18 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _with_faster_products(megatrons: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`_forward_impl` of Megatron's parallel linears, but with `linear` where it sends nothing."""
+
+    def forward(module: Any, **given: Any) -> Tensor:
+        if given["sequence_parallel"] or given["allreduce_dgrad"]:
+            return megatrons(module, **given)
+        output = linear(given["input"], given["weight"])
+        return output if given["bias"] is None else output + given["bias"]
+
+    return forward
+
+
 _installed: CudaToCpu | None = None
 
 
@@ -78,6 +94,12 @@ def install(mapping: CudaToCpu) -> None:
     # Megatron's linears ask for it under tensor parallelism; it matters only on a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
+    from megatron.core.tensor_parallel import layers, random
+
+    linears: tuple[Any, ...] = (layers.ColumnParallelLinear, layers.RowParallelLinear)
+    for one in linears:
+        one._forward_impl = _with_faster_products(one._forward_impl)
+
     cuda: Any = torch.cuda
     cuda.current_device = lambda *args: mapping.device
     cuda.synchronize = mapping.synchronize
@@ -85,8 +107,6 @@ def install(mapping: CudaToCpu) -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-    from megatron.core.tensor_parallel import random
 
     patched: Any = random
     patched._get_cuda_rng_state, patched._set_cuda_rng_state = (

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mimo.engines.megatron.layers.products import product
+
 LOGITS_AT_ONCE = 2**25
 """Logits of a block, of all tokens together: 128 MiB in fp32, and enough to fill a GPU."""
 
@@ -50,7 +52,7 @@ def _blocks(weight: Tensor, count: int, num_hidden: int) -> Iterator[tuple[int, 
 
 def _scores(hidden: Tensor, rows: Tensor) -> Tensor:
     """Logits of a block, rounded to the dtype of the model, then in at least fp32."""
-    logits = hidden @ rows.T
+    logits = product(hidden, rows)
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -111,9 +113,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope.scatter_add_(1, column, here.to(slope.dtype).neg()[:, None])
             slope = slope.mul_(gradients[0][:, None]).to(hidden.dtype)
             if of_hidden is not None:
-                of_hidden += slope @ rows
+                of_hidden += product(slope, rows.T)
             if of_weight is not None:
-                torch.mm(slope.T, hidden, out=of_weight[start : start + rows.shape[0]])
+                product(slope.T, hidden.T, out=of_weight[start : start + rows.shape[0]])
         if of_hidden is not None:
             of_hidden = of_hidden.to(hidden.dtype)
         return of_hidden, of_weight, None, None, None
