@@ -33,7 +33,7 @@ def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path
     assert vision == ["vision", "0-1", "tp 1 · cp 1 · pp 1 · dp 2", "2"]
     assert language == ["language", "2-3", "tp 2 · sp · cp 1 · pp 1 · dp 1", "1"]
     assert [row[0] for row in memory] == ["vision", "language"]
-    assert [len(row) for row in memory] == [7, 7]
+    assert [len(row) for row in memory] == [8, 8]
     assert memory[0][5] == "-"  # an encoder has no logits
 
 
