@@ -220,10 +220,10 @@ def _launch(job: Job, runs: Sequence[Run], began: float, failures: list[RankErro
             say_killed(run_dir, error)
             failures.append(error)
 
-        args = (run.recipe, run.layout, run_dir, run.start, job.phased.run_dir, began)
-        code = launch(
-            "mimo.train.rank:run_rank", args, run.layout.world_size, PRELOAD, run_dir, failed
-        )
+        layout = run.layout
+        args = (layout, run.recipe, layout, run_dir, run.start, job.phased.run_dir, began)
+        target = "mimo.train.entry:run_rank"
+        code = launch(target, args, layout.world_size, PRELOAD, run_dir, failed)
         if code > 128:
             say_ended(run_dir, signal.Signals(code - 128).name)
         last = final_checkpoint(run_dir, run.recipe.train.steps)
@@ -370,8 +370,8 @@ def _train_in_place(runs: Sequence[Run], meeting: Meeting, began: float) -> int:
 
     Does not return if one of them fails.
     """
+    from mimo.train.entry import prepare_process
     from mimo.train.local_logs import take_logs
-    from mimo.train.rank import join_world, leave_world, prepare_process, train_in_world
 
     run_dir = runs[0].recipe.run_dir
 
@@ -385,6 +385,8 @@ def _train_in_place(runs: Sequence[Run], meeting: Meeting, began: float) -> int:
     code = 0
     try:
         prepare_process(runs[0].layout)
+        from mimo.train.rank import join_world, leave_world, train_in_world
+
         rank = join_world(*(run.recipe for run in runs), store=meeting.store).rank
         for run in runs:
             run_dir = run.recipe.run_dir

@@ -29,9 +29,7 @@ from mimo.device import (
 )
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
 from mimo.hf.initial import initial_weights
-from mimo.launch.environment import set_variables
 from mimo.launch.ranks import RankEnv, rank_environment
-from mimo.layout.defaults import variables_of
 from mimo.layout.grids import Layout
 from mimo.layout.groups import Topology, build_topology
 from mimo.model.memory import check_memory
@@ -73,19 +71,11 @@ def run_rank(
         keep_lock(locked)
     if began is not None:
         STARTING.begin(time.time() - (time.monotonic() - began))
-    prepare_process(layout)
     STARTING.ends("start and imports")
     join_world(recipe)
     code = train_in_world(recipe, layout, run_dir, start, began)
     leave_world()
     return code
-
-
-def prepare_process(layout: Layout) -> None:
-    """Choose what has to be known before this rank initialises its device."""
-    environment = rank_environment()
-    assert environment is not None, "ranks run inside a launched job"
-    set_variables(variables_of(layout, environment.rank))
 
 
 def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> RankEnv:

@@ -16,8 +16,6 @@ import numpy as np
 import psutil
 import torch.distributed as dist
 
-from mimo.train.batches import sum_over_world
-
 STARTUP = "startup.json"
 PHASES = (
     *("start and imports", "meeting", "checks", "world", "groups", "model", "data"),
@@ -47,6 +45,9 @@ class Startup:
         """Once, after the first step: every rank of the world calls it, and one has a ``say``."""
         if self._since is None:
             return
+        # Late: it imports the engine, and a rank measures from before its device is chosen.
+        from mimo.train.batches import sum_over_world
+
         self.ends("first step")
         self._since = None
         table = np.zeros((dist.get_world_size(), len(PHASES)))
