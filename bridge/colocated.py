@@ -19,7 +19,7 @@ from torch import Tensor
 from bridge.flat import FlatEmbeddings, check_rows
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import Ints, ItemRuns, ints, offsets
-from bridge.transfer import BridgeEnd, start_exchanging, start_sharing
+from bridge.transfer import BridgeEnd, share_out, start_exchanging
 from bridge.waiting import BridgeError
 
 
@@ -85,7 +85,7 @@ class ColocatedBridge:
         # The rows of all sharers, microbatch by microbatch; this rank's own arrive among them.
         sizes = ints([end.bounds(plan)[-1] for plan in plans])
         firsts = offsets(sizes)[:-1]
-        arrives = [end.arrives(plan) for plan in plans]
+        incoming = [end.incoming(plan) for plan in plans]
         arrived = self._empty(int(sizes.sum()))
         start_exchanging(
             end,
@@ -93,7 +93,7 @@ class ColocatedBridge:
             "rows",
             _merged(sends, _shifted(sends, starts)),
             rows.values.detach(),
-            _merged(arrives, _shifted(arrives, firsts)),
+            _merged(incoming, _shifted(incoming, firsts)),
             arrived,
         ).wait()
         if not self.receives:
@@ -101,7 +101,7 @@ class ColocatedBridge:
         for m, plan, part in zip(microbatches, plans, arrived.split(sizes.tolist()), strict=True):
             if end.gather is not None:
                 shares = end.row_shares(plan)
-                start_sharing(end, end.gather, m, "rows", part, shares).wait()
+                share_out(end, end.gather, m, "rows", part, shares)
             leaf = part.to(end.dtype)
             self._leaves[m] = leaf.requires_grad_(True) if self._expects_gradients else leaf
 
@@ -146,7 +146,7 @@ class ColocatedBridge:
                 for rank in dist.get_process_group_ranks(replicas)
             ]
             shares = [_merged(own, _shifted(own, starts)).merged_places for own in held]
-            start_sharing(end, replicas, microbatches.start, "gradients", gradient, shares).wait()
+            share_out(end, replicas, microbatches.start, "gradients", gradient, shares)
         return gradient.to(end.dtype)
 
     def finish(self) -> None:

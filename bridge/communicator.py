@@ -22,13 +22,7 @@ from torch import Tensor
 from bridge.flat import FlatEmbeddings, check_rows
 from bridge.plan import BridgePlan
 from bridge.runs import ItemRuns
-from bridge.transfer import (
-    BridgeEnd,
-    Transfer,
-    start_receiving,
-    start_sending,
-    start_sharing,
-)
+from bridge.transfer import BridgeEnd, Transfer, share_out, start_receiving, start_sending
 from bridge.waiting import BridgeError
 
 _LEAST_BYTES = 1 << 20  # smaller buffers come from the heap, whose pages stay mapped
@@ -109,27 +103,16 @@ class BridgeSender:
         plan, end = self._plans[microbatch], self.end
         held = int(plan.held_rows[self.lane])
         gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
-        replicas = [end.gradient_parts(plan, rank, "collects") for rank in end.sharers()]
-        own = end.gradient_parts(plan, end.rank, "collects")
-        arriving = [start_receiving(end, microbatch, "gradients", part, gradient) for part in own]
-        sharing = []
-        for number in range(max(map(len, replicas))):
-            for transfer in arriving[number : number + 1]:
-                transfer.wait()
-            if end.gather is not None:  # what follows arrives meanwhile
-                shares = [
-                    parts[number].merged_places if number < len(parts) else () for parts in replicas
-                ]
-                sharing.append(
-                    start_sharing(end, end.gather, microbatch, "gradients", gradient, shares)
-                )
+        collects = plan.collects(end.rank)
+        start_receiving(end, microbatch, "gradients", collects, gradient).wait()
         self._without_gradient.remove(microbatch)
         # A rank that sends back the gradient of rows has received them, so their buffer is free.
         self._sent.popleft().wait()
-        for transfer in sharing:
-            transfer.wait()
         if end.gather is None:  # all other rows are padding
-            gradient[plan.collects(end.rank).num_rows :].zero_()
+            gradient[collects.num_rows :].zero_()
+        else:
+            shares = [plan.collects(rank).merged_places for rank in end.sharers()]
+            share_out(end, end.gather, microbatch, "gradients", gradient, shares)
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
@@ -177,8 +160,8 @@ class BridgeReceiver:
         for microbatch in range(self._num_posted, min(stop, len(self._plans))):
             plan = self._plans[microbatch]
             rows = self._memory.empty(end.bounds(plan)[-1], end.hidden_size, end.wire_dtype)
-            arrives = end.arrives(plan)
-            self._rows[microbatch] = start_receiving(end, microbatch, "rows", arrives, rows)
+            incoming = end.incoming(plan)
+            self._rows[microbatch] = start_receiving(end, microbatch, "rows", incoming, rows)
             self._num_posted += 1
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -207,16 +190,15 @@ class BridgeReceiver:
         while self._gradients and self._gradients[0].microbatch < microbatch - self.run_ahead:
             self._gradients.popleft().wait()
         if end.gather is not None:
-            plan = self._plans[microbatch]
-            shares = end.row_shares(plan)
-            start_sharing(end, end.gather, microbatch, "rows", rows, shares).wait()
+            shares = end.row_shares(self._plans[microbatch])
+            share_out(end, end.gather, microbatch, "rows", rows, shares)
         return rows.to(end.dtype)
 
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
         plan, end = self._plans[microbatch], self.end
         received = gradient.detach()[end.own_rows(plan)]
-        for part in end.gradient_parts(plan, end.rank, "returns"):
-            self._gradients.append(start_sending(end, microbatch, "gradients", part, received))
+        returns = plan.returns(end.rank)
+        self._gradients.append(start_sending(end, microbatch, "gradients", returns, received))
 
     def finish(self) -> None:
         """Wait until all gradients have left; call after the module's schedule."""

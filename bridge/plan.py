@@ -12,16 +12,14 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from bridge.runs import Ints, ItemRuns, Places, count_up, ints, offsets, places_of
 from bridge.shard_map import ShardMap
 from bridge.source import Source
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -50,33 +48,11 @@ class Exchange:
 
     @functools.cached_property
     def merged_places(self) -> tuple[Places, ...]:
-        """`places`, as a single slice where the rows of all messages together are contiguous."""
+        """The rows of all messages in ascending order; in several slices if that saves a copy."""
         merged = places_of(np.sort(self.index))
-        return (merged,) if isinstance(merged, slice) else self.places
-
-    def cut(self, most: int, least_rows: int) -> tuple[Exchange, ...]:
-        """Cut each message into at most ``most`` even parts of at least ``least_rows`` rows.
-
-        The j-th exchange has the j-th part of every message that has one. How a message is cut
-        follows from its rows alone, so both of its ends cut alike.
-        """
-        parts = [max(1, min(most, count // least_rows)) for count in self.counts]
-        if max(parts, default=1) == 1:
-            return (self,)
-        starts = offsets(ints(self.counts)).tolist()
-        exchanges = []
-        for part in range(max(parts)):
-            cut = [
-                (peer, start + count * part // number, start + count * (part + 1) // number)
-                for peer, count, start, number in zip(
-                    self.peers, self.counts, starts[:-1], parts, strict=True
-                )
-                if part < number
-            ]
-            index = np.concatenate([self.index[first:end] for _, first, end in cut])
-            peers, counts = zip(*((peer, end - first) for peer, first, end in cut), strict=True)
-            exchanges.append(Exchange(peers, counts, index))
-        return tuple(exchanges)
+        if isinstance(merged, slice) or not all(isinstance(own, slice) for own in self.places):
+            return (merged,)
+        return self.places
 
 
 def _once(method: Callable[[BridgePlan, int], Exchange]) -> Callable[[BridgePlan, int], Exchange]:
@@ -85,7 +61,7 @@ def _once(method: Callable[[BridgePlan, int], Exchange]) -> Callable[[BridgePlan
 
     @functools.wraps(method)
     def remembered(plan: BridgePlan, rank: int) -> Exchange:
-        return plan.remember(name, rank, lambda: method(plan, rank))
+        return plan.cached(name, rank, lambda: method(plan, rank))
 
     return remembered
 
@@ -108,10 +84,9 @@ class BridgePlan:
         each row has one destination; of a row with several copies exactly one does.
     item: (Q,) the number of the run that a piece is part of, of those that it was built from.
     source_parts: over how many of its ranks an encoder lane's rows are cut; 1 when each rank holds
-    all. source_replicas: how many ranks of an encoder lane hold the same rows.
-    held_rows: per encoder lane, rows on each of its ranks, with padding.
+    all. held_rows: per encoder lane, rows on each of its ranks, with padding.
     whole: makes the plan for all ranks, where this one has the transfers of some lanes only.
-    made: what was worked out for a rank, by its name and the rank.
+    cache: results of `cached`, by name and rank.
 
     | on an encoder rank | on a language rank | index |
     |---|---|---|
@@ -131,11 +106,10 @@ class BridgePlan:
     returned: np.ndarray
     item: Ints
     source_parts: int
-    source_replicas: int
     held_rows: Ints
     runs: ItemRuns
     whole: Callable[[], BridgePlan] | None = field(default=None, repr=False)
-    made: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False)
+    cache: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -183,7 +157,6 @@ class BridgePlan:
             returned=returned[piece],
             item=item[piece],
             source_parts=source.parts,
-            source_replicas=source.replicas,
             held_rows=source.held,
             runs=runs,
         )
@@ -196,13 +169,15 @@ class BridgePlan:
         pieces: its pieces. runs, held: all its items, and `held_rows`. whole: as of the class.
         """
         own = {name: getattr(self, name)[pieces] for name in (*_PIECES, "item")}
-        return replace(self, **own, held_rows=held, runs=runs, whole=whole, made={})
+        return BridgePlan(
+            **own, source_parts=self.source_parts, held_rows=held, runs=runs, whole=whole
+        )
 
-    def remember(self, name: str, rank: int, make: Callable[[], Made]) -> Made:
+    def cached[T](self, name: str, rank: int, make: Callable[[], T]) -> T:
         """Return what ``make`` does, which is called once for each name and rank."""
-        if (name, rank) not in self.made:
-            self.made[name, rank] = make()
-        return self.made[name, rank]
+        if (name, rank) not in self.cache:
+            self.cache[name, rank] = make()
+        return self.cache[name, rank]
 
     @_once
     def sends(self, rank: int) -> Exchange:

@@ -1,9 +1,8 @@
 """Which encoder rank holds which row, and which of them sends it, in pure integers.
 
 Every source has ``parts``: over how many of its ranks a lane's rows are cut, 1 when each holds all;
-``replicas``: how many of its ranks hold the same rows; and ``held``: (L,) rows that each rank of a
-lane holds, padding included. A row's owner does not include a CP rank: encoder context parallelism
-is not planned.
+and ``held``: (L,) rows that each rank of a lane holds, padding included. A row's owner does not
+include a CP rank: encoder context parallelism is not planned.
 
 Letters: L encoder lanes, Q pieces of consecutive rows.
 """
@@ -31,11 +30,6 @@ class ReplicatedSource:
     ranks: Ints
 
     parts = 1
-
-    @property
-    def replicas(self) -> int:
-        """All ranks of a lane."""
-        return self.ranks.shape[1]
 
     @property
     def held(self) -> Ints:
@@ -88,8 +82,6 @@ class SequenceShardedSource:
     ranks: Ints
     before: Ints
     total: Ints
-
-    replicas = 1
 
     def __post_init__(self) -> None:
         # Plans with one part say that rows are counted from their microbatch's start.

@@ -26,11 +26,6 @@ from bridge.waiting import Message, wait_for
 from bridge.watch import TransferWatch, Watched
 
 Kind = Literal["rows", "gradients"]
-Way = Literal["collects", "returns"]
-
-# Gradients that encoder replicas share out come in parts: one is passed on while the next arrives.
-_MOST_PARTS = 4
-_LEAST_PART_BYTES = 1 << 20
 
 
 def _unseen(kind: Kind, microbatch: int) -> AbstractContextManager[None]:
@@ -104,7 +99,7 @@ class BridgeEnd:
         def bounds() -> list[int]:
             return offsets(ints([plan.receives(rank).num_rows for rank in self.sharers()])).tolist()
 
-        return plan.remember("bounds", self.rank, bounds)
+        return plan.cached("bounds", self.rank, bounds)
 
     def own_rows(self, plan: BridgePlan) -> slice:
         """Which of the rows of all sharers this rank itself receives."""
@@ -116,22 +111,14 @@ class BridgeEnd:
         bounds = itertools.pairwise(self.bounds(plan))
         return [(slice(first, last),) if first < last else () for first, last in bounds]
 
-    def arrives(self, plan: BridgePlan) -> Exchange:
+    def incoming(self, plan: BridgePlan) -> Exchange:
         """As `BridgePlan.receives`, with each row's index among the rows of all sharers."""
 
-        def arrives() -> Exchange:
+        def incoming() -> Exchange:
             own = self.own_rows(plan)
             return replace(plan.receives(self.rank), index=np.arange(own.start, own.stop))
 
-        return plan.remember("arrives", self.rank, arrives)
-
-    def gradient_parts(self, plan: BridgePlan, rank: int, way: Way) -> tuple[Exchange, ...]:
-        """Return the exchanges of a rank's gradients, which follow each other."""
-        exchange = plan.collects(rank) if way == "collects" else plan.returns(rank)
-        if plan.source_replicas == 1:
-            return (exchange,)
-        least_rows = -(-_LEAST_PART_BYTES // (self.hidden_size * self.wire_dtype.itemsize))
-        return plan.remember(f"{way} in parts", rank, lambda: exchange.cut(_MOST_PARTS, least_rows))
+        return plan.cached("incoming", self.rank, incoming)
 
     def stage(
         self,
@@ -146,11 +133,9 @@ class BridgeEnd:
         """
         also = [] if replicas is None else dist.get_process_group_ranks(replicas)
         for rank in {self.rank, *self.sharers(), *also}:
-            plan.receives(rank)
-            for exchange in self.gradient_parts(plan, rank, "collects"):
-                _ = exchange.places, exchange.merged_places
-        returns = self.gradient_parts(plan, self.rank, "returns")
-        for exchange in (plan.sends(self.rank), self.arrives(plan), *returns):
+            _ = plan.receives(rank), plan.collects(rank).merged_places
+        mine = plan.sends(self.rank), plan.collects(self.rank), plan.returns(self.rank)
+        for exchange in (*mine, self.incoming(plan)):
             _ = exchange.places
         self.positions(plan, copy)
 
@@ -161,7 +146,7 @@ class BridgeEnd:
             index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])
             return on_device(index, self.device) if copy is None else copy(torch.from_numpy(index))
 
-        return plan.remember("positions", self.rank, positions)
+        return plan.cached("positions", self.rank, positions)
 
 
 @dataclass
@@ -256,15 +241,15 @@ def start_exchanging(
     return Transfer(end, kind, messages, own, what, microbatches.start, into, apart)
 
 
-def start_sharing(
+def share_out(
     end: BridgeEnd,
     group: dist.ProcessGroup,
     microbatch: int,
     kind: Kind,
     buffer: Tensor,
     shares: Sequence[Sequence[Places]],
-) -> Transfer:
-    """Start to complete ``buffer`` (N, H) on every rank of ``group``; each of them calls it.
+) -> None:
+    """Complete ``buffer`` (N, H) on every rank of ``group``; each of them calls it.
 
     shares: per rank of the group the places of the rows that it has already, the same on all
     ranks, no row twice. Not differentiable: the caller knows which gradient counts. Each share goes
@@ -278,7 +263,7 @@ def start_sharing(
     received = [(rank, part) for (rank, _), part in zip(theirs, parts, strict=True)]
     messages = _start(end, kind, group, sent, received)
     what = f"bridge {end.name}: {kind} of microbatch {microbatch}, shared out over a lane's ranks"
-    return Transfer(end, kind, messages, own, what, microbatch, buffer, apart)
+    Transfer(end, kind, messages, own, what, microbatch, buffer, apart).wait()
 
 
 def _send_buffers(end: BridgeEnd, exchange: Exchange, values: Tensor) -> list[Tensor]:

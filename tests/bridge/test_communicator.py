@@ -102,6 +102,21 @@ def messages_of_frozen(rank: int, case: Case) -> list[tuple[str, int, bool]]:
     return [(way, peer, group is end.end.backward) for way, peer, group in messages]
 
 
+def planning_left_to_a_step(rank: int, case: Case) -> set[tuple[str, int]]:
+    """What `BridgeEnd.stage` did not work out, although a step needs it."""
+    end, plan = build_end(rank, case), case.plan(0)
+    end.end.stage(plan, torch.clone)
+    staged = set(plan.cache)
+    end.begin([plan])
+    if isinstance(end, BridgeSender):
+        token = end.send(0, rows_of(case, 0, rank))
+    else:
+        token = end.receive(0)[0].sum()
+    token.backward()
+    end.finish()
+    return set(plan.cache) - staged
+
+
 class _Watched:
     """A message whose waiting is noticed."""
 
@@ -175,6 +190,14 @@ def test_text_only_microbatch_sends_no_message_and_others_one_per_peer_and_direc
             expected = [(rows_out, p, False) for p in peers] + [(rows_in, p, True) for p in peers]
             assert sorted(messages) == sorted(expected)
     assert any(any(microbatches) for microbatches in results)
+
+
+@pytest.mark.parametrize("name", ["2 lanes tp2 to 4 lanes tp1", "4 lanes tp1 to 2 lanes tp2"])
+def test_a_staged_plan_leaves_nothing_to_work_out_in_the_step(
+    run_ranks: RunRanks, name: str
+) -> None:
+    case = CASES[name]
+    assert run_ranks(planning_left_to_a_step, case.num_ranks, case) == [set()] * case.num_ranks
 
 
 def test_frozen_encoder_sends_its_rows_and_gets_no_backward_traffic(run_ranks: RunRanks) -> None:

@@ -195,32 +195,6 @@ def test_a_microbatch_without_rows_has_no_peers(delivery) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases(), st.integers(1, 4), st.integers(1, 3))
-def test_both_ends_cut_a_message_into_the_same_parts(
-    case: Case, most: int, least_rows: int
-) -> None:
-    plan = case.build()
-    cut: dict[bool, dict[tuple[int, int], list[int]]] = {False: {}, True: {}}
-    for returns in (False, True):
-        for rank in case.local_sequence if returns else case.held:
-            whole = plan.returns(rank) if returns else plan.collects(rank)
-            parts = whole.cut(most, least_rows)
-            together = {peer: [] for peer in whole.peers}
-            for part in parts:
-                for peer, rows in zip(part.peers, rows_by_peer(part), strict=True):
-                    together[peer].append(rows)
-            assert [np.concatenate(rows).tolist() for rows in together.values()] == [
-                rows.tolist() for rows in rows_by_peer(whole)
-            ]
-            for peer, rows in together.items():
-                sizes = [own.size for own in rows]
-                assert len(sizes) == max(1, min(most, sum(sizes) // least_rows))
-                assert max(sizes) - min(sizes) <= 1
-                cut[returns][(peer, rank) if returns else (rank, peer)] = sizes
-    assert cut[False] == cut[True]
-
-
-@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_places_are_slices_where_rows_are_contiguous_and_name_the_same_rows(case: Case) -> None:
     plan = case.build()
