@@ -82,7 +82,7 @@ class OurSteps:
             started = time.perf_counter()
             self.step()
             seconds = time.perf_counter() - started
-        found = [one for one in profile.key_averages() if one.key.startswith("aten::")]
+        found = [o for o in profile.key_averages() if o.key.startswith(("aten::", "mkldnn::"))]
         found.sort(key=lambda one: -one.self_cpu_time_total)
         shares = [one.self_cpu_time_total / 1e6 / seconds for one in found]
         slowest = [

@@ -1,7 +1,7 @@
 """Matrix products, in fp32 on a CPU by oneDNN.
 
-PyTorch gives them to MKL, which uses AVX-512 on Intel's processors alone; oneDNN uses what the
-processor has. On an AMD EPYC of the Zen 5 kind it is twice as fast, on Intel's no slower.
+PyTorch gives them to MKL. On an AMD EPYC of the Zen 5 kind oneDNN is twice as fast; others have not
+been measured.
 
 Letters: M rows, K summed over, N columns; I inputs and O outputs of a linear.
 """
