@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> NumParam
         trained += size * learns(weight.name)
         if part.lora is not None and ".layers." in weight.name and weight.name.endswith(targets):
             shape = (weight.num_rows, size // weight.num_rows)
-            own = sum(one.numel() for one in adapter_shapes(shape, part.lora.rank))
+            own = sum(math.prod(one) for one in adapter_shapes(shape, part.lora.rank))
             total += own
             trained += own * part.trains
     return NumParameters(total, trained)

@@ -5,6 +5,8 @@ Letters: M rows, K summed over, N columns.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -72,8 +74,8 @@ def test_gradients_by_onednn_equal_those_in_double_precision() -> None:
 def test_frozen_linear_keeps_no_input() -> None:
     x, weight = noise(0, 3, 4).requires_grad_(), noise(1, 5, 4)
     y = linear(x, weight)
-    assert y.grad_fn is not None
-    assert [one is weight for one in y.grad_fn.saved_tensors if one is not None] == [True]
+    node: Any = y.grad_fn
+    assert [one is weight for one in node.saved_tensors if one is not None] == [True]
     y.sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
 
