@@ -14,14 +14,15 @@ from mimo.launch.environment import set_variables
 from mimo.launch.ranks import rank_environment
 from mimo.layout.defaults import variables_of
 from mimo.layout.grids import Layout
+from mimo.recipe.schema import Recipe
 
 
-def run_rank(layout: Layout, *args: Any) -> int:
+def run_rank(recipe: Recipe, layout: Layout, *args: Any) -> int:
     """Be one rank of a job launched on this machine; see `mimo.train.rank.run_rank`."""
     prepare_process(layout)
     from mimo.train.rank import run_rank as run
 
-    return run(*args)
+    return run(recipe, layout, *args)
 
 
 def prepare_process(layout: Layout) -> None:

@@ -220,10 +220,9 @@ def _launch(job: Job, runs: Sequence[Run], began: float, failures: list[RankErro
             say_killed(run_dir, error)
             failures.append(error)
 
-        layout = run.layout
-        args = (layout, run.recipe, layout, run_dir, run.start, job.phased.run_dir, began)
+        args = (run.recipe, run.layout, run_dir, run.start, job.phased.run_dir, began)
         target = "mimo.train.entry:run_rank"
-        code = launch(target, args, layout.world_size, PRELOAD, run_dir, failed)
+        code = launch(target, args, run.layout.world_size, PRELOAD, run_dir, failed)
         if code > 128:
             say_ended(run_dir, signal.Signals(code - 128).name)
         last = final_checkpoint(run_dir, run.recipe.train.steps)
