@@ -23,7 +23,7 @@ from mimo.engines.megatron.acceleration import (
     fp8_flags,
     fp8_problem,
 )
-from mimo.errors import RecipeError
+from mimo.errors import InputError, RecipeError
 from mimo.generate.one_rank import one_rank_recipe
 from mimo.hf.recipes import load_recipe
 from mimo.layout.grids import sequence_multiple
@@ -59,19 +59,22 @@ def test_layers_are_fused_in_16_bits_on_a_gpu_only(
     assert (choice.transformer_engine, choice.weight_gradient, choice.fused_activation) == fused
 
 
-def test_a_package_that_cannot_be_imported_is_not_used(
+def test_a_package_that_is_not_installed_is_not_used_and_a_broken_one_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined symbol')")
-    monkeypatch.syspath_prepend(tmp_path)
     apex = ModuleType("fused_weight_gradient_mlp_cuda")
     monkeypatch.setitem(sys.modules, apex.__name__, apex)
     apex.wgrad_gemm_accum_fp32 = print  # type: ignore[attr-defined]
     monkeypatch.setattr(acceleration, "gpu_capability", lambda: HOPPER)
-    machine = acceleration.this_machine.__wrapped__()
+    look = acceleration.this_machine.__wrapped__
+    machine = look()
     choice = choose_layers(machine, torch.bfloat16)
     assert (choice.transformer_engine, choice.weight_gradient) == (False, True)
     assert "install transformer-engine" in str(fp8_problem("current", machine))
+    (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="transformer_engine .*undefined symbol"):
+        look()
 
 
 TANH = partial(functional.gelu, approximate="tanh")
