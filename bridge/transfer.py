@@ -112,7 +112,7 @@ class BridgeEnd:
         return [(slice(first, last),) if first < last else () for first, last in bounds]
 
     def incoming(self, plan: BridgePlan) -> Exchange:
-        """As `BridgePlan.receives`, with each row's index among the rows of all sharers."""
+        """Return `BridgePlan.receives` with each row's index among the rows of all sharers."""
 
         def incoming() -> Exchange:
             own = self.own_rows(plan)
@@ -140,7 +140,7 @@ class BridgeEnd:
         self.positions(plan, copy)
 
     def positions(self, plan: BridgePlan, copy: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """(n,) int64 local positions of the rows of all sharers; copy: as of `stage`."""
+        """(n,) int64 local positions of the rows of all sharers; copy: see `stage`."""
 
         def positions() -> Tensor:
             index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])

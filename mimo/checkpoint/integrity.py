@@ -115,7 +115,7 @@ def open_checkpoint(
 
     Sizes of all files are compared, and the checksums of those without sums of their blocks: of the
     small files, and in checkpoints of earlier versions of all. Blocks of tensors are compared while
-    they are read. progress: as of `problems_of`. Raises InputError for what is damaged.
+    they are read. progress: see `problems_of`. Raises InputError for what is damaged.
     """
     files = listed_files(checkpoint) or []
     whole = [listed for listed in files if not listed.blocks]

@@ -156,7 +156,7 @@ def opened(folder: Path, listed: Listed) -> Iterator[CheckedFile]:
 
 
 class CheckedFile:
-    """An open file of a checkpoint, of which whole blocks are read and compared.
+    """An open file of a checkpoint. Whole blocks are read, and their checksums compared.
 
     The last block of which a part was wanted is kept: what lies side by side is read once.
     """
@@ -189,7 +189,7 @@ class CheckedFile:
             target, begin = target[count:], begin + count
 
     def _read_block(self, block: int, target: memoryview) -> None:
-        """Fill target with a whole block, the last of which may be shorter."""
+        """Fill target with a whole block; the file's last block may be shorter."""
         path, begin, left = self._folder / self.listed.name, block * len(self._memory), target
         while left:
             with reading(path):

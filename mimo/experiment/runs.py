@@ -86,7 +86,7 @@ class Run:
         return load_recipe(path, self.overrides)
 
     def is_done(self, path: Path) -> bool:
-        """Whether it ran to its end with the recipe as it is now. Raises RecipeError."""
+        """Check if the run ended with the recipe as it is now. Raises RecipeError."""
         recipe = self.recipe(path)
         if not self.recipe_file.exists():
             return False

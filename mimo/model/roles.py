@@ -225,7 +225,7 @@ class _Module:
         return self.grid.dp // self.grid.dp_replicate
 
     def _all(self, elements: Counter[str]) -> int:
-        """Of the whole module, on a tensor-parallel rank."""
+        """Size of the whole module on one tensor-parallel rank."""
         return elements["first"] + self.layers * elements["layer"] + elements["last"]
 
     @property
@@ -310,7 +310,7 @@ class _Module:
 
     @property
     def _tokens(self) -> float:
-        """Of a full microbatch on a context-parallel rank, or its inputs of a tower."""
+        """Tokens of a full microbatch on a context-parallel rank; for a tower, its inputs."""
         tokens = self.recipe.longest_microbatch / self.grid.cp
         if self.name == LANGUAGE:
             return tokens

@@ -111,7 +111,7 @@ class Tower(Wrapper):
         if not items.sizes:
             grid, width = self._blank()
             blank = torch.zeros(math.prod(grid), width, dtype=self.ctx.dtype, device=device)
-            # A copy: a change in place of a view would lose FSDP2's hook, of which torch warns.
+            # A copy: a change in place of a view would lose FSDP2's hook; torch warns about it.
             return self.make_rows(self._rows(blank, items)[:0].clone(), ())
         rows = self._rows(self.values(patches), items)
         # Rows carry no names: items take theirs in turn, and what is too much is the last one's.
